@@ -1,0 +1,24 @@
+"""nanoserve: an LLM inference engine to read, run and change. Start with `llm.py` or the README.
+
+The names are loaded when they are first used (PEP 562), so that `import nanoserve.scheduler` does
+not import torch: the scheduler and everything below it run without.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOME = {"LLM": "llm", "SamplingParams": "sequence", "RequestOutput": "sequence",
+         "CompletionOutput": "sequence", "RequestOutputKind": "sequence", "Logprob": "sequence",
+         "EngineConfig": "config", "ModelConfig": "config"}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(import_module(f"nanoserve.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,252 @@
+"""PagedAttention's memory half: KV memory handed out in blocks, and found again by content.
+
+KV memory is cut into blocks of `block_size` tokens, as an operating system cuts memory into pages
+(Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention"). A sequence's
+`block_table` lists its blocks in order, so a sequence can grow without moving and two sequences can
+share a block. Sharing is automatic: a block that is full, computed and *committed* gets a key that
+chains its parent's key with its own tokens, and whoever has the same prefix finds it.
+
+    tokens   the cat sat on | a mat and then | it fell
+    keys     A = h(root,·)  | B = h(A,·)     | (not full: no key)
+    table    [ 5,             9,               2 ]          cached: {A: 5, B: 9}
+
+    a block is     free ──allocate──► referenced ──commit──► referenced and findable
+                    ▲                     │                        │
+                    └──── last free ──────┘      free, findable ◄──┘ last free
+                                                 reused oldest first: the key is forgotten *then*
+
+Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
+count equals the number of tables that hold the block; the cache names only committed blocks; a block
+that is handed out again has lost its old key *before* its new owner can write to it.
+
+A hash can collide, and a wrong hit is another user's text. So a hit also compares the block's
+tokens and the *identity of its parent's entry*: two different chains can never be taken for one.
+
+Not known here: torch, bytes, devices. A block is a number. Who may have how many is the scheduler's.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import xxhash
+
+from nanoserve.sequence import Sequence
+
+ROOT_KEY = b""  # parent of a first block; an adapter or image id would be mixed in here
+
+
+@dataclass(eq=False, slots=True)
+class CacheEntry:
+    """A findable block. Equal only to itself, which is what makes `parent` a proof of the prefix."""
+
+    key: bytes
+    block_id: int
+    tokens: list[int]
+    parent: "CacheEntry | None"
+
+
+class BlockManager:
+    """Hands out block ids, counts references, and remembers full blocks by content.
+
+    num_blocks: how many blocks the KV cache has. block_size: tokens each holds.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_counts = [0] * num_blocks
+        # Free blocks in the order of reuse: those that hold nothing first, then the least recently
+        # used. An ordered dict is a linked list with an index: pop, append and remove are all O(1).
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cached: dict[bytes, CacheEntry] = {}
+        self.entry_of: list[CacheEntry | None] = [None] * num_blocks
+        self.on_evict: Callable[[bytes], None] | None = None  # told each key that is forgotten
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free_blocks)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`. With blocks of 16: 16 tokens take 1, 17 take 2."""
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------ finding a prefix again
+
+    def keys(self, seq: Sequence) -> list[bytes]:
+        """The chained keys of all full blocks of known tokens, extended as the sequence grows.
+
+        xxh3 is no cryptographic hash, but the same in every process and version, so that a key can
+        be compared between engines.
+        """
+        keys, size = seq.block_keys, self.block_size
+        for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
+            parent = keys[-1] if keys else ROOT_KEY
+            tokens = array("i", seq.token_ids[start:start + size]).tobytes()
+            keys.append(xxhash.xxh3_128_digest(parent + tokens))
+        return keys
+
+    def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
+        """Look up the longest cached prefix of `seq`; takes nothing, so it can be asked freely.
+
+        At least one token is always left to compute: without it there would be no logits to sample
+        from. With blocks of 16, a fully cached prompt of 32 tokens hits 1 block, not 2.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[CacheEntry] = []
+        parent, size = None, self.block_size
+        for i in range((len(seq.token_ids) - 1) // size):
+            entry = self.cached.get(self.keys(seq)[i])
+            if (entry is None or entry.parent is not parent
+                    or entry.tokens != seq.token_ids[i * size:(i + 1) * size]):
+                break
+            hits.append(entry)
+            parent = entry
+        return hits
+
+    # -------------------------------------------------- the life of a table
+
+    def can_admit(self, hits: list[CacheEntry], num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` that starts with the blocks of `hits` fits now.
+
+        A hit that nobody references counts as free until it is taken: it is not free *for us*.
+        """
+        reused = sum(self.ref_counts[entry.block_id] == 0 for entry in hits)
+        return self.num_blocks_for(num_tokens) - len(hits) <= len(self.free_blocks) - reused
+
+    def share(self, seq: Sequence, hits: list[CacheEntry]) -> None:
+        """Start `seq`'s table with the blocks of a found prefix."""
+        assert not seq.block_table, f"sequence {seq.name} already has blocks: free them first"
+        for entry in hits:
+            if self.ref_counts[entry.block_id] == 0:
+                del self.free_blocks[entry.block_id]
+            self.ref_counts[entry.block_id] += 1
+            seq.block_table.append(entry.block_id)
+        seq.num_committed_blocks = len(hits)
+        seq.cache_entry = hits[-1] if hits else None
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out."""
+        num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
+        if num_missing > len(self.free_blocks):
+            return False
+        for _ in range(num_missing):
+            block_id, _ = self.free_blocks.popitem(last=False)
+            self._forget(block_id)
+            self.ref_counts[block_id] = 1
+            seq.block_table.append(block_id)
+        return True
+
+    def commit(self, seq: Sequence) -> None:
+        """Make `seq`'s full blocks findable, as far as their KV is computed *and* their tokens final.
+
+        Called with the numbers of a finished step, so an aborted or rejected token never gets here.
+        When the same content is cached already (two identical prompts ran side by side) the first
+        entry stays, and our copy remains an ordinary block that nobody finds.
+        """
+        if not self.enable_prefix_caching:
+            return
+        size = self.block_size
+        keys = self.keys(seq)
+        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
+        for i in range(seq.num_committed_blocks, num_full):
+            seq.num_committed_blocks = i + 1
+            parent = seq.cache_entry
+            if i > 0 and parent is None:
+                continue  # our chain lost its place in the cache: nobody could reach this block
+            block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]
+            entry = self.cached.get(keys[i])
+            if entry is None or (entry.parent is not parent and entry.tokens == tokens):
+                # Nothing there, or a leftover whose parent was evicted and computed anew.
+                if entry is not None:
+                    self._forget(entry.block_id)
+                entry = CacheEntry(keys[i], block_id, tokens, parent)
+                self.cached[entry.key] = self.entry_of[block_id] = entry
+            elif entry.tokens != tokens:
+                entry = None  # a collision: the first one stays
+            seq.cache_entry = entry
+
+    def free(self, seq: Sequence) -> None:
+        """Give back all blocks of `seq`. Cached ones stay findable until they are reused.
+
+        Last block first, so that a chain is forgotten from its tail: a tail without its head could
+        not be found.
+        """
+        for block_id in reversed(seq.block_table):
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0:
+                self.free_blocks[block_id] = None
+                if self.entry_of[block_id] is None:
+                    self.free_blocks.move_to_end(block_id, last=False)
+        seq.block_table = []  # a new list: holders of the old one see that it is not theirs any more
+        seq.num_committed_blocks = 0
+        seq.cache_entry = None
+
+    def _forget(self, block_id: int) -> None:
+        """Drop the block's cache entry, if it has one."""
+        entry = self.entry_of[block_id]
+        if entry is not None:
+            self.entry_of[block_id] = None
+            del self.cached[entry.key]
+            if self.on_evict:
+                self.on_evict(entry.key)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block (after new weights, say). False, and no change, while any block
+        is referenced: its owner would go on to commit children of a forgotten prefix."""
+        if self.num_free_blocks < self.num_blocks:
+            return False
+        for entry in list(self.cached.values()):
+            self._forget(entry.block_id)
+        return True
+
+    # ------------------------------------------------------------- the audit
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Audit everything against the sequences that may hold blocks. O(pool): for tests."""
+        holders: dict[int, list[str]] = {}
+        for seq in sequences:
+            assert len(set(seq.block_table)) == len(seq.block_table), (
+                f"sequence {seq.name} lists a block twice: {seq.block_table}")
+            room = len(seq.block_table) * self.block_size
+            used = seq.num_computed_tokens + seq.num_inflight_tokens
+            assert used <= room, (
+                f"sequence {seq.name} has computed {used} tokens in blocks for {room}")
+            for block_id in seq.block_table:
+                holders.setdefault(block_id, []).append(seq.name)
+        for block_id, count in enumerate(self.ref_counts):
+            names = holders.get(block_id, [])
+            if block_id in self.free_blocks:
+                assert not names, f"block {block_id} is free but sequence {names[0]} points at it"
+            assert (block_id in self.free_blocks) == (count == 0), (
+                f"block {block_id} has {count} references and must be free exactly at 0")
+            assert count == len(names), (
+                f"block {block_id} counts {count} references but is held by {names}")
+            entry = self.entry_of[block_id]
+            assert entry is None or self.cached.get(entry.key) is entry, (
+                f"block {block_id} believes it is cached, but the cache does not name it")
+        for key, entry in self.cached.items():
+            assert self.entry_of[entry.block_id] is entry and entry.key == key, (
+                f"the cache names block {entry.block_id}, which was reused since")
+            assert len(entry.tokens) == self.block_size, f"block {entry.block_id} is not full"
+        self._check_commits(sequences)
+
+    def _check_commits(self, sequences: Iterable[Sequence]) -> None:
+        for seq in sequences:
+            num_full = seq.num_computed_tokens // self.block_size
+            assert seq.num_committed_blocks <= num_full, (
+                f"sequence {seq.name} committed {seq.num_committed_blocks} blocks, but only "
+                f"{num_full} are full and computed")
+            for i, block_id in enumerate(seq.block_table):
+                entry = self.entry_of[block_id]
+                if entry is None:
+                    continue
+                tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
+                assert entry.tokens == tokens, (
+                    f"block {block_id} is cached as {entry.tokens}, but sequence {seq.name} "
+                    f"keeps {tokens} in it")
+                assert i < seq.num_committed_blocks, (
+                    f"block {block_id} of sequence {seq.name} can be found before it is computed")

@@ -1,0 +1,90 @@
+"""Tokens to text while they arrive: no half characters, no half stop strings.
+
+Two things make this harder than decoding token by token. One character may need several tokens (an
+emoji is four bytes, and a token may hold two of them), and what a token reads as may depend on the
+one before it (a leading space, for many tokenizers). So a small window is decoded twice, without and
+with the new tokens; the difference is the new text, and while it ends in U+FFFD, the mark of an
+unfinished character, it is kept back. (The method is that of Hugging Face's text-generation-inference
+and of vLLM's first detokenizer.)
+
+    tokens      "Once"  " upon"  "\\xf0\\x9f"   "\\x98\\x80"  " !"
+    decoded      Once    upon     \ufffd        😀          !
+    emitted      Once    upon     (nothing)    😀          !
+
+Stop strings are looked for in the text, because they need not coincide with tokens. Text that might
+be the beginning of one is held back until it is clear: a stream never shows what the final text does
+not contain.
+
+Invariant: the pieces that were emitted, put together, are the final text.
+
+Not known here: where the tokens come from, and what ends a request otherwise.
+"""
+
+from nanoserve.sequence import SamplingParams
+
+CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
+
+
+class Detokenizer:
+    """Text of one sequence's output: `add` tokens as they come, then `flush` at the end.
+
+    tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
+    """
+
+    def __init__(self, tokenizer, params: SamplingParams, prompt_token_ids: list[int]):
+        self.tokenizer = tokenizer
+        self.params = params
+        self.text = ""  # everything decoded so far, up to a stop string
+        self.ids = prompt_token_ids[-CONTEXT:]
+        if self._decode(self.ids).endswith("\ufffd"):
+            self.ids = []  # a prompt that ends in half a character: the output stands on its own
+        self.window = 0  # decoding starts here ...
+        self.read = len(self.ids)  # ... and text up to here has been emitted
+        self.stop_string: str | None = None
+
+    def add(self, token_ids: list[int]) -> str | None:
+        """Take new tokens; returns the stop string that the text now contains, if any."""
+        self.ids += token_ids
+        before = self._decode(self.ids[self.window:self.read])
+        after = self._decode(self.ids[self.window:])
+        if len(after) > len(before) and not after.endswith("\ufffd"):
+            return self._extend(after[len(before):])
+        return None
+
+    def flush(self) -> None:
+        """The output is over: what is still incomplete is emitted as it is."""
+        if self.stop_string is None:
+            before = self._decode(self.ids[self.window:self.read])
+            self._extend(self._decode(self.ids[self.window:])[len(before):])
+
+    @property
+    def visible_text(self) -> str:
+        """What may be shown while the output goes on: no text that a stop string might take back.
+
+        Example: with stop "###", "done ##" shows "done " until the next character is known.
+        """
+        held = 0
+        for stop in self.params.stop:
+            for n in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:n]):
+                    held = n
+                    break
+        return self.text[:len(self.text) - held]
+
+    def _decode(self, ids: list[int]) -> str:
+        # Cleaning up spaces would change text that has been emitted: "don" + " 't" -> "don't".
+        return self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens,
+                                     clean_up_tokenization_spaces=False)
+
+    def _extend(self, new_text: str) -> str | None:
+        self.window, self.read = self.read, len(self.ids)
+        start = len(self.text)
+        self.text += new_text
+        # A stop string may begin in older text, at most its length minus one character back.
+        found = [(at, stop) for stop in self.params.stop
+                 if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
+        if found:
+            at, self.stop_string = min(found)
+            end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at
+            self.text = self.text[:end]
+        return self.stop_string

@@ -1,0 +1,148 @@
+"""safetensors to parameters: find the files, rename, fuse, and prove that nothing was missed.
+
+A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
+in which file. Files are read one tensor at a time straight from the page cache, so that loading
+needs the model's size and one tensor, never two models.
+
+    model.layers.0.self_attn.k_proj.weight   the checkpoint's name
+          layers.0.self_attn.qkv_proj  "weight"  part "k"      module, parameter, part of its rows
+
+Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
+place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
+this check answer with random text when a glob finds nothing (nano-vllm #97).
+
+Not known here: devices, ranks, what the weights are for. Road not taken: pickled `.bin` checkpoints,
+which can run code when they are loaded.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from nanoserve.config import ModelConfig
+from nanoserve.layers import Embedding, Linear, RMSNorm
+
+# Projections that the engine multiplies as one: the checkpoint's name -> (module, part).
+FUSED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
+         "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up")}
+UNFUSED = {fused: leaf for leaf, fused in FUSED.items()}
+
+
+def load_weights(model: nn.Module, config: ModelConfig, folder: Path) -> None:
+    """Fill `model` from the safetensors files in `folder`.
+
+    Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
+    """
+    missing = _expected(model)
+    for file, name, tensor in _tensors(folder):
+        if _is_redundant(name, config):
+            continue
+        place = _place(name)
+        if place not in missing:
+            raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
+                             "with this config.json, or comes twice")
+        module_name, parameter, part = place
+        try:
+            model.get_submodule(module_name).weight_loader(parameter, tensor, part)
+        except ValueError as error:
+            raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
+                from None
+        missing.remove(place)
+    if missing:
+        names = sorted(_checkpoint_name(*place) for place in missing)
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing from the checkpoint: "
+                         f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+    _finish(model)
+
+
+@torch.no_grad()
+def load_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Random weights that keep activations at a sensible size; for benchmarks and tests."""
+    generator = None
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if generator is None:
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1)
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+    _finish(model)
+
+
+def _expected(model: nn.Module) -> set[tuple[str, str, str | None]]:
+    """Everything that must be written: (module, parameter, part) triples."""
+    places = set()
+    for name, module in model.named_modules():
+        for parameter, _ in module.named_parameters(recurse=False):
+            assert isinstance(module, (Embedding, Linear, RMSNorm)), f"{name} has no weight_loader"
+            parts = list(module.parts) if isinstance(module, Linear) else []
+            for part in parts if len(parts) > 1 else [None]:
+                places.add((name, parameter, part))
+    return places
+
+
+def _place(name: str) -> tuple[str, str, str | None]:
+    """Where a checkpoint's tensor belongs, by its name."""
+    path, _, parameter = name.removeprefix("model.").rpartition(".")
+    parent, _, leaf = path.rpartition(".")
+    module, part = FUSED.get(leaf, (leaf, None))
+    return (f"{parent}.{module}" if parent else module), parameter, part
+
+
+def _checkpoint_name(module: str, parameter: str, part: str | None) -> str:
+    """The inverse of `_place`, for messages: users know their checkpoint's names, not ours."""
+    parent, _, leaf = module.rpartition(".")
+    path = ".".join(filter(None, (parent, UNFUSED.get((leaf, part), leaf), parameter)))
+    return path if leaf == "lm_head" else "model." + path
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors some checkpoints carry although they follow from others."""
+    return name.endswith("rotary_emb.inv_freq") or (
+        config.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    """All tensors of a checkpoint with their files, one in memory at a time."""
+    files = _weight_files(folder)
+    for file in tqdm(files, desc="Loading weights", unit="file", disable=len(files) == 1):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    yield file, name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} can't be read, it is truncated or damaged: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files named by the index, or else every safetensors file of the folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
+        files = [folder / name for name in names]
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            raise ValueError(f"{folder}: {index.name} names files that do not exist: "
+                             f"{', '.join(absent)}")
+        return files
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors file: check the path, or convert the "
+                         "checkpoint (load_format='dummy' runs on random weights)")
+    return files
+
+
+def _finish(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.finish_loading()

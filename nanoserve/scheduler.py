@@ -1,0 +1,366 @@
+"""Continuous batching under one token budget: who computes how many tokens in this step.
+
+Every step the scheduler hands out `max_num_batched_tokens` tokens: to the running sequences in order
+of priority and arrival, then to waiting ones. A decoding sequence asks for 1 token, a prompt for all
+of its tokens, and a prompt that gets fewer simply asks again next step (chunked prefill; Agrawal et
+al. 2023, "SARATHI"). Batches change from step to step (continuous batching; Yu et al. 2022, "Orca").
+
+    budget 8      step 0        step 1        step 2        step 3
+    A (5 tokens)  ●●●●● ↦ a     ○ ↦ a         ○ ↦ a         ○ ↦ a       ● prompt token
+    B (9 tokens)  ●●●           ●●●●●● ↦ b    ○ ↦ b         ○ ↦ b       ○ decoded token
+    C (4 tokens)                ●             ●●● ↦ c       ○ ↦ c       ↦ a token is sampled
+
+When blocks run out, the last sequence in the order gives all of its blocks back and waits again; it
+keeps its tokens, and recomputes what the prefix cache has lost of them.
+
+Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
+
+A step takes effect only in `update()`. Between `schedule()` and `update()` a sequence merely counts
+what is in flight: tokens being computed, and samples whose value is not known yet. So a step can be
+scheduled while the one before still runs (overlap), and a step that failed is dropped by zeroing
+the counts: nothing was promised, so nothing is rolled back.
+
+Not known here: torch, text, devices. Road not taken: preemption by swapping KV to the host, which
+moves more bytes than recomputing the few blocks that the prefix cache lost.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from nanoserve.block_manager import BlockManager
+from nanoserve.config import EngineConfig
+from nanoserve.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Step:
+    """One step's plan. `print(step)` shows it; an empty step is legal."""
+
+    index: int
+    num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)  # position of each row's first new token
+    sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
+    preempted: list[Sequence] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
+    pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens.values())
+
+    def __str__(self) -> str:
+        """A line like `step 3: 9 tokens | A 17 ↦ | B 0..8 | preempted C`."""
+        parts = [f"step {self.index}: {self.num_tokens} tokens"]
+        sampling = set(self.sampling)
+        for (seq, n), start in zip(self.num_new_tokens.items(), self.starts, strict=True):
+            span = f"{start}" if n == 1 else f"{start}..{start + n}"
+            parts.append(f"{seq.name} {span}{' ↦' if seq in sampling else ''}")
+        if self.preempted:
+            parts.append("preempted " + " ".join(seq.name for seq in self.preempted))
+        return " | ".join(parts)
+
+
+class Scheduler:
+    """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
+
+    config: a resolved `EngineConfig`. num_blocks: KV blocks there are.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int):
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self.enable_chunked_prefill = config.enable_chunked_prefill
+        self.by_priority = config.scheduling_policy == "priority"
+        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        # A heap, because preempted sequences come back into the middle of the order. One that was
+        # aborted stays in it as a dead entry, until it surfaces or the dead are the majority.
+        self.waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self.num_dead = 0
+        self.running: list[Sequence] = []  # sorted by order(); the last is the first victim
+        self.free_rows = list(range(config.max_num_seqs))
+        self.in_flight: deque[Step] = deque()
+        self.pending_keys: set[bytes] = set()  # of all steps in flight
+        self.draining: set[Sequence] = set()  # ended, but a step in flight still uses their blocks
+        self.num_steps = 0
+
+    def order(self, seq: Sequence) -> tuple[int, int, int]:
+        """Who goes first. Unique, so that a heap never compares two sequences."""
+        return (seq.priority if self.by_priority else 0, seq.arrival, seq.index)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) - self.num_dead
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.num_waiting or self.running or self.in_flight)
+
+    # ------------------------------------------------------------- arriving
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Refuse what could never run: a clear error now is better than waiting for ever.
+
+        The last token of a sequence is sampled but never computed: a cache of 64 slots is enough
+        for 65 tokens.
+        """
+        capacity = self.blocks.num_blocks * self.blocks.block_size
+        if num_tokens - 1 > capacity:
+            raise ValueError(
+                f"a request of up to {num_tokens} tokens can't fit in the KV cache, which holds "
+                f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
+                "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. O(log waiting). Raises `ValueError` if it could never fit."""
+        self.check_fits(seq.max_num_tokens)
+        heappush(self.waiting, (self.order(seq), seq))
+
+    # ----------------------------------------------------------- scheduling
+
+    def schedule(self) -> Step:
+        """Give out the budget: running sequences first, then waiting ones."""
+        step = Step(self.num_steps)
+        self.num_steps += 1
+        budget = self._schedule_running(step, self.max_num_batched_tokens)
+        if budget and not step.preempted:
+            self._schedule_waiting(step, budget)
+        if step.num_new_tokens:
+            self.in_flight.append(step)
+        return step
+
+    def _schedule_running(self, step: Step, budget: int) -> int:
+        """Returns the budget that is left: 0 when blocks ran out, so that nobody is admitted to
+        the blocks that somebody waits for. This loop is the hot path of decoding."""
+        running, blocks = self.running, self.blocks
+        block_size = blocks.block_size
+        i = 0
+        while i < len(running) and budget > 0:
+            seq = running[i]
+            done = seq.num_computed_tokens + seq.num_inflight_tokens
+            num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
+            if seq.num_unknown_tokens and seq.num_tokens >= seq.max_num_tokens:
+                num_new = 0  # it ends with the sample in flight: by length, whatever that is
+            if num_new > budget:
+                num_new = budget
+            end = done + num_new
+            if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
+                return 0
+            if num_new:
+                self._add_row(step, seq, done, num_new)
+                budget -= num_new
+            i += 1
+        return budget
+
+    def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
+        """Preempt from the tail until `seq` has blocks for `num_tokens`.
+
+        False ends the step early: `seq` itself had to go, or the next victim is still being
+        computed by a step in flight and is waited for. `running` is sorted, so a victim never
+        stands before `seq`, and never has a share of this step.
+        """
+        while not self.blocks.allocate(seq, num_tokens):
+            victim = self.running[-1]
+            if victim.num_inflight_tokens:
+                return False
+            self.running.pop()
+            self._release(victim)
+            victim.num_computed_tokens = 0
+            victim.num_preemptions += 1
+            heappush(self.waiting, (self.order(victim), victim))
+            step.preempted.append(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _schedule_waiting(self, step: Step, budget: int) -> None:
+        """Admit in order, and stop at the first that doesn't fit: the queue never jumps.
+
+        One exception: a sequence whose next block is being computed for another one right now sits
+        out this step and then hits that block. It keeps its place, and counts as a seat so that a
+        long queue of look-alikes is not searched step after step.
+        """
+        sitting_out: list[Sequence] = []
+        while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:
+            seq = self._next_waiting()
+            if seq is None:
+                break
+            hits = self.blocks.find_prefix(seq)
+            if self._next_block_is_pending(seq, len(hits)):
+                heappop(self.waiting)
+                sitting_out.append(seq)
+                continue
+            # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
+            num_cached = len(hits) * self.blocks.block_size
+            num_new = min(len(seq.token_ids) - num_cached, budget)
+            whole = num_cached + num_new == len(seq.token_ids)
+            # Room for all its tokens is asked for, not only for this chunk's: prompts that start
+            # together and then preempt each other waste more than the blocks that lie idle here.
+            if not (whole or self.enable_chunked_prefill) or not self.blocks.can_admit(
+                    hits, len(seq.token_ids)):
+                break
+            heappop(self.waiting)
+            self._admit(seq, hits, num_cached)
+            self.blocks.allocate(seq, num_cached + num_new)
+            self._add_row(step, seq, num_cached, num_new)
+            budget -= num_new
+        for seq in sitting_out:
+            heappush(self.waiting, (self.order(seq), seq))
+
+    def _next_waiting(self) -> Sequence | None:
+        while self.waiting and self.waiting[0][1].finish_reason is not None:
+            heappop(self.waiting)
+            self.num_dead -= 1
+        return self.waiting[0][1] if self.waiting else None
+
+    def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
+        if not self.pending_keys or num_hits == (len(seq.token_ids) - 1) // self.blocks.block_size:
+            return False  # nothing more could be hit: at least one token is always computed
+        return self.blocks.keys(seq)[num_hits] in self.pending_keys
+
+    def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
+        self.blocks.share(seq, hits)
+        seq.num_computed_tokens = num_cached
+        if seq.num_cached_tokens is None:  # not again after a preemption: that's no saving
+            seq.num_cached_tokens = num_cached
+        seq.row = self.free_rows.pop()
+        insort(self.running, seq, key=self.order)
+
+    def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int) -> None:
+        step.num_new_tokens[seq] = num_new
+        step.starts.append(start)
+        if num_new > 1 and self.blocks.enable_prefix_caching:
+            size = self.blocks.block_size
+            keys = self.blocks.keys(seq)[start // size:(start + num_new) // size]
+            step.pending_keys += keys
+            self.pending_keys.update(keys)
+        seq.num_inflight_tokens += num_new
+        if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
+            step.sampling.append(seq)  # an unfinished chunk samples nothing
+            seq.num_unknown_tokens += 1
+
+    # ------------------------------------------------------------- results
+
+    def update(self, step: Step, sampled: list[int]) -> list[Sequence]:
+        """Take a finished step into account; steps come back in the order they were scheduled.
+
+        sampled: one token for each of `step.sampling`. Returns the sequences that got a token;
+        some of them have finished (`finish_reason`).
+        """
+        assert self.in_flight and self.in_flight[0] is step, (
+            f"step {step.index} is not the oldest step in flight")
+        assert len(sampled) == len(step.sampling), (
+            f"step {step.index} samples {len(step.sampling)} tokens, got {len(sampled)}")
+        self.in_flight.popleft()
+        self.pending_keys.difference_update(step.pending_keys)
+        for seq, num_new in step.num_new_tokens.items():
+            seq.num_inflight_tokens -= num_new
+            seq.num_computed_tokens += num_new
+        grown: list[Sequence] = []
+        for seq, token_id in zip(step.sampling, sampled, strict=True):
+            seq.num_unknown_tokens -= 1
+            if seq.finish_reason is None:
+                seq.token_ids.append(token_id)
+                grown.append(seq)
+        block_size = self.blocks.block_size
+        for seq, num_new in step.num_new_tokens.items():
+            if seq.finish_reason is not None:
+                self._drain(seq)
+            elif num_new > 1 or seq.num_computed_tokens % block_size == 0:
+                self.blocks.commit(seq)
+        for seq in grown:
+            token_id = seq.token_ids[-1]
+            if token_id in seq.stop_ids:
+                self.finish(seq, "stop", None if token_id in seq.eos_ids else token_id)
+            elif len(seq.token_ids) >= seq.max_num_tokens:
+                self.finish(seq, "length")
+        return grown
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence in whatever state it is; ending it twice is harmless.
+
+        Its blocks go back at once, or with the last step in flight that computes it. A stop string
+        that came with the very token that also hit the length is the better reason of the two.
+        """
+        if seq.finish_reason is not None:
+            if (seq.finish_reason, reason) == ("length", "stop"):
+                seq.finish_reason, seq.stop_reason = reason, stop_reason
+            return
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.row < 0:  # waiting
+            self.num_dead += 1
+            self._bury_the_dead()
+            return
+        del self.running[bisect_left(self.running, self.order(seq), key=self.order)]
+        self.free_rows.append(seq.row)
+        seq.row = -1
+        if seq.num_inflight_tokens:
+            self.draining.add(seq)
+        else:
+            self.blocks.free(seq)
+
+    def drop_in_flight(self) -> None:
+        """Forget all launched steps, after an error or Ctrl-C: their tokens are asked for again."""
+        for step in self.in_flight:
+            for seq in step.num_new_tokens:
+                seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+                if seq.finish_reason is not None:
+                    self._drain(seq)
+        self.in_flight.clear()
+        self.pending_keys.clear()
+
+    def _release(self, seq: Sequence) -> None:
+        self.blocks.free(seq)
+        self.free_rows.append(seq.row)
+        seq.row = -1
+
+    def _drain(self, seq: Sequence) -> None:
+        if seq in self.draining and seq.num_inflight_tokens == 0:
+            self.draining.remove(seq)
+            self.blocks.free(seq)
+
+    def _bury_the_dead(self) -> None:
+        """Rebuild the heap once most of it is dead: amortised, an abort costs O(1)."""
+        if self.num_dead > 64 and self.num_dead > len(self.waiting) // 2:
+            self.waiting = [item for item in self.waiting if item[1].finish_reason is None]
+            heapify(self.waiting)
+            self.num_dead = 0
+
+    # ------------------------------------------------------------- the audit
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence the scheduler knows."""
+        yield from self.running
+        yield from self.draining
+        yield from (seq for _, seq in self.waiting if seq.finish_reason is None)
+
+    def check(self) -> None:
+        """Audit the whole state, blocks included. O(everything): for tests."""
+        self.blocks.check(self.sequences())
+        assert self.running == sorted(self.running, key=self.order), "running is out of order"
+        assert len(self.running) <= self.max_num_seqs, (
+            f"{len(self.running)} sequences run, max_num_seqs is {self.max_num_seqs}")
+        rows = [seq.row for seq in self.running] + self.free_rows
+        assert sorted(rows) == list(range(self.max_num_seqs)), f"a row is lost or taken twice: {rows}"
+        inflight: dict[Sequence, int] = {}
+        for step in self.in_flight:
+            for seq, n in step.num_new_tokens.items():
+                inflight[seq] = inflight.get(seq, 0) + n
+        for seq in self.sequences():
+            assert seq.num_inflight_tokens == inflight.get(seq, 0), (
+                f"sequence {seq.name} counts {seq.num_inflight_tokens} tokens in flight, the steps "
+                f"{inflight.get(seq, 0)}")
+            assert seq.num_uncomputed_tokens >= 0, f"sequence {seq.name} computed tokens it lacks"
+            assert seq.num_unknown_tokens <= len(self.in_flight), (
+                f"sequence {seq.name} awaits {seq.num_unknown_tokens} samples of "
+                f"{len(self.in_flight)} steps")
+        for _, seq in self.waiting:
+            assert seq.row < 0 and not seq.block_table and not seq.num_inflight_tokens, (
+                f"sequence {seq.name} waits, but holds a row, blocks or a step in flight")
+        dead = sum(seq.finish_reason is not None for _, seq in self.waiting)
+        assert dead == self.num_dead, f"{dead} dead entries in the queue, counted {self.num_dead}"

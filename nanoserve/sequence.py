@@ -1,0 +1,246 @@
+"""The nouns: what a request asks for, what the engine keeps about it, what the caller gets back.
+
+**A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
+KV in the cache.** A step gives some sequences a share of the token budget to close the gap. Chunked
+prefill, a prefix hit, preemption and decoding are all that one subtraction, so there is no phase,
+no status and no `is_prefill` here.
+
+The glossary. These words mean one thing each, everywhere:
+
+    num_tokens           tokens of a sequence: prompt, output, and samples still on the device
+    num_prompt_tokens    how many of them came with the request
+    num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
+    num_inflight_tokens  how many more a launched, unfinished step is computing
+    num_unknown_tokens   samples of launched steps whose value the host has not seen yet
+    num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
+    num_new_tokens       how many tokens a step computes for a sequence
+    block_size           tokens a KV block holds
+    block_table          the ids of a sequence's KV blocks, in order of position
+    slot                 a place for one token's KV: block id * block_size + offset in the block
+    slot_mapping         the slot of every token of a step
+    query_len            num_new_tokens of a row of the batch
+    seq_len              tokens a row attends to: everything before the step plus query_len
+    cu_seqlens_q         running sum of the query lengths, with a leading 0
+    row                  a running sequence's line in the persistent block-table matrix
+
+Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
+blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from enum import Enum
+
+MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
+
+
+class RequestOutputKind(Enum):
+    """What each output of a running request carries (vLLM's names)."""
+
+    CUMULATIVE = 0  # everything generated so far
+    DELTA = 1  # only what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to turn logits into tokens and when to stop; names, defaults and meaning are vLLM's.
+
+    Raises `ValueError` naming the field and its value for whatever can't be honoured, including
+    fields this version does not implement: a control that is accepted and ignored is a lie.
+    """
+
+    n: int = 1  # samples of one prompt
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the model's maximum length
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+
+    def __post_init__(self):
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self._check_numbers()
+        self._check_stopping()
+        self._refuse_what_is_not_implemented()
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            warnings.warn(f"temperature={self.temperature} is raised to {MIN_TEMPERATURE}: smaller "
+                          "values overflow; use 0 for greedy", stacklevel=3)
+            self.temperature = MIN_TEMPERATURE
+
+    def _check_numbers(self) -> None:
+        self._check_number("n", 1, whole=True)
+        self._check_number("presence_penalty", -2, 2)
+        self._check_number("frequency_penalty", -2, 2)
+        self._check_number("repetition_penalty", 0, above=True)
+        self._check_number("temperature", 0, 2)
+        self._check_number("top_p", 0, 1, above=True)
+        self._check_number("top_k", -1, whole=True)
+        self._check_number("min_p", 0, 1)
+        self._check_number("min_tokens", 0, whole=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_number(name, 0, whole=True)
+        if self.max_tokens is not None:
+            self._check_number("max_tokens", 1, whole=True)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens="
+                                 f"{self.max_tokens}: lower the first or raise the second")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ValueError(f"seed must be a whole number or None, got {self.seed!r}")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"n={self.n} with temperature=0: greedy samples would all be equal, "
+                             "use n=1 or a temperature above 0")
+
+    def _check_number(self, name: str, low: float, high: float = math.inf, *,
+                      above: bool = False, whole: bool = False) -> None:
+        """`low <= value <= high` (`low <` when `above`); NaN fails every comparison."""
+        value = getattr(self, name)
+        kind = int if whole else (int, float)
+        right_kind = isinstance(value, kind) and not isinstance(value, bool)
+        if right_kind and (low < value if above else low <= value) and value <= high:
+            return
+        bound = f"above {low}" if above else f"at least {low}"
+        if high != math.inf:
+            bound = f"in {'(' if above else '['}{low}, {high}]"
+        raise ValueError(f"{name} must be {'a whole number ' if whole else ''}{bound}, "
+                         f"got {value!r}")
+
+    def _check_stopping(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop={self.stop!r}: a stop string must be a non-empty str")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} with detokenize=False: stop strings are found in "
+                             "the text, leave detokenize=True or use stop_token_ids")
+        for token_id in self.stop_token_ids:
+            if type(token_id) is not int or token_id < 0:
+                raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
+        for word in self.bad_words or []:
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words={self.bad_words!r}: a bad word must not be empty")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+
+    def _refuse_what_is_not_implemented(self) -> None:
+        neutral = dict(presence_penalty=(0,), frequency_penalty=(0,), repetition_penalty=(1,),
+                       min_tokens=(0,), logprobs=(None,), prompt_logprobs=(None,),
+                       logit_bias=(None, {}), allowed_token_ids=(None,), bad_words=(None, []))
+        for name, accepted in neutral.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not supported yet: leave it "
+                                 f"at {accepted[0]!r}")
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One line of tokens on its way through the engine. Compared and hashed by identity."""
+
+    request_id: str
+    token_ids: list[int]  # prompt, then the output whose value is known
+    params: SamplingParams
+    arrival: int = 0  # order of arrival; breaks ties of priority
+    priority: int = 0  # lower is served first
+    index: int = 0  # which of the request's n samples
+    seed: int = 0  # 64 bits; with the position it fixes the random number of each token
+    stop_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end it
+    eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
+    max_num_tokens: int = 0  # prompt plus output never grow beyond this
+    num_prompt_tokens: int = field(init=False)
+
+    # Progress: changed by the scheduler alone.
+    num_computed_tokens: int = 0
+    num_inflight_tokens: int = 0
+    num_unknown_tokens: int = 0
+    num_cached_tokens: int | None = None  # None: never scheduled
+    num_preemptions: int = 0
+    row: int = -1  # -1: not running
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: int | str | None = None
+
+    # Memory: changed by the block manager alone.
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # chained hashes of its full blocks
+    num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
+    cache_entry: object = None  # the cache's entry for the last committed block
+
+    def __post_init__(self):
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_unknown_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """The gap. Example: 20 tokens, 16 computed, a step in flight on 3 of them: 1 is left."""
+        return self.num_tokens - self.num_computed_tokens - self.num_inflight_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens:]
+
+    @property
+    def name(self) -> str:
+        """For traces and messages: "7", or "7.2" for the third of several samples."""
+        return self.request_id if self.params.n == 1 else f"{self.request_id}.{self.index}"
+
+
+# ------------------------------------------------------------ what comes out
+
+
+@dataclass
+class Logprob:
+    """One token's log-probability and its rank among all tokens (1: the likeliest)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One of a request's n samples."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
+    stop_reason: int | str | None = None  # the stop string or token; None for EOS
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request as its caller sees it, in the middle (streaming) or at the end."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt came as token ids
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: object = None
+    num_cached_tokens: int | None = None
