@@ -11,12 +11,12 @@ and this step's tokens are no different from each other (Kwon et al. 2023).
     cache block 9 |▪▪▪▪▪▪..........|    32..37; the rest is whatever its last owner left there
                       └┴┴ the 3 queries stand at positions 35, 36, 37 and see 36, 37, 38 keys
 
-Invariant: only positions below a row's `seq_len` can influence it. What lies behind them in a block,
-another request's numbers or an infinity, must not leak in, not even multiplied by zero.
+Invariant: only positions below a row's `seq_len` can influence it. What lies behind them in a
+block, another request's numbers or an infinity, must not leak in, not even multiplied by zero.
 
-This is the plain torch version, the specification: chunks of prompts are computed row by row, decode
-rows together in one padded product. Road not taken: padding all rows to the longest, as a static
-batch does, which computes mostly nothing when one long prompt meets many short ones.
+This is the plain torch version, the specification: chunks of prompts are computed row by row,
+decode rows together in one padded product. Road not taken: padding all rows to the longest, as a
+static batch does, which computes mostly nothing when one long prompt meets many short ones.
 """
 
 import torch
@@ -86,7 +86,7 @@ def _attend_decodes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     block_size, num_kv_heads = k_cache.shape[1:3]
     width = -(-max(batch.seq_lens_host[:rows]) // block_size)
     blocks = batch.block_tables[:rows, :width]
-    # (rows, width, block_size, kv_heads, head_dim) -> (rows, kv_heads, width * block_size, head_dim)
+    # (rows, width, block_size, kv_heads, head_dim) -> k (rows, kv_heads, keys, head_dim), v as read
     k = k_cache[blocks].flatten(1, 2).transpose(1, 2)
     v = v_cache[blocks].flatten(1, 2)
     padding = (torch.arange(width * block_size, device=q.device)

@@ -16,13 +16,15 @@ chains its parent's key with its own tokens, and whoever has the same prefix fin
                                                  reused oldest first: the key is forgotten *then*
 
 Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
-count equals the number of tables that hold the block; the cache names only committed blocks; a block
-that is handed out again has lost its old key *before* its new owner can write to it.
+count equals the number of tables that hold the block; the cache names only committed blocks; a
+block that is handed out again has lost its old key *before* its new owner can write to it.
 
 A hash can collide, and a wrong hit is another user's text. So a hit also compares the block's
 tokens and the *identity of its parent's entry*: two different chains can never be taken for one.
 
-Not known here: torch, bytes, devices. A block is a number. Who may have how many is the scheduler's.
+Not known here: torch, bytes, devices. A block is a number; who may have how many is the scheduler's
+business. Road not taken: a radix tree over tokens (Zheng et al. 2023, "SGLang"), which matches at
+any token, not only at block boundaries, and needs a tree where this needs a dict.
 """
 
 from array import array
@@ -39,7 +41,7 @@ ROOT_KEY = b""  # parent of a first block; an adapter or image id would be mixed
 
 @dataclass(eq=False, slots=True)
 class CacheEntry:
-    """A findable block. Equal only to itself, which is what makes `parent` a proof of the prefix."""
+    """A findable block. Equal only to itself, which makes `parent` a proof of the whole prefix."""
 
     key: bytes
     block_id: int
@@ -141,7 +143,7 @@ class BlockManager:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Make `seq`'s full blocks findable, as far as their KV is computed *and* their tokens final.
+        """Make `seq`'s full blocks findable, as far as their KV is computed and their tokens final.
 
         Called with the numbers of a finished step, so an aborted or rejected token never gets here.
         When the same content is cached already (two identical prompts ran side by side) the first
@@ -181,7 +183,7 @@ class BlockManager:
                 self.free_blocks[block_id] = None
                 if self.entry_of[block_id] is None:
                     self.free_blocks.move_to_end(block_id, last=False)
-        seq.block_table = []  # a new list: holders of the old one see that it is not theirs any more
+        seq.block_table = []  # a new list, not a cleared one: whoever kept the old can tell
         seq.num_committed_blocks = 0
         seq.cache_entry = None
 

@@ -2,18 +2,18 @@
 
 Two things make this harder than decoding token by token. One character may need several tokens (an
 emoji is four bytes, and a token may hold two of them), and what a token reads as may depend on the
-one before it (a leading space, for many tokenizers). So a small window is decoded twice, without and
-with the new tokens; the difference is the new text, and while it ends in U+FFFD, the mark of an
-unfinished character, it is kept back. (The method is that of Hugging Face's text-generation-inference
-and of vLLM's first detokenizer.)
+one before it (a leading space, for many tokenizers). So a small window is decoded twice, without
+and with the new tokens; the difference is the new text, and while it ends in U+FFFD, the mark of an
+unfinished character, it is kept back. (The method is that of Hugging Face's
+text-generation-inference and of vLLM's first detokenizer.)
 
     tokens      "Once"  " upon"  "\\xf0\\x9f"   "\\x98\\x80"  " !"
     decoded      Once    upon     \ufffd        😀          !
     emitted      Once    upon     (nothing)    😀          !
 
 Stop strings are looked for in the text, because they need not coincide with tokens. Text that might
-be the beginning of one is held back until it is clear: a stream never shows what the final text does
-not contain.
+be the beginning of one is held back until it is clear: a stream never shows what the final text
+does not contain.
 
 Invariant: the pieces that were emitted, put together, are the final text.
 

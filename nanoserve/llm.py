@@ -12,8 +12,8 @@
 1), otherwise after (depth 0). Both give the same tokens.
 
 Invariants: a request is checked completely before any work starts, so one bad prompt among many
-costs nothing; and whatever happens in a step (an error, Ctrl-C), every request that was not finished
-can still be aborted or go on, because a step takes effect only in `update()`.
+costs nothing; and whatever happens in a step (an error, Ctrl-C), every request that was not
+finished can still be aborted or go on, because a step takes effect only in `update()`.
 
 The names and defaults are vLLM's, so that its users can change one import. What is not supported
 raises; nothing is accepted and ignored. Road not taken: a background thread that steps by itself; a
@@ -143,10 +143,11 @@ class LLM:
             detokenizer = request.detokenizers[seq.index]
             if detokenizer is None:
                 continue
-            hide_last = seq.finish_reason == "stop" and not request.params.include_stop_str_in_output
-            stop_string = None if hide_last else detokenizer.add(seq.token_ids[-1:])
-            if stop_string is not None:
-                self.scheduler.finish(seq, "stop", stop_string)
+            # The token that ended it, EOS say, is no text, unless the caller wants to see it.
+            if seq.finish_reason != "stop" or request.params.include_stop_str_in_output:
+                stop_string = detokenizer.add(seq.token_ids[-1:])
+                if stop_string is not None:
+                    self.scheduler.finish(seq, "stop", stop_string)
             if seq.finish_reason is not None:
                 detokenizer.flush()
         outputs = []
@@ -222,8 +223,8 @@ class LLM:
         limit = self.config.max_model_len
         if len(ids) >= limit:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {limit}, prompt and at least "
-                "one output token together: shorten the prompt, or raise max_model_len (and "
+                f"the prompt has {len(ids)} tokens and max_model_len is {limit}, prompt and at "
+                "least one output token together: shorten the prompt, or raise max_model_len (and "
                 "kv_cache_memory_bytes, if the KV cache is what limits it)")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
@@ -439,8 +440,9 @@ class LLM:
     def _describe(self, num_blocks: int) -> str:
         """One line: on what, how, and with how much memory. A slow path is never silent."""
         c = self.config
-        return (f"{Path(c.model).name}: {c.device}, {c.dtype}, torch attention, no graphs | KV cache "
-                f"{num_blocks:,} blocks of {c.block_size} = {num_blocks * c.block_size:,} tokens, "
+        return (f"{Path(c.model).name}: {c.device}, {c.dtype}, torch attention, no graphs | "
+                f"KV cache {num_blocks:,} blocks of {c.block_size} = "
+                f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
                 f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")

@@ -11,8 +11,8 @@ Invariant: **every part of every parameter is written exactly once.** A tensor t
 place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
 this check answer with random text when a glob finds nothing (nano-vllm #97).
 
-Not known here: devices, ranks, what the weights are for. Road not taken: pickled `.bin` checkpoints,
-which can run code when they are loaded.
+Not known here: devices, ranks, what the weights are for. Road not taken: pickled `.bin`
+checkpoints, which can run code when they are loaded.
 """
 
 import json
@@ -117,7 +117,7 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
                 for name in opened.keys():
                     yield file, name, opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} can't be read, it is truncated or damaged: {error}") from error
+            raise ValueError(f"{file} can't be read, truncated or damaged: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -125,7 +125,8 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
         files = [folder / name for name in names]

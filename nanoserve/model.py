@@ -8,14 +8,14 @@ logits:
                            └────────────────────────┘└──────────────┘    × layers
 
 Invariant: no hidden inputs. What a forward pass reads stands in its signature: `hidden`,
-`positions`, the KV cache and the batch. Tokens are the only dimension that varies; there is no batch
-dimension and no padding, because rows are told apart by attention alone.
+`positions`, the KV cache and the batch. Tokens are the only dimension that varies; there is no
+batch dimension and no padding, because rows are told apart by attention alone.
 
 A flag may switch a line on or off (qk-norm, biases, tied embeddings). Anything that needs another
 algorithm would be another class. Road not taken: one file for each family, as transformers has it,
 where a fix is made as many times as there are files.
 
-Names follow the checkpoints' (`layers.0.self_attn.o_proj`), so that the loader hardly has to rename.
+Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
 import torch

@@ -3,8 +3,8 @@
     Step ──build──► Batch ──embed, layers──► hidden ──rows that sample──► logits ──sample──► tokens
           integers         KV cache: read and written                              stay on the device
 
-The runner owns device memory. It loads the weights, measures what is left, and *returns* how many KV
-blocks fit; whoever made it decides on that number and hands it back to `allocate_kv_cache`.
+The runner owns device memory. It loads the weights, measures what is left, and *returns* how many
+KV blocks fit; whoever made it decides on that number and hands it back to `allocate_kv_cache`.
 
     memory    | weights | largest step's activations | KV blocks .......... | others' |
               └────────── what this process may use ────────────────────────┘
@@ -83,7 +83,7 @@ class ModelRunner:
         if budget is None:
             budget = self._gpu_budget() if self.device.type == "cuda" else int(
                 CPU_MEMORY_SHARE * free_cpu_memory())
-            # Every sequence at its full length; a small engine keeps some room to remember prefixes.
+            # Every sequence at its full length; a small engine keeps room to remember prefixes.
             most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
             budget = min(budget, -(-most // config.block_size) * self.block_bytes)
         if budget < self.block_bytes:

@@ -5,16 +5,16 @@ request's seed and the token's position, by a counter-based generator (Salmon et
 Random Numbers: As Easy as 1, 2, 3"; here SplitMix64). There is no generator state to share, so who
 else is in the batch, chunking, preemption and the order of steps can't change a draw.
 
-A draw is an inverse CDF: one uniform number u a row, and the first token whose cumulated probability
-exceeds u. Cumulating 151,936 probabilities in one go is slow and loses digits; so first a chunk of
-the vocabulary is found by the sums of the chunks, then the token inside it:
+A draw is an inverse CDF: one uniform number u a row, and the first token whose cumulated
+probability exceeds u. Cumulating 151,936 probabilities in one go is slow and loses digits; so first
+a chunk of the vocabulary is found by the sums of the chunks, then the token inside it:
 
     probabilities   .1 .1 | .2 .1 | .3 .2         u = .55
     chunk sums        .2      .3      .5          cumulated .2 .5 1.0  ->  third chunk, .05 into it
                                     └► .3 .5      first that exceeds .05  ->  its first token
 
-Everything is vectorised over the batch, and rows that ask for nothing pay nothing: a batch of greedy
-rows is an argmax, and the filters touch only the rows that use them.
+Everything is vectorised over the batch, and rows that ask for nothing pay nothing: a batch of
+greedy rows is an argmax, and the filters touch only the rows that use them.
 
 Order, as in vLLM: temperature, min-p, top-k, top-p. Road not taken: Gumbel-max, one pass on a GPU
 but an exponential a logit on a CPU, thirty times slower than this there.

@@ -1,9 +1,10 @@
 """Continuous batching under one token budget: who computes how many tokens in this step.
 
-Every step the scheduler hands out `max_num_batched_tokens` tokens: to the running sequences in order
-of priority and arrival, then to waiting ones. A decoding sequence asks for 1 token, a prompt for all
-of its tokens, and a prompt that gets fewer simply asks again next step (chunked prefill; Agrawal et
-al. 2023, "SARATHI"). Batches change from step to step (continuous batching; Yu et al. 2022, "Orca").
+Every step the scheduler hands out `max_num_batched_tokens` tokens: to the running sequences in
+order of priority and arrival, then to waiting ones. A decoding sequence asks for 1 token, a prompt
+for all of its tokens, and a prompt that gets fewer simply asks again next step (chunked prefill;
+Agrawal et al. 2023, "SARATHI"). Batches change from step to step (continuous batching; Yu et al.
+2022, "Orca").
 
     budget 8      step 0        step 1        step 2        step 3
     A (5 tokens)  ●●●●● ↦ a     ○ ↦ a         ○ ↦ a         ○ ↦ a       ● prompt token
@@ -346,7 +347,8 @@ class Scheduler:
         assert len(self.running) <= self.max_num_seqs, (
             f"{len(self.running)} sequences run, max_num_seqs is {self.max_num_seqs}")
         rows = [seq.row for seq in self.running] + self.free_rows
-        assert sorted(rows) == list(range(self.max_num_seqs)), f"a row is lost or taken twice: {rows}"
+        assert sorted(rows) == list(range(self.max_num_seqs)), (
+            f"a row is lost or taken twice: {rows}")
         inflight: dict[Sequence, int] = {}
         for step in self.in_flight:
             for seq, n in step.num_new_tokens.items():

@@ -21,6 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+
 VOCAB_SIZE = 260  # 256 bytes, then these:
 BOS, EOS, END_OF_TURN, PAD = 256, 257, 258, 259
 SIZES = dict(vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=3,

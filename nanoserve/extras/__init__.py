@@ -1,0 +1,1 @@
+"""Optional ideas, one file each. The core never imports anything from here."""

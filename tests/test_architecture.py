@@ -1,0 +1,114 @@
+"""The structure holds: who may import whom, where torch begins, and that extras stay optional.
+
+The oracle is the table below, which is the design's; the imports are read from the source.
+"""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "nanoserve"
+
+# Bottom up: a module may import only what its row allows.
+MAY_IMPORT = {
+    "config": [],
+    "sequence": [],
+    "block_manager": ["sequence"],
+    "scheduler": ["config", "sequence", "block_manager"],
+    "batch": ["sequence", "scheduler"],
+    "attention": ["batch", "kernels"],
+    "layers": ["config", "kernels"],
+    "model": ["config", "batch", "attention", "layers"],
+    "loader": ["config", "layers"],
+    "sampler": ["sequence", "kernels"],
+    "model_runner": ["config", "sequence", "scheduler", "batch", "layers", "model", "loader",
+                     "sampler"],
+    "detokenizer": ["sequence"],
+    "llm": ["config", "sequence", "scheduler", "model_runner", "detokenizer", "extras"],
+}
+PURE = ["config", "sequence", "block_manager", "scheduler"]
+HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import
+OPTIONAL = {"huggingface_hub"}  # may be imported inside a function: needed for hub ids alone
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.glob("*.py")) if path.stem != "__init__"]
+
+
+def imports(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
+    """Every imported module's dotted name, wherever in the file the import stands."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}"
+            found.append((node.module, node))
+            if node.module == "nanoserve":
+                found += [(f"nanoserve.{alias.name}", node) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
+def test_imports_follow_the_reading_order(path):
+    tree = ast.parse(path.read_text())
+    allowed = MAY_IMPORT[path.stem]
+    for name, _ in imports(tree):
+        parts = name.split(".")
+        if parts[0] == "nanoserve":
+            assert len(parts) > 1 and parts[1] in allowed, f"{path.name} imports {name}"
+        if parts[0] in HOME_OF:
+            assert path.stem == HOME_OF[parts[0]], f"{path.name} imports {name}"
+        if parts[0] == "torch":
+            assert path.stem not in PURE, f"{path.name} stands above the torch line"
+    assert "TYPE_CHECKING" not in path.read_text()
+    top_level = {node for node in tree.body}
+    for name, node in imports(tree):
+        assert node in top_level or name.split(".")[0] in OPTIONAL, (
+            f"{path.name}:{node.lineno} imports {name} inside a function")
+
+
+def test_every_module_has_a_row_and_no_cycle_is_allowed():
+    assert {path.stem for path in modules()} == set(MAY_IMPORT)
+    order = [*MAY_IMPORT, "kernels", "extras"]
+    for module, allowed in MAY_IMPORT.items():
+        for other in set(allowed) - {"kernels", "extras"}:
+            assert order.index(other) < order.index(module)
+
+
+def test_the_pure_modules_leave_torch_out():
+    """A learner without torch installed, or without the seconds it takes, can run the scheduler."""
+    code = "import sys; " + "; ".join(f"import nanoserve.{name}" for name in PURE) + (
+        "; import nanoserve; nanoserve.SamplingParams(); nanoserve.EngineConfig(model='x')"
+        "; heavy = {'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)"
+        "; assert not heavy, heavy")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_the_core_runs_without_extras(tmp_path, qwen3):
+    """Extras are optional by construction: delete them, and everything else still works."""
+    shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
+        "extras", "assets", "__pycache__"))
+    names = "; ".join(f"import nanoserve.{path.stem}" for path in modules())
+    code = (f"{names}; from nanoserve import LLM, SamplingParams; "
+            f"out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4)); "
+            "assert len(out[0].outputs[0].token_ids) == 4; "
+            "import sys; assert not [m for m in sys.modules if 'extras' in m and 'nanoserve' in m]; "
+            f"assert sys.modules['nanoserve'].__file__.startswith({str(tmp_path)!r})")
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                            text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
+def test_every_file_explains_itself(path):
+    """A module docstring of 8 to 40 lines, lines of at most 100 columns."""
+    text = path.read_text()
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert 8 <= len(docstring.splitlines()) <= 40, f"{path.name}: {len(docstring.splitlines())}"
+    too_long = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 100]
+    assert not too_long, f"{path.name}: lines {too_long} are wider than 100 columns"
