@@ -1,11 +1,10 @@
 """The loop and the public API: the one place where the parts are wired together.
 
-    add_request ──► Scheduler.waiting
-                        │ schedule()            who computes how many tokens
-         ┌──────────► Step ──► ModelRunner.launch()        integers, forward, sample
-         │                          │ tokens, on the device
-    next step                       ▼
-         └───────────── Scheduler.update() ──► Detokenizer ──► RequestOutput
+    add_request ──► InputProcessor ──► Scheduler.waiting
+                                           │ schedule()     who computes how many tokens
+                            ┌───────────► Step ──► ModelRunner.launch()    forward, sample
+                        next step                       │ tokens, on the device
+                            └───────────── Scheduler.update() ──► Request.output()
 
 `LLM.step()` is that picture; `generate`, `chat` and `stream` are loops around it. With
 `async_scheduling` a step is launched before the previous one's tokens are looked at (overlap depth
@@ -28,45 +27,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-import xxhash
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from nanoserve.config import EngineConfig, ModelConfig, find_model
-from nanoserve.detokenizer import Detokenizer
 from nanoserve.model_runner import ModelRunner, pick_device
+from nanoserve.request import InputProcessor, Prompt, Request, load_tokenizer
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import (
-    CompletionOutput,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    Sequence,
-)
+from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams, Sequence
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
-Prompt = str | dict | list[int]
-
-
-@dataclass(eq=False)
-class Request:
-    """A checked request: its sequences (one a sample), and what has been told to its caller."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    sequences: list[Sequence]
-    detokenizers: list[Detokenizer | None]
-    told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) a sample
-
-    @property
-    def finished(self) -> bool:
-        return all(seq.finish_reason is not None for seq in self.sequences)
 
 
 class LLM:
@@ -85,12 +58,13 @@ class LLM:
         folder = find_model(model)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
-        self.tokenizer = _load_tokenizer(config, folder)
+        self.tokenizer = load_tokenizer(config, folder)
         self.runner = ModelRunner(config, self.model_config, folder)
         num_blocks = self.runner.count_kv_blocks()
         self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
         self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
         self.scheduler = Scheduler(self.config, num_blocks)
+        self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its tokens on the device)
         self.requests: dict[str, Request] = {}
@@ -140,41 +114,16 @@ class LLM:
         touched: dict[str, Request] = {}
         for seq in grown:
             request = touched[seq.request_id] = self.requests[seq.request_id]
-            detokenizer = request.detokenizers[seq.index]
-            if detokenizer is None:
-                continue
-            # The token that ended it, EOS say, is no text, unless the caller wants to see it.
-            if seq.finish_reason != "stop" or request.params.include_stop_str_in_output:
-                stop_string = detokenizer.add(seq.token_ids[-1:])
-                if stop_string is not None:
-                    self.scheduler.finish(seq, "stop", stop_string)
-            if seq.finish_reason is not None:
-                detokenizer.flush()
+            stop_string = request.add_token(seq)
+            if stop_string is not None:
+                self.scheduler.finish(seq, "stop", stop_string)
         outputs = []
         for request in touched.values():
             if request.finished:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                outputs.append(self._output(request))
+                outputs.append(request.output())
         return outputs
-
-    def _output(self, request: Request) -> RequestOutput:
-        completions = []
-        for seq, detokenizer in zip(request.sequences, request.detokenizers, strict=True):
-            done = seq.finish_reason is not None
-            text = "" if detokenizer is None else (
-                detokenizer.text if done else detokenizer.visible_text)
-            token_ids = seq.output_token_ids
-            if request.params.output_kind is RequestOutputKind.DELTA:
-                told = request.told[seq.index]
-                request.told[seq.index] = (len(text), len(token_ids))
-                text, token_ids = text[told[0]:], token_ids[told[1]:]
-            completions.append(CompletionOutput(seq.index, text, token_ids,
-                                                finish_reason=seq.finish_reason,
-                                                stop_reason=seq.stop_reason))
-        return RequestOutput(
-            request.request_id, request.prompt, request.prompt_token_ids, None, completions,
-            request.finished, num_cached_tokens=request.sequences[0].num_cached_tokens)
 
     # ------------------------------------------------- driving it by hand
 
@@ -194,11 +143,10 @@ class LLM:
             request = self.requests.pop(request_id, None)
             if request is None:
                 return
-            for seq, detokenizer in zip(request.sequences, request.detokenizers, strict=True):
-                if seq.finish_reason is None and detokenizer is not None:
-                    detokenizer.flush()
+            request.flush()
+            for seq in request.sequences:
                 self.scheduler.finish(seq, "abort")
-            self.undelivered.append(self._output(request))
+            self.undelivered.append(request.output())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has something left to do, or a result to hand over."""
@@ -209,82 +157,21 @@ class LLM:
                      sampling_params: SamplingParams | None = None, priority: int = 0) -> Request:
         """Tokenise and check a request without touching the engine's state.
 
-        Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
-        parameters out of range, or a request that could never fit in the KV cache.
+        Raises `ValueError` for whatever `InputProcessor.process` refuses, and for a request that
+        could never fit in the KV cache.
         """
-        if type(priority) is not int:
-            raise ValueError(f"priority must be a whole number, got {priority!r}")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority={priority} has no effect with scheduling_policy='fcfs': "
-                             "make the engine with scheduling_policy='priority'")
-        # A copy: it checks the fields once more, and the caller may change theirs meanwhile.
-        params = replace(sampling_params or self.get_default_sampling_params())
-        text, ids = self._read_prompt(prompt)
-        limit = self.config.max_model_len
-        if len(ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {limit}, prompt and at "
-                "least one output token together: shorten the prompt, or raise max_model_len (and "
-                "kv_cache_memory_bytes, if the KV cache is what limits it)")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
-        max_num_tokens = limit if params.max_tokens is None else min(
-            limit, len(ids) + params.max_tokens)
-        self.scheduler.check_fits(max_num_tokens)
-        eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
-        self.num_arrived += 1
-        seed = params.seed if params.seed is not None else f"{self.config.seed} {self.num_arrived}"
-        sequences = [
-            Sequence(request_id, list(ids), params, self.num_arrived, priority, index,
-                     seed=xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
-                     stop_ids=eos_ids | frozenset(params.stop_token_ids), eos_ids=eos_ids,
-                     max_num_tokens=max_num_tokens)
-            for index in range(params.n)]
-        detokenize = params.detokenize and self.tokenizer is not None
-        return Request(request_id, text, ids, params, sequences,
-                       [Detokenizer(self.tokenizer, params, ids) if detokenize else None
-                        for _ in sequences], [(0, 0)] * params.n)
+        request = self.inputs.process(request_id, prompt, sampling_params, priority)
+        self.scheduler.check_fits(request.max_num_tokens)
+        return request
 
     def _submit(self, request: Request) -> None:
         if request.request_id in self.requests:
             raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
         with _ctrl_c_held():
+            self.num_arrived += 1
             self.requests[request.request_id] = request
-            for seq in request.sequences:
+            for seq in request.start(self.num_arrived, self.config.seed):
                 self.scheduler.add(seq)
-
-    def _eos_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, else config.json's, else the tokenizer's."""
-        if self.model_config.eos_token_ids:
-            return self.model_config.eos_token_ids
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        return () if eos is None else (eos,)
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt in any of its forms -> its text, if it has one, and its token ids."""
-        text, ids = None, prompt
-        if isinstance(prompt, dict):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids"} or not prompt:
-                raise ValueError(f"a prompt dict takes 'prompt' or 'prompt_token_ids', got "
-                                 f"{sorted(prompt) if unknown is True else sorted(unknown)}")
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
-        if ids is None:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"the prompt is empty or no text: {text!r}")
-            ids = self._tokenizer_for("a text prompt").encode(text)
-        if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
-            raise ValueError(f"a prompt must be a str, a dict or a list of token ids, got "
-                             f"{type(prompt).__name__}: {str(prompt)[:80]}")
-        if not ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        vocab_size = self.model_config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < vocab_size)
-            raise ValueError(f"token id {wrong} of the prompt is outside the vocabulary of "
-                             f"{vocab_size} (0 to {vocab_size - 1})")
-        return text, list(ids)
 
     # ------------------------------------------------------ offline batches
 
@@ -326,20 +213,12 @@ class LLM:
 
         messages: dicts with "role" and "content". Raises `ValueError` without a template.
         """
-        tokenizer = self._tokenizer_for("chat()")
-        if not (chat_template or tokenizer.chat_template):
-            raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
-                             "generate()")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation, tokenize=False, chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message, **(chat_template_kwargs or {}))
-            # The template has written the special tokens, BOS included.
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(
-                text, add_special_tokens=False)})
+        prompts = [self.inputs.render_chat(
+            conversation, chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message, **(chat_template_kwargs or {}))
+            for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _make_requests(self, prompts, sampling_params, priority) -> list[Request]:
@@ -398,11 +277,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        names = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
-                     repetition_penalty="repetition_penalty", max_new_tokens="max_tokens")
-        defaults = self.model_config.generation_defaults
-        return SamplingParams(**{ours: defaults[theirs] for theirs, ours in names.items()
-                                 if defaults.get(theirs) is not None})
+        return self.inputs.default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
@@ -430,12 +305,6 @@ class LLM:
     def _check_open(self) -> None:
         if self.runner is None:
             raise RuntimeError("this engine was shut down: make a new LLM")
-
-    def _tokenizer_for(self, what: str):
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and this engine has none "
-                             "(skip_tokenizer_init): use token ids")
-        return self.tokenizer
 
     def _describe(self, num_blocks: int) -> str:
         """One line: on what, how, and with how much memory. A slow path is never silent."""
@@ -476,20 +345,21 @@ class _Progress:
 def _ctrl_c_held():
     """Let Ctrl-C wait until the block is done, so that it never meets half-changed books.
 
-    Signals reach only the main thread; elsewhere, and inside another such block, nothing is done.
+    Signals reach only the main thread; elsewhere nothing is done. Blocks may be nested: the inner
+    one hands the signal on to the outer one.
     """
-    if (threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     seen = []
-    signal.signal(signal.SIGINT, lambda *_: seen.append(True))
+    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if seen:
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, handler)
+        if seen:
+            handler(*seen[0])
 
 
 def _one_for_each(value, count: int, name: str) -> list:
@@ -500,21 +370,6 @@ def _one_for_each(value, count: int, name: str) -> list:
         raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
                          "or a single one for all")
     return list(value)
-
-
-def _load_tokenizer(config: EngineConfig, folder: Path):
-    """The tokenizer beside the model, or the one that was named. None if it is not wanted."""
-    if config.skip_tokenizer_init:
-        return None
-    source = find_model(config.tokenizer) if config.tokenizer else folder
-    if config.load_format == "dummy" and not any(source.glob("*token*")):
-        _say(f"{source} has no tokenizer: this engine takes and returns token ids only")
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        raise ValueError(f"{source}: the tokenizer can't be loaded ({error}): name another with "
-                         "tokenizer=, or use skip_tokenizer_init=True and token ids") from error
 
 
 def _fit_max_model_len(config: EngineConfig, asked: int | None, num_blocks: int) -> EngineConfig:

@@ -1,7 +1,7 @@
 """One forward pass: where the weights and the KV bytes are, and how a `Step` becomes tokens.
 
     Step ──build──► Batch ──embed, layers──► hidden ──rows that sample──► logits ──sample──► tokens
-          integers         KV cache: read and written                              stay on the device
+          integers         KV cache: read and written                              stay on device
 
 The runner owns device memory. It loads the weights, measures what is left, and *returns* how many
 KV blocks fit; whoever made it decides on that number and hands it back to `allocate_kv_cache`.

@@ -183,8 +183,9 @@ class Scheduler:
         """Admit in order, and stop at the first that doesn't fit: the queue never jumps.
 
         One exception: a sequence whose next block is being computed for another one right now sits
-        out this step and then hits that block. It keeps its place, and counts as a seat so that a
-        long queue of look-alikes is not searched step after step.
+        out this step and then hits that block. It keeps its place: whoever overtakes it must fit
+        whole into this step, and not take budget away from it later. It counts as a seat, so that
+        a long queue of look-alikes is not searched step after step.
         """
         sitting_out: list[Sequence] = []
         while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:
@@ -200,10 +201,10 @@ class Scheduler:
             num_cached = len(hits) * self.blocks.block_size
             num_new = min(len(seq.token_ids) - num_cached, budget)
             whole = num_cached + num_new == len(seq.token_ids)
+            may_be_cut = self.enable_chunked_prefill and not sitting_out
             # Room for all its tokens is asked for, not only for this chunk's: prompts that start
             # together and then preempt each other waste more than the blocks that lie idle here.
-            if not (whole or self.enable_chunked_prefill) or not self.blocks.can_admit(
-                    hits, len(seq.token_ids)):
+            if not (whole or may_be_cut) or not self.blocks.can_admit(hits, len(seq.token_ids)):
                 break
             heappop(self.waiting)
             self._admit(seq, hits, num_cached)

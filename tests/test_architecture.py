@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "model_runner": ["config", "sequence", "scheduler", "batch", "layers", "model", "loader",
                      "sampler"],
     "detokenizer": ["sequence"],
-    "llm": ["config", "sequence", "scheduler", "model_runner", "detokenizer", "extras"],
+    "request": ["config", "sequence", "detokenizer"],
+    "llm": ["config", "sequence", "scheduler", "model_runner", "request", "extras"],
 }
 PURE = ["config", "sequence", "block_manager", "scheduler"]
 HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import
