@@ -209,6 +209,7 @@ class BlockManager:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Audit everything against the sequences that may hold blocks. O(pool): for tests."""
+        sequences = list(sequences)  # gone through twice: an iterator would be empty by then
         holders: dict[int, list[str]] = {}
         for seq in sequences:
             assert len(set(seq.block_table)) == len(seq.block_table), (

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 DEVICES = ("auto", "cpu", "cuda")
@@ -61,6 +62,9 @@ class EngineConfig:
     async_scheduling: bool | None = None  # schedule step n+1 while step n runs (overlap depth 1)
 
     def __post_init__(self):
+        # torch.float32 and vLLM's "half" are welcome, too: one spelling from here on.
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         self._check_choice("dtype", DTYPES)
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("scheduling_policy", SCHEDULING_POLICIES)

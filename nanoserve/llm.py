@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig, find_model
 from nanoserve.model_runner import ModelRunner, pick_device
-from nanoserve.request import InputProcessor, Prompt, Request, load_tokenizer
+from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams, Sequence
 
@@ -69,7 +69,7 @@ class LLM:
         self.in_flight: deque = deque()  # (step, its tokens on the device)
         self.requests: dict[str, Request] = {}
         self.undelivered: list[RequestOutput] = []  # for the next step() to return
-        self.num_arrived = 0
+        self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         _say(self._describe(num_blocks))
 
@@ -225,24 +225,29 @@ class LLM:
         """Check everything first: a list of params or priorities must match the prompts."""
         self._check_open()
         if isinstance(prompts, (str, dict)) or (
-                isinstance(prompts, (list, tuple)) and prompts and type(prompts[0]) is int):
+                isinstance(prompts, (list, tuple)) and prompts and is_token_id(prompts[0])):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):
             raise ValueError(f"prompts must be a str, a dict or a list, got "
                              f"{type(prompts).__name__}")
         params = _one_for_each(sampling_params, len(prompts), "sampling_params")
         priorities = _one_for_each(priority, len(prompts), "priority")
-        requests, number = [], self.num_arrived
+        requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            while str(number) in self.requests:
-                number += 1
             try:
-                requests.append(self.make_request(str(number), prompt, param, priorities[i] or 0))
+                requests.append(self.make_request(self._new_id(), prompt, param,
+                                                  priorities[i] or 0))
             except ValueError as error:
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
-            number += 1
         return requests
+
+    def _new_id(self) -> str:
+        """An id that no request has, not even one of a stream that has not started yet."""
+        self.num_named += 1
+        while str(self.num_named) in self.requests:
+            self.num_named += 1
+        return str(self.num_named)
 
     def _drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit, step until all are done, and abort the rest if the caller or a step gives up.

@@ -17,6 +17,7 @@ directions; here they share a file, because a request's two ends are easiest und
 """
 
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 
 import xxhash
@@ -33,6 +34,11 @@ from nanoserve.sequence import (
 )
 
 Prompt = str | dict | list[int]
+
+
+def is_token_id(value: object) -> bool:
+    """Whole numbers, numpy's included; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(eq=False)
@@ -163,7 +169,7 @@ class InputProcessor:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"the prompt is empty or no text: {text!r}")
             ids = self.tokenizer_for("a text prompt").encode(text)
-        if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
+        if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
             raise ValueError(f"a prompt must be a str, a dict or a list of token ids, got "
                              f"{type(prompt).__name__}: {str(prompt)[:80]}")
         if not ids:
@@ -173,7 +179,7 @@ class InputProcessor:
             wrong = next(i for i in ids if not 0 <= i < vocab_size)
             raise ValueError(f"token id {wrong} of the prompt is outside the vocabulary of "
                              f"{vocab_size} (0 to {vocab_size - 1})")
-        return text, list(ids)
+        return text, [int(i) for i in ids]
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """A conversation through the chat template -> a prompt dict with text and token ids."""

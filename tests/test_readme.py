@@ -1,0 +1,103 @@
+"""The README tells the truth: its commands, tables, printed output and names are checked here."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import bench
+from nanoserve import EngineConfig, sequence
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block_after(marker: str, start: int = 0) -> str:
+    """The content of the first fenced block behind `marker`."""
+    at = README.index(marker, start)
+    return re.search(r"^```\w*\n(.*?)^```", README[at:], re.S | re.M)[1]
+
+
+def run(*command: str) -> str:
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                            encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_two_commands_are_those_that_ci_runs():
+    script = (ROOT / ".ci" / "run").read_text()
+    names = re.search(r"for name in (.*); do", script)[1].split()
+    assert [block_after(f"<!-- ci: {name} -->").strip() for name in names] == [
+        "pip install -e . && python example.py",
+        'pip install -e ".[test]" && python -m pytest',
+    ]
+
+
+def test_the_example_prints_what_the_readme_shows():
+    code = block_after("\n```python")
+    assert len(code.strip().splitlines()) == 5
+    assert run("-c", code).strip() == block_after("<!-- printed by the example above -->").strip()
+
+
+def test_the_step_trace_is_real():
+    shown = block_after("<!-- printed by: python -m nanoserve.extras.trace -->")
+    assert run("-m", "nanoserve.extras.trace") == shown
+
+
+def test_the_map_lists_every_file_with_its_lines():
+    rows = re.findall(r"^\| (\d*) \| \[`([\w/]+)`\]\(nanoserve/[\w/]+\.py\) \| (\d+) \|", README, re.M)
+    counts = {name: int(lines) for _, name, lines in rows}
+    actual = {name: len((ROOT / "nanoserve" / f"{name}.py").read_text().splitlines())
+              for name in counts}
+    assert counts == actual
+    core = {path.stem for path in (ROOT / "nanoserve").glob("*.py")} - {"__init__"}
+    extras = {f"extras/{p.stem}" for p in (ROOT / "nanoserve/extras").glob("*.py")} - {
+        "extras/__init__"}
+    assert set(counts) == core | extras
+    total = re.search(r"^\| \| the core \| ([\d,]+) \|", README, re.M)[1]
+    assert int(total.replace(",", "")) == sum(actual[name] for name in core)
+
+
+def test_the_map_is_in_reading_order():
+    """Each file imports only files above it."""
+    order = re.findall(r"^\| \d+ \| \[`(\w+)`\]", README, re.M)
+    for i, name in enumerate(order):
+        text = (ROOT / "nanoserve" / f"{name}.py").read_text()
+        for other in re.findall(r"^from nanoserve\.(\w+) import", text, re.M):
+            assert other in order[:i], f"{name} imports {other}"
+
+
+def test_the_options_are_all_there_with_their_defaults():
+    listed = re.search(r"Options, with their defaults: (.*?`)\.", README, re.S)[1]
+    assert re.sub(r"\s+", " ", listed) == ", ".join(
+        f"`{f.name}={f.default!r}`" for f in fields(EngineConfig) if f.name != "model")
+
+
+def test_the_bookkeeping_table_has_the_cases_that_the_command_measures():
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \|(?: [\d.,]+ \|){4}$", README, re.M)
+    assert [tuple(int(n.replace(",", "")) for n in row) for row in rows] == bench.CASES
+
+
+def test_bookkeeping_can_be_measured():
+    """The command's own function runs; what it says about time is not judged here."""
+    assert len(bench.time_bookkeeping(4, 10)) == 3
+
+
+def test_glossary_words_are_defined_in_the_code():
+    table = README[README.index("## Glossary"):README.index("## Licence")]
+    words = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
+    assert len(words) >= 8
+    for word in words:
+        assert f"\n    {word} " in sequence.__doc__, f"{word} is not in the glossary of sequence.py"
+
+
+def test_nothing_names_a_machine_or_a_registry():
+    """Files speak of the project alone."""
+    tracked = [path for path in ROOT.rglob("*") if path.suffix in (".py", ".md", ".toml", ".json")
+               and not {".git", ".venv", "build"} & set(path.relative_to(ROOT).parts)]
+    pattern = re.compile(r"(?<![\w.])/(?:root|home|opt|tmp)/\w")
+    for path in tracked:
+        found = pattern.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name} names the path of a machine: {found[0]}"
