@@ -9,7 +9,7 @@ padding, decode rows (one token each) first; `cu_seqlens_q` says where each row 
     slot_mapping    [ 41          20          64  65  66  67  68  ]   where each token's KV goes
     cu_seqlens_q    [  0           1           2                   7 ]
     seq_lens        [ 10           5           5 ]                    what each row attends to
-    block_tables    [ [2, 10]     [5, 1]      [16, 0] ]               padded with 0, never read
+    block_tables    [ [2, 7, 10]  [3, 5, -]   [16, 17, -] ]           of 4 tokens; - is never read
 
 All of it travels as **one packed int32 buffer** in persistent memory (pinned where there is a GPU):
 one copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that
@@ -91,7 +91,7 @@ class BatchBuilder:
         self.block_size = block_size
         self.device = device
         width = -(-max_model_len // block_size)
-        size = HEADER + 3 * max_num_batched_tokens + 6 * max_num_seqs + 1 + max_num_seqs * width
+        size = HEADER + 3 * max_num_batched_tokens + 5 * max_num_seqs + 1 + max_num_seqs * width
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]

@@ -74,6 +74,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if type(self.seed) is not int:
+            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError("gpu_memory_utilization must be in (0, 1], got "
                              f"{self.gpu_memory_utilization!r}")
@@ -152,6 +154,8 @@ def find_model(model: str | Path) -> Path:
     Raises `ValueError` when it is neither.
     """
     folder = Path(model).expanduser()
+    if not str(model).strip():
+        raise ValueError(f"model={str(model)!r} is empty: name a folder or a hub id")
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -211,7 +215,9 @@ class ModelConfig:
             if "rope_theta" in overrides:
                 new["rope_theta"] = overrides["rope_theta"]
             config["rope_parameters"] = config["rope_parameters"] | new
-        return cls.from_dict(config, _read_json(folder / "generation_config.json"))
+        generation = _read_json(folder / "generation_config.json")
+        return cls.from_dict(config, generation | {
+            name: overrides[name] for name in ("eos_token_id",) if name in overrides})
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
@@ -331,6 +337,9 @@ def _read_rope(config: dict) -> RopeConfig:
 
 def _refuse_what_is_not_implemented(config: dict) -> None:
     """A feature we would silently leave out gives fluent wrong text; better no text at all."""
+    rope = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    if "partial_rotary_factor" in rope:  # transformers 5 writes it there
+        config = config | {"partial_rotary_factor": rope["partial_rotary_factor"]}
     expected = {"hidden_act": ("silu", "swish"), "use_sliding_window": (False,),
                 "partial_rotary_factor": (1, 1.0)}
     for name, accepted in expected.items():

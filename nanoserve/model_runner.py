@@ -151,14 +151,24 @@ def free_cpu_memory() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    for limit, used in (("memory.max", "memory.current"),  # cgroup v2, then v1
-                        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for group, limit, usage in (("", "memory.max", "memory.current"),  # cgroup v2, then v1
+                                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        folder = Path("/sys/fs/cgroup", group)
         try:
-            allowed = int(Path("/sys/fs/cgroup", limit).read_text())
-            available = min(available, allowed - int(Path("/sys/fs/cgroup", used).read_text()))
+            allowed = int((folder / limit).read_text())
+            used = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat")
         except (OSError, ValueError):  # no such file, or "max": no limit
             continue
+        available = min(available, allowed - used)
     return max(available, 0)
+
+
+def _page_cache(stat: Path) -> int:
+    """Bytes of files, the checkpoint's say, that count as used but are dropped when needed."""
+    if not stat.exists():
+        return 0
+    entries = dict(line.split() for line in stat.read_text().splitlines())
+    return int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))
 
 
 def _physical_memory() -> int:

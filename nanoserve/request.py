@@ -194,8 +194,8 @@ class InputProcessor:
 
     def tokenizer_for(self, what: str):
         if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and this engine has none "
-                             "(skip_tokenizer_init): use token ids")
+            raise ValueError(f"{what} needs a tokenizer, and this engine has none: use token ids, "
+                             "or name one with tokenizer= (and without skip_tokenizer_init)")
         return self.tokenizer
 
     def _eos_ids(self) -> tuple[int, ...]:
@@ -215,7 +215,11 @@ def load_tokenizer(config: EngineConfig, folder: Path):
     if config.load_format == "dummy" and not any(source.glob("*token*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code)
+        if len(tokenizer) < 2:  # transformers makes an empty one up where there is none
+            raise ValueError("it is empty: its files are missing")
+        return tokenizer
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"{source}: the tokenizer can't be loaded ({error}): name another with "
                          "tokenizer=, or use skip_tokenizer_init=True and token ids") from error

@@ -1,0 +1,295 @@
+"""Paged attention against a softmax written out in loops; the layers against transformers' own.
+
+The twin below walks one query head at a time through one sequence's keys, in float64, and finds
+them through the block table as the docstring of `attention` describes it. Every slot of the cache
+that no row may read is poisoned with NaN and infinity: what leaks shows.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.attention import paged_attention, store_kv
+from nanoserve.batch import Batch
+from nanoserve.config import RopeConfig
+from nanoserve.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, apply_rope
+
+CPU = torch.device("cpu")
+POISON = torch.tensor([float("nan"), float("inf"), float("-inf")])
+
+# ------------------------------------------------------------ the naive twin
+
+
+def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale):
+    """Row by row, query by query, head by head, key by key; q: (num_tokens, heads, head_dim)."""
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    out, at = torch.zeros(q.shape, dtype=torch.float64), 0
+    for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
+        slots = [(table[p // block_size], p % block_size) for p in range(seq_len)]
+        for i in range(query_len):
+            seen = slots[:seq_len - query_len + i + 1]  # causal: its own position is the last
+            for head in range(q.shape[1]):
+                kv_head = head // (q.shape[1] // num_kv_heads)
+                keys = torch.stack([k_cache[b, o, kv_head] for b, o in seen]).double()
+                values = torch.stack([v_cache[b, o, kv_head] for b, o in seen]).double()
+                weights = [math.exp(s) for s in (keys @ q[at + i, head].double() * scale).tolist()]
+                out[at + i, head] = sum(w / sum(weights) * v for w, v in zip(weights, values))
+        at += query_len
+    return out
+
+
+def make_batch(tables, query_lens, seq_lens) -> Batch:
+    """A batch as the attention sees it; decode rows must come first. Padding points at block 0."""
+    width = max(map(len, tables))
+    cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0).int()
+    nothing = torch.zeros(0, dtype=torch.int32)
+    return Batch(
+        input_ids=torch.zeros(sum(query_lens), dtype=torch.int32), positions=nothing,
+        slot_mapping=nothing, cu_seqlens_q=cu_seqlens_q, logits_indices=nothing,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32), unknown_indices=nothing,
+        unknown_sources=nothing, num_decodes=sum(n == 1 for n in query_lens),
+        block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
+        query_lens=list(query_lens), seq_lens_host=list(seq_lens))
+
+
+def poisoned_cache(num_blocks, block_size, num_kv_heads, head_dim, tables, seq_lens, seed=0):
+    """K and V with random numbers in every slot that a row may read, and poison everywhere else."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    readable = {(table[p // block_size], p % block_size)
+                for table, seq_len in zip(tables, seq_lens, strict=True) for p in range(seq_len)}
+    caches = []
+    for _ in "kv":
+        cache = POISON[torch.randint(3, shape, generator=generator)]
+        for slot in readable:
+            cache[slot] = torch.randn(num_kv_heads, head_dim, generator=generator)
+        caches.append(cache)
+    return caches
+
+
+def random_mix(rng: random.Random, block_size: int):
+    """Tables, query lengths and sequence lengths of decode rows and chunks, some with a prefix.
+
+    Block 0 belongs to nobody: it is what the padding of a table points at.
+    """
+    query_lens = [1] * rng.randrange(4) + [rng.randrange(2, 20) for _ in range(rng.randrange(1, 4))]
+    seq_lens = [n + rng.choice((0, 1, rng.randrange(40))) for n in query_lens]
+    needed = [-(-n // block_size) for n in seq_lens]
+    blocks = rng.sample(range(1, 1 + sum(needed)), sum(needed))
+    tables = [[blocks.pop() for _ in range(n)] for n in needed]
+    return tables, query_lens, seq_lens, 1 + sum(needed)
+
+
+def assert_equals_twin(tables, query_lens, seq_lens, num_blocks, heads=(4, 2), head_dim=8,
+                       block_size=4, dtype=torch.float32, seed=0) -> None:
+    caches = poisoned_cache(num_blocks, block_size, heads[1], head_dim, tables, seq_lens, seed)
+    k_cache, v_cache = (cache.to(dtype) for cache in caches)
+    q = torch.randn(sum(query_lens), heads[0], head_dim,
+                    generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
+    before = k_cache.clone(), v_cache.clone()
+    scale = 0.3  # not head_dim ** -0.5, which torch would take by itself
+    got = paged_attention(q, k_cache, v_cache, make_batch(tables, query_lens, seq_lens), scale)
+    expected = naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale)
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+    for cache, copy in zip((k_cache, v_cache), before):  # attention reads; only store_kv writes
+        assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------- paged attention
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (5, 1)], ids=str)
+def test_ragged_mixes_equal_the_twin(heads, block_size):
+    rng = random.Random(f"{heads} {block_size}")
+    for seed in range(3):
+        *rows, num_blocks = random_mix(rng, block_size)
+        assert_equals_twin(*rows, num_blocks, heads, rng.choice((2, 8, 24)), block_size, seed=seed)
+
+
+@pytest.mark.parametrize("query_lens, seq_lens", [
+    ([1], [1]),  # the first token of all: it sees itself
+    ([1, 1, 1], [4, 5, 8]),  # decoding, on both sides of a block's end
+    ([4], [4]),  # a whole prompt of exactly one block
+    ([3], [7]),  # a chunk after another chunk that ended inside a block
+    ([4], [8]),  # a chunk after a cached block
+    ([1, 1, 2, 9], [1, 13, 2, 30]),  # all of it in one step, lengths far apart
+])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_corners(query_lens, seq_lens, dtype):
+    blocks = iter(range(1, 100))
+    tables = [[next(blocks) for _ in range(-(-n // 4))] for n in seq_lens]
+    assert_equals_twin(tables, query_lens, seq_lens, next(blocks), dtype=dtype)
+
+
+def test_rows_share_the_blocks_of_a_common_prefix():
+    """Two decode rows and a chunk read the same two blocks, and then each its own."""
+    tables = [[5, 2, 7], [5, 2, 1], [5, 2, 3, 4]]
+    assert_equals_twin(tables, [1, 1, 5], [9, 12, 13], num_blocks=8)
+
+
+def test_a_table_wider_than_the_sequence_is_not_read_to_its_end():
+    """Blocks can be allocated ahead of the tokens: those behind `seq_len` hold poison."""
+    assert_equals_twin([[3, 1, 2], [6, 4, 5]], [1, 2], [2, 3], num_blocks=7)
+
+
+def test_a_chunk_attends_to_its_own_end_and_not_to_the_prompts():
+    """Chunked prefill once took the whole prompt's length for the KV length and attended to memory
+    nobody had written yet (nano-vllm #212). Here a prompt of 12 has blocks for all of it; the first
+    chunk of 5 finds poison behind position 4, the second starts from position 5.
+    """
+    assert_equals_twin([[3, 1, 2]], [5], [5], num_blocks=4)
+    assert_equals_twin([[3, 1, 2]], [4], [9], num_blocks=4)
+
+
+def test_store_kv_writes_the_slots_of_the_mapping_and_nothing_else():
+    k_cache, v_cache = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6)
+    k, v = torch.randn(3, 2, 6), torch.randn(3, 2, 6)
+    store_kv(k, v, k_cache, v_cache, torch.tensor([9, 0, 7], dtype=torch.int32))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        expected = torch.zeros(3, 4, 2, 6)
+        # Slot 9 is block 2, offset 1; slot 7 is block 1, offset 3.
+        expected[2, 1], expected[0, 0], expected[1, 3] = new
+        assert torch.equal(cache, expected)
+
+
+# -------------------------------------------- attention inside the engine
+
+
+@pytest.fixture
+def greedy(qwen3):
+    """Runs prompts on a new engine whose KV cache is full of NaN: (outputs, positions by step)."""
+
+    def run(prompts, max_tokens, **options):
+        llm = LLM(qwen3, **dict(num_gpu_blocks_override=64) | options)
+        for k, v in llm.runner.kv_cache:
+            k.fill_(float("nan")), v.fill_(float("nan"))
+        positions, build = [], llm.runner.builder.build
+
+        def recording_build(step):
+            batch = build(step)
+            positions.append(batch.positions.tolist())
+            return batch
+
+        llm.runner.builder.build = recording_build
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        outputs = [llm.generate([p], params, use_tqdm=False)[0] for p in prompts]
+        return outputs, positions
+
+    return run
+
+
+def test_a_decoded_token_stands_right_behind_the_last_one(greedy):
+    """The decoded token's position was once off by one: wrong text and no crash (nano-vllm #67).
+
+    A prompt of 5 takes positions 0 to 4; the token it yields is *computed* next, at position 5.
+    """
+    _, positions = greedy([[7, 7, 7, 7, 7]], max_tokens=4)
+    assert positions == [[0, 1, 2, 3, 4], [5], [6], [7]]
+
+
+def test_a_prefix_hit_reads_the_cached_keys_and_rope_goes_on(greedy, references):
+    """A hit was recorded, but attention read only this pass's keys and RoPE restarted at 0; the
+    demo's texts were shorter than one block, so it could not show (MinivLLM #98).
+
+    40 tokens, two blocks of them cached: positions 32 to 39 are computed, the text is the same.
+    """
+    prompt = list(range(40))
+    (first, second), positions = greedy([prompt, prompt], max_tokens=3)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert positions == [list(range(40)), [40], [41], list(range(32, 40)), [40], [41]]
+    expected, _ = references("qwen3", prompt, 3)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids == expected
+
+
+def test_chunks_in_a_cache_of_nan_give_the_reference_text(greedy, references):
+    """The whole way of nano-vllm #212: a chunk that looks past its end would meet NaN."""
+    prompt = list(range(40))
+    (output,), positions = greedy([prompt], max_tokens=3, max_num_batched_tokens=7)
+    assert [p[0] for p in positions] == [0, 7, 14, 21, 28, 35, 40, 41]
+    assert output.outputs[0].token_ids == references("qwen3", prompt, 3)[0]
+
+
+# -------------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 24), (3, 4, 16)], ids=["hidden", "heads"])
+def test_rms_norm_equals_transformers(shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
+    weight = torch.linspace(0.5, 2, shape[-1]).to(dtype)
+    ours = RMSNorm(shape[-1], 0.1, dtype, CPU)  # an eps that shows where it is added
+    ours.weight_loader("weight", weight)
+    theirs = LlamaRMSNorm(shape[-1], 0.1)
+    theirs.weight.data = weight
+    # bfloat16: transformers rounds once more, between the division and the weight.
+    tolerance = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=1e-2)
+    assert_close(ours(x), theirs(x), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rope_equals_transformers(dtype):
+    """Far positions included: in bfloat16 4,095 and 4,096 would be the same angle."""
+    positions = torch.tensor([0, 1, 17, 4095, 4096, 100_000], dtype=torch.int32)
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16,
+                         rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(6, 4, 16, generator=generator).to(dtype)  # (num_tokens, num_heads, head_dim)
+    k = torch.randn(6, 2, 16, generator=generator).to(dtype)
+    theirs = LlamaRotaryEmbedding(config)(q, positions[None])
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *theirs)
+    cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions, dtype)
+    for x, e in zip((q, k), expected, strict=True):
+        assert_close(apply_rope(x, cos, sin), e[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_linear_puts_each_part_into_its_rows():
+    """Biases as well: their loader crashed, or left them out (nano-vllm #125, #203)."""
+    sizes = {"q": 4, "k": 2, "v": 2}
+    linear = Linear(3, sizes, True, torch.float32, CPU)
+    weights = {part: torch.randn(n, 3) for part, n in sizes.items()}
+    biases = {part: torch.randn(n) for part, n in sizes.items()}
+    for part in ("v", "q", "k"):  # checkpoints are in no particular order
+        linear.weight_loader("weight", weights[part], part)
+        linear.weight_loader("bias", biases[part], part)
+    linear.finish_loading()
+    x = torch.randn(5, 3)
+    expected = torch.cat([x @ weights[p].T + biases[p] for p in "qkv"], dim=-1)
+    assert_close(linear(x), expected)
+
+
+def test_a_linear_of_one_part_needs_no_name():
+    linear = Linear(2, {"all": 3}, False, torch.float32, CPU)
+    weight = torch.randn(3, 2)
+    linear.weight_loader("weight", weight)
+    assert linear.bias is None and torch.equal(linear(torch.eye(2)), weight.T)
+
+
+@pytest.mark.parametrize("shape, part", [((4, 4), "q"), ((2, 3), "q"), ((3, 4), "q"), ((4, 3), "k"),
+                                         ((1, 3), "q"), ((4, 1), "q"), ((12,), "q")])
+def test_linear_refuses_a_wrong_shape(shape, part):
+    """Also one that torch would broadcast: (1, 3) into four rows copies without a complaint."""
+    linear = Linear(3, {"q": 4, "k": 2}, False, torch.float32, CPU)
+    expected = (4, 3) if part == "q" else (2, 3)
+    with pytest.raises(ValueError) as error:
+        linear.weight_loader("weight", torch.zeros(shape), part)
+    assert str(shape) in str(error.value) and str(expected) in str(error.value)
+
+
+def test_embedding_and_norm_refuse_a_wrong_shape():
+    with pytest.raises(ValueError, match=r"\(5, 4\) in the file, \(6, 4\) expected"):
+        Embedding(6, 4, torch.float32, CPU).weight_loader("weight", torch.zeros(5, 4))
+    with pytest.raises(ValueError, match=r"\(1,\) in the file, \(4,\) expected"):
+        RMSNorm(4, 1e-6, torch.float32, CPU).weight_loader("weight", torch.zeros(1))

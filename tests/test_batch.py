@@ -1,0 +1,276 @@
+"""The packed batch against a twin that walks over every token of a step, one at a time.
+
+The steps come from the real scheduler on random workloads: decoding and chunks in one step, prefix
+hits, preemption, rows that pass from one sequence to the next, tokens whose value is not known yet.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanoserve.batch import HEADER, NUM_DECODES, SECTIONS, Batch, BatchBuilder
+from nanoserve.config import EngineConfig
+from nanoserve.scheduler import Scheduler, Step
+from nanoserve.sequence import SamplingParams, Sequence
+
+CPU = torch.device("cpu")
+MAX_LEN = 64
+
+
+def make_engine(block_size=4, num_blocks=24, max_num_seqs=6, budget=24):
+    """A scheduler and a builder for it. No model: the tokens are made up."""
+    config = EngineConfig(model="none", block_size=block_size, max_num_seqs=max_num_seqs,
+                          max_num_batched_tokens=budget, max_model_len=MAX_LEN)
+    return (Scheduler(config, num_blocks),
+            BatchBuilder(max_num_seqs, budget, MAX_LEN, block_size, CPU))
+
+
+def make_sequence(name, token_ids, max_tokens=8) -> Sequence:
+    return Sequence(str(name), list(token_ids), SamplingParams(), arrival=int(name),
+                    max_num_tokens=min(MAX_LEN, len(token_ids) + max_tokens))
+
+
+# ------------------------------------------------------------ the naive twin
+
+
+def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -> dict[str, list]:
+    """What the buffer must say, token by token; block tables one list a row, without padding.
+
+    A token that the host has not seen is a 0 with two notes: its place in the batch, and its place
+    among the samples of the step before.
+    """
+    rows = list(zip(step.num_new_tokens.items(), step.starts, strict=True))
+    rows = [r for r in rows if r[0][1] == 1] + [r for r in rows if r[0][1] > 1]
+    out = {name: [] for name in SECTIONS}
+    out["cu_seqlens_q"].append(0)
+    last_token, unknown = {}, {}
+    for (seq, num_new), start in rows:
+        for position in range(start, start + num_new):
+            if position < len(seq.token_ids):
+                out["input_ids"].append(seq.token_ids[position])
+            else:
+                unknown[seq] = len(out["input_ids"])
+                out["input_ids"].append(0)
+            block = seq.block_table[position // block_size]
+            out["slot_mapping"].append(block * block_size + position % block_size)
+            out["positions"].append(position)
+        last_token[seq] = len(out["input_ids"]) - 1
+        out["cu_seqlens_q"].append(len(out["input_ids"]))
+        out["seq_lens"].append(start + num_new)
+        out["block_tables"].append(list(seq.block_table))
+    out["logits_indices"] = [last_token[seq] for seq in step.sampling]
+    for seq in step.sampling:
+        if seq in unknown:
+            out["unknown_indices"].append(unknown[seq])
+            out["unknown_sources"].append(last_sampling.index(seq))
+    return out
+
+
+def assert_equals_twin(batch: Batch, step: Step, block_size: int, num_blocks: int,
+                       last_sampling: list[Sequence]) -> None:
+    twin = naive_sections(step, block_size, last_sampling)
+    tables = twin.pop("block_tables")
+    for name, expected in twin.items():
+        assert getattr(batch, name).tolist() == expected, f"{step}: {name}"
+    width = max(map(len, tables), default=0)
+    assert batch.block_tables.shape == (len(tables), width)
+    for line, table in zip(batch.block_tables.tolist(), tables):
+        assert line[:len(table)] == table
+        # Padding is never read as a number, but it is used as an index: it must name a block.
+        assert all(0 <= block < num_blocks for block in line[len(table):])
+    assert batch.query_lens == np.diff(twin["cu_seqlens_q"]).tolist()
+    assert batch.seq_lens_host == twin["seq_lens"]
+    assert batch.num_decodes == batch.query_lens.count(1)
+    assert (batch.num_tokens, batch.num_rows) == (step.num_tokens, len(tables))
+
+
+# ---------------------------------------------------------- random workloads
+
+
+def random_prompt(rng: random.Random) -> list[int]:
+    """Half of the prompts begin with one of two common prefixes."""
+    start = rng.choice(([], [], range(9), range(100, 117)))
+    return [*start, *(rng.randrange(1, 1000) for _ in range(rng.randrange(1, 20)))]
+
+
+def run_workload(seed: int, depth: int, *sizes: int) -> dict[str, int]:
+    """Schedule, build, compare; results are taken `depth` steps late. Returns what was met."""
+    rng, met = random.Random(seed), dict(mixed=0, hits=0, preempted=0, reused=0, unknown=0)
+    scheduler, builder = make_engine(*sizes)
+    block_size, num_blocks = sizes[:2]
+    owners, in_flight, arrived, last = {}, [], 0, []
+    while arrived < 40 or scheduler.has_unfinished():
+        while arrived < 40 and rng.random() < 0.6:
+            scheduler.add(make_sequence(arrived, random_prompt(rng), rng.randrange(1, 12)))
+            arrived += 1
+        step = scheduler.schedule()
+        if step.num_new_tokens:
+            batch = builder.build(step)
+            assert_equals_twin(batch, step, block_size, num_blocks, last)
+            last = list(step.sampling)
+            in_flight.append(step)
+            met["mixed"] += 0 < batch.num_decodes < batch.num_rows
+            met["preempted"] += len(step.preempted)
+            met["unknown"] += len(batch.unknown_indices)
+            for seq in step.num_new_tokens:
+                met["reused"] += owners.get(seq.row, seq) is not seq
+                met["hits"] += owners.get(seq.row) is not seq and bool(seq.num_cached_tokens)
+                owners[seq.row] = seq
+        if len(in_flight) > depth or (in_flight and not step.num_new_tokens):
+            done = in_flight.pop(0)
+            scheduler.update(done, [rng.randrange(1, 1000) for _ in done.sampling])
+            scheduler.check()
+    return met
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["depth 0", "depth 1"])
+@pytest.mark.parametrize("sizes", [(4, 24, 6, 24), (1, 80, 6, 24), (5, 16, 3, 7),
+                                   (16, 5, 6, 24), (4, 60, 24, 60)], ids=str)
+def test_every_step_of_a_random_workload_equals_the_twin(depth, sizes):
+    """sizes: block size, blocks, sequences, budget."""
+    total = {}
+    for seed in range(8):
+        for name, count in run_workload(seed, depth, *sizes).items():
+            total[name] = total.get(name, 0) + count
+    # The workload is worth nothing if it never meets what it is for.
+    assert total["mixed"] and total["reused"] and total["preempted"], total
+    assert total["hits"], total
+    assert (total["unknown"] > 0) == (depth > 0), total
+
+
+# -------------------------------------------------------- one thing at a time
+
+
+def test_the_picture_of_the_docstring():
+    """A and B decode, C prefills 5 tokens: the numbers of `batch`'s docstring, made by hand."""
+    _, builder = make_engine(block_size=4, num_blocks=20)
+    a, b, c = (make_sequence(i, range(10 * i, 10 * i + n)) for i, n in enumerate((10, 5, 5)))
+    for row, (seq, table) in enumerate(((a, [2, 7, 10]), (b, [3, 5]), (c, [16, 17]))):
+        seq.row, seq.block_table = row, table
+    # The chunk comes first in the step, and last in the batch.
+    step = Step(0, {c: 5, a: 1, b: 1}, starts=[0, 9, 4], sampling=[c, a, b])
+    batch = builder.build(step)
+    assert batch.input_ids.tolist() == [9, 14, 20, 21, 22, 23, 24]
+    assert batch.positions.tolist() == [9, 4, 0, 1, 2, 3, 4]
+    assert batch.slot_mapping.tolist() == [41, 20, 64, 65, 66, 67, 68]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 7]
+    assert batch.seq_lens.tolist() == [10, 5, 5]
+    assert batch.block_tables[:, :2].tolist() == [[2, 7], [3, 5], [16, 17]]
+    assert batch.logits_indices.tolist() == [6, 0, 1]  # in the order of step.sampling
+    assert (batch.num_decodes, batch.query_lens) == (2, [1, 1, 5])
+
+
+def test_a_copy_of_the_buffer_says_everything():
+    """What another rank would receive: the numbers alone, without this process's objects."""
+    scheduler, builder = make_engine()
+    for i in range(3):
+        scheduler.add(make_sequence(i, range(3 + 5 * i)))
+    step = scheduler.schedule()
+    batch = builder.build(step)
+    received = builder.buffers[0].clone()
+    again = Batch.unpack(received.numpy(), received)
+    assert received.dtype == torch.int32
+    for name in SECTIONS:
+        assert torch.equal(getattr(again, name), getattr(batch, name)), name
+    for name in ("num_decodes", "query_lens", "seq_lens_host", "num_tokens", "num_rows"):
+        assert getattr(again, name) == getattr(batch, name), name
+
+
+def test_the_sections_lie_one_behind_the_other():
+    scheduler, builder = make_engine()
+    scheduler.add(make_sequence(0, range(9)))
+    batch = builder.build(scheduler.schedule())
+    buffer, at = builder.buffers[0], HEADER
+    for i, name in enumerate(SECTIONS):
+        section = getattr(batch, name).flatten()
+        assert buffer[i] == len(section)
+        assert torch.equal(buffer[at:at + len(section)], section), name
+        at += len(section)
+    assert buffer[NUM_DECODES] == 0
+
+
+def test_a_buffer_is_not_written_while_the_step_before_may_still_be_copied():
+    """A pinned buffer was filled again before its copy to the GPU had ended (mini-sglang #103).
+
+    With one step in flight two buffers must take turns: building step 1 leaves step 0's alone.
+    """
+    scheduler, builder = make_engine()
+    scheduler.add(make_sequence(0, range(9)))
+    steps, batches, contents = [], [], []
+    for _ in range(3):
+        steps.append(scheduler.schedule())
+        batches.append(builder.build(steps[-1]))
+        contents.append(batches[-1].input_ids.clone())
+        if len(batches) > 1:
+            assert torch.equal(batches[-2].input_ids, contents[-2])
+            scheduler.update(steps[-2], [7])
+    first, second, third = (batch.input_ids.data_ptr() for batch in batches)
+    assert first == third != second  # two are enough, and the memory is persistent
+
+
+def test_an_empty_step_is_a_batch_of_nothing():
+    """Cancelling everything once left a batch that could not be built (voxcpm #37, #42)."""
+    scheduler, builder = make_engine()
+    seq = make_sequence(0, range(9))
+    scheduler.add(seq)
+    scheduler.update(scheduler.schedule(), [1])
+    scheduler.finish(seq, "abort")
+    batch = builder.build(scheduler.schedule())
+    assert_equals_twin(batch, Step(0), 4, 24, [])
+    assert batch.cu_seqlens_q.tolist() == [0] and batch.block_tables.shape == (0, 0)
+
+
+def test_the_largest_step_fits_into_the_buffer():
+    """Every row, every token of the budget and the widest tables at the same time, all unknown.
+
+    The buffer's size is worked out from these maxima once; one number too few is an exception in
+    the middle of serving (nano-vllm's graphs ended at batch 16 for 20 sequences).
+    """
+    num_seqs, width = 6, MAX_LEN // 4
+    _, builder = make_engine(max_num_seqs=num_seqs, budget=num_seqs)
+    seqs = [make_sequence(i, range(MAX_LEN - 1)) for i in range(num_seqs)]
+    for row, seq in enumerate(seqs):
+        seq.row, seq.block_table = row, list(range(row * width, (row + 1) * width))
+    for unknown in (1, 2):  # the second step's inputs are the first one's samples
+        for seq in seqs:
+            seq.num_unknown_tokens = unknown
+        starts = [MAX_LEN - 3 + unknown] * num_seqs
+        batch = builder.build(Step(unknown, {seq: 1 for seq in seqs}, starts, sampling=seqs))
+    assert batch.block_tables.tolist() == [seq.block_table for seq in seqs]
+    assert batch.unknown_indices.tolist() == batch.unknown_sources.tolist() == list(range(num_seqs))
+
+
+def test_unknown_tokens_point_at_the_samples_of_the_step_before():
+    """Three prompts whose samples are still on the device, the second of them aborted meanwhile."""
+    scheduler, builder = make_engine(budget=16, max_num_seqs=4)
+    a, b, c = (make_sequence(i, range(100 * i, 100 * i + 5)) for i in range(3))
+    for seq in (a, b, c):
+        scheduler.add(seq)
+    first = scheduler.schedule()
+    builder.build(first)
+    scheduler.finish(b, "abort")  # its sample is still made, and nobody asks for it
+    second = scheduler.schedule()
+    batch = builder.build(second)
+    assert (first.sampling, second.sampling) == ([a, b, c], [a, c])
+    assert batch.input_ids.tolist() == [0, 0] and batch.positions.tolist() == [5, 5]
+    assert batch.unknown_indices.tolist() == [0, 1]
+    assert batch.unknown_sources.tolist() == [0, 2]
+    scheduler.update(first, [11, 12, 13])
+    scheduler.update(second, [21, 23])
+    third = builder.build(scheduler.schedule())
+    assert third.input_ids.tolist() == [21, 23] and len(third.unknown_indices) == 0
+
+
+def test_a_row_taken_over_forgets_the_last_owners_blocks():
+    """Block tables are kept from step to step; a new owner's is shorter and has other blocks."""
+    scheduler, builder = make_engine(max_num_seqs=1)
+    for i, length in enumerate((20, 6)):
+        seq = make_sequence(i, range(100 * i, 100 * i + length), max_tokens=1)
+        scheduler.add(seq)
+        step = scheduler.schedule()
+        batch = builder.build(step)
+        assert seq.row == 0 and batch.block_tables.tolist() == [seq.block_table]
+        assert_equals_twin(batch, step, 4, 24, [])
+        scheduler.update(step, [1])

@@ -1,0 +1,434 @@
+"""What can be chosen, what is refused, and what the engine decides: `EngineConfig`, `ModelConfig`.
+
+Every start-up error must name the field, its value and the remedy. What a `config.json` means is
+checked against transformers: its config classes for what a file may leave out, its
+`modeling_rope_utils` for the frequencies.
+"""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_json
+from torch.testing import assert_close
+from transformers import LlamaConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanoserve import LLM, SamplingParams, model_runner
+from nanoserve.config import EngineConfig, ModelConfig, RopeConfig
+from nanoserve.layers import rope_frequencies
+from nanoserve.model_runner import ModelRunner, free_cpu_memory, pick_device
+
+SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+LLAMA = dict(architectures=["LlamaForCausalLM"], **SIZES)
+QWEN3 = dict(architectures=["Qwen3ForCausalLM"], **SIZES)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)
+
+
+@pytest.fixture
+def dummy(tmp_path) -> Path:
+    """A folder with nothing but a config.json: enough for random weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def start(folder, **options) -> LLM:
+    return LLM(folder, load_format="dummy", skip_tokenizer_init=True, **options)
+
+
+def assert_serves(llm: LLM) -> None:
+    """A short request goes through."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3, 4, 5]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+# ------------------------------------------------------- values that can't work
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(dtype="float8"), ["dtype='float8'", "bfloat16"]),
+    (dict(load_format="gguf"), ["load_format='gguf'", "safetensors"]),
+    (dict(scheduling_policy="lifo"), ["scheduling_policy='lifo'", "fcfs, priority"]),
+    (dict(device="tpu"), ["device='tpu'", "cpu, cuda"]),
+    (dict(gpu_memory_utilization=0), ["gpu_memory_utilization", "(0, 1]", "got 0"]),
+    (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),
+    (dict(gpu_memory_utilization=float("nan")), ["gpu_memory_utilization", "(0, 1]", "got nan"]),
+    (dict(hf_overrides=["x"]), ["hf_overrides", "dict", "['x']"]),
+    (dict(tensor_parallel_size=2), ["tensor_parallel_size=2", "not supported",
+                                    "tensor_parallel_size=1"]),
+    (dict(max_num_batched_tokens=8, max_num_seqs=9),
+     ["max_num_batched_tokens=8", "max_num_seqs=9", "raise the first or lower the second"]),
+], ids=str)
+def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
+    with pytest.raises(ValueError) as error:
+        EngineConfig(model="none", **options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", [
+    "max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, "16", True], ids=repr)
+def test_sizes_are_whole_numbers_of_at_least_one(name, value):
+    with pytest.raises(ValueError, match=f"{name} .* at least 1, got {re.escape(repr(value))}"):
+        EngineConfig(model="none", **{name: value})
+
+
+def test_an_unknown_keyword_is_a_type_error(dummy):
+    """Engines of this kind took any keyword and ignored it: a mistyped limit was no limit."""
+    with pytest.raises(TypeError, match="max_seq_num.*max_num_seqs"):
+        start(dummy, max_seq_num=3)
+    with pytest.raises(TypeError):
+        LLM(dummy, "tokenizer")  # everything after the model is keyword-only
+    assert_serves(start(dummy, max_num_seqs=3))
+
+
+def test_configs_are_frozen():
+    """What is only known later (the number of KV blocks) is never written into a config."""
+    for config in (EngineConfig(model="none"), ModelConfig.from_dict(LLAMA), RopeConfig()):
+        for field in dataclasses.fields(config):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(config, field.name, 1)
+
+
+# ---------------------------------------------------- what the engine decides
+
+
+def resolved(device="cpu", **options) -> EngineConfig:
+    return EngineConfig(model="none", **options).resolved(device, ModelConfig.from_dict(LLAMA))
+
+
+@pytest.mark.parametrize("device, options, num_tokens, num_seqs", [
+    ("cpu", {}, 2048, 64),
+    ("cuda", {}, 8192, 256),
+    # An explicit budget pulls the number of sequences down with it ...
+    ("cpu", dict(max_num_batched_tokens=1), 1, 1),
+    ("cuda", dict(max_num_batched_tokens=100), 100, 100),
+    ("cuda", dict(max_num_batched_tokens=300), 300, 256),
+    # ... and an explicit number of sequences the budget up.
+    ("cpu", dict(max_num_seqs=5000), 5000, 5000),
+    ("cpu", dict(max_num_seqs=3), 2048, 3),
+    ("cpu", dict(max_num_batched_tokens=7, max_num_seqs=7), 7, 7),
+])
+def test_budget_and_sequences_by_default(device, options, num_tokens, num_seqs):
+    config = resolved(device, **options)
+    assert (config.max_num_batched_tokens, config.max_num_seqs) == (num_tokens, num_seqs)
+    assert config.device == device
+
+
+def test_resolved_leaves_only_memory_open():
+    config = resolved(dtype="auto")
+    open_choices = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) is None}
+    assert open_choices == {"tokenizer", "hf_overrides", "kv_cache_memory_bytes",
+                            "num_gpu_blocks_override"}
+    assert (config.max_model_len, config.dtype) == (256, "float32")
+    assert config.async_scheduling is False
+    assert resolved(dtype="float16", async_scheduling=True).dtype == "float16"
+
+
+def test_whole_prompts_need_a_step_that_holds_them():
+    assert resolved(enable_chunked_prefill=False).max_num_batched_tokens == 2048
+    long = ModelConfig.from_dict(LLAMA | dict(max_position_embeddings=3000))
+    config = EngineConfig(model="none", enable_chunked_prefill=False).resolved("cpu", long)
+    assert config.max_num_batched_tokens == 3000
+    with pytest.raises(ValueError, match="enable_chunked_prefill=False.*max_num_batched_tokens=100"
+                                         ".*max_model_len=256"):
+        resolved(enable_chunked_prefill=False, max_num_batched_tokens=100)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch, dummy):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto") == "cpu"
+    with pytest.raises(ValueError, match='device="cuda".*no GPU.*device="cpu"'):
+        start(dummy, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (pick_device("auto"), pick_device("cpu")) == ("cuda", "cpu")
+
+
+# -------------------------------------------------------------------- memory
+
+
+def test_an_explicit_max_model_len_above_the_models_is_refused(dummy):
+    with pytest.raises(ValueError, match="max_model_len=257 .* 256 .*hf_overrides"):
+        start(dummy, max_model_len=257)
+    llm = start(dummy, max_model_len=257, hf_overrides=dict(max_position_embeddings=512))
+    assert llm.config.max_model_len == 257
+    assert_serves(llm)
+
+
+def test_an_explicit_max_model_len_above_the_cache_is_refused(dummy):
+    with pytest.raises(ValueError, match="max_model_len=65 .* 64 tokens .*4 blocks of 16.*"
+                                         "kv_cache_memory_bytes"):
+        start(dummy, max_model_len=65, num_gpu_blocks_override=4)
+    assert_serves(start(dummy, max_model_len=64, num_gpu_blocks_override=4))
+
+
+def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):
+    llm = start(dummy, num_gpu_blocks_override=4)
+    assert llm.config.max_model_len == 64
+    said = capsys.readouterr().err
+    assert "max_model_len is lowered from 256 to 64" in said and "kv_cache_memory_bytes" in said
+    assert_serves(llm)
+    with pytest.raises(ValueError, match="64 tokens and max_model_len is 64"):
+        llm.generate([[1] * 64], use_tqdm=False)
+    assert_serves(llm)
+
+
+# A block of 16 tokens: 2 layers, K and V, 2 KV heads of 16 numbers, 4 bytes each.
+BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4
+
+
+def test_kv_cache_memory_bytes_is_met_to_the_block(dummy):
+    llm = start(dummy, kv_cache_memory_bytes=5 * BLOCK_BYTES + BLOCK_BYTES - 1)
+    assert llm.scheduler.blocks.num_blocks == 5
+    held = sum(t.numel() * t.element_size() for kv in llm.runner.kv_cache for t in kv)
+    assert held == 5 * BLOCK_BYTES
+    half = start(dummy, kv_cache_memory_bytes=5 * BLOCK_BYTES, dtype="bfloat16", block_size=8)
+    assert half.scheduler.blocks.num_blocks == 20  # half the bytes a number, half the tokens
+
+
+def test_no_room_for_one_block_is_refused_with_the_numbers(dummy):
+    with pytest.raises(ValueError, match=f"no room for one KV block: {BLOCK_BYTES:,} bytes .* "
+                                         f"{BLOCK_BYTES - 1:,} .*kv_cache_memory_bytes"):
+        start(dummy, kv_cache_memory_bytes=BLOCK_BYTES - 1)
+    assert_serves(start(dummy, kv_cache_memory_bytes=BLOCK_BYTES))
+
+
+@pytest.mark.parametrize("free, num_blocks", [
+    (40 * BLOCK_BYTES, 10),  # a quarter of what is free
+    (2 ** 50, 2 ** 16 // 16),  # but no more than a small engine can use: 65,536 tokens
+])
+def test_a_cpus_cache_takes_a_share_of_the_free_memory(dummy, monkeypatch, free, num_blocks):
+    monkeypatch.setattr(model_runner, "free_cpu_memory", lambda: free)
+    assert start(dummy, max_num_seqs=8).scheduler.blocks.num_blocks == num_blocks
+
+
+def test_memory_taken_by_others_is_an_error_and_not_a_negative_number_of_blocks(dummy, monkeypatch):
+    """Memory used by *other* processes made the block count negative (voxcpm #27)."""
+    monkeypatch.setattr(model_runner, "free_cpu_memory", lambda: 0)
+    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} bytes are needed, 0 .*other programs"):
+        start(dummy)
+    assert_serves(start(dummy, num_gpu_blocks_override=4))  # saying the size outright still works
+
+
+def gpu_blocks(dummy, monkeypatch, free: int, total: int, **options) -> int:
+    """The number of blocks on a GPU with so much memory; the GPU itself is made up."""
+    config = ModelConfig.from_folder(dummy)
+    engine = EngineConfig(model="none", load_format="dummy", **options).resolved("cuda", config)
+    runner = ModelRunner(dataclasses.replace(engine, device="cpu"), config, dummy)
+    runner.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, total))
+    return runner.count_kv_blocks()
+
+
+def test_a_gpus_cache_pays_for_what_others_use(dummy, monkeypatch):
+    """The same story on a GPU: 90% of it is ours, less what anybody holds already."""
+    gib = 2 ** 30
+    options = dict(max_num_batched_tokens=256, max_num_seqs=8)
+    with pytest.raises(ValueError, match=r"no room .* -[\d,]+ are to be had.*"
+                                         "gpu_memory_utilization.*other programs"):
+        gpu_blocks(dummy, monkeypatch, gib, 80 * gib, **options)
+    mib = 2 ** 20
+    alone = gpu_blocks(dummy, monkeypatch, 20 * mib, 20 * mib, **options)
+    shared = gpu_blocks(dummy, monkeypatch, 16 * mib, 20 * mib, **options)
+    half = gpu_blocks(dummy, monkeypatch, 20 * mib, 20 * mib, gpu_memory_utilization=0.7, **options)
+    assert alone > shared > 0
+    assert alone - shared == 4 * mib // BLOCK_BYTES  # 4 MiB held by others: 512 blocks of 8 KiB
+    assert alone - half in (4 * mib // BLOCK_BYTES, 4 * mib // BLOCK_BYTES + 1)
+    # Room is left for a step's activations and logits: less than 90% of everything is handed out.
+    assert 0 < alone * BLOCK_BYTES < 0.9 * 20 * mib - 8 * 260 * 4
+
+
+def meminfo(folder: Path, monkeypatch, **files: str) -> int:
+    """`free_cpu_memory` on a machine whose /proc and /sys are `folder`."""
+    (folder / "proc").mkdir()
+    (folder / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    group = folder / "sys/fs/cgroup"
+    (group / "memory").mkdir(parents=True)
+    for name, content in files.items():
+        (group / name.replace("__", "/").replace("_dot_", ".")).write_text(content)
+    monkeypatch.setattr(model_runner, "Path",
+                        lambda *parts: folder.joinpath(*[part.lstrip("/") for part in parts]))
+    return free_cpu_memory()
+
+
+@pytest.mark.parametrize("files, expected", [
+    ({}, 8000 * 1024),
+    (dict(memory_dot_max="3000000\n", memory_dot_current="1000000\n"), 2_000_000),
+    (dict(memory_dot_max="max\n", memory_dot_current="1000000\n"), 8000 * 1024),
+    (dict(memory_dot_max="3000000\n", memory_dot_current="4000000\n"), 0),  # never negative
+    ({"memory__memory_dot_limit_in_bytes": "3000000\n",
+      "memory__memory_dot_usage_in_bytes": "500000\n"}, 2_500_000),
+    ({"memory__memory_dot_limit_in_bytes": "9223372036854771712\n",
+      "memory__memory_dot_usage_in_bytes": "500000\n"}, 8000 * 1024),
+    (dict(memory_dot_max="3000000\n", memory_dot_current="2800000\n",
+          memory_dot_stat="anon 700000\nfile 2100000\ninactive_file 1500000\n"), 1_700_000),
+], ids=["no container", "limit", "no limit", "over the limit", "cgroup v1", "v1 no limit",
+        "page cache"])
+def test_a_container_counts_its_own_limit(tmp_path, monkeypatch, files, expected):
+    """What a container uses includes files that were only read, such as the checkpoint: the kernel
+    drops those when memory is asked for, so they are free (as `docker stats` counts it)."""
+    assert meminfo(tmp_path, monkeypatch, **files) == expected
+
+
+# ------------------------------------------------------------ saying what runs
+
+
+def test_the_start_up_line_says_on_what_and_how(qwen3, capsys):
+    """132 tokens/s instead of 9,500 with no warning: a slow path was taken silently (nano-vllm
+    #245). The engine says its device, dtype, attention backend and graphs."""
+    LLM(qwen3, num_gpu_blocks_override=40, max_num_seqs=5, dtype="bfloat16", device="cpu",
+        async_scheduling=True)
+    line = capsys.readouterr().err.strip()
+    assert len(line.splitlines()) == 1
+    for words in ("qwen3", "cpu", "bfloat16", "torch attention", "no graphs", "40 blocks of 16",
+                  "640 tokens", "max_model_len 256", "2,048 tokens", "5 sequences", "overlap 1"):
+        assert words in line
+
+
+# -------------------------------------------------------- reading config.json
+
+
+def test_defaults_of_left_out_entries_are_transformers():
+    """A config.json need not write what equals its class's default."""
+    for config_class, family in ((LlamaConfig, "Llama"), (Qwen3Config, "Qwen3")):
+        theirs = config_class(vocab_size=260, num_key_value_heads=8)
+        ours = ModelConfig.from_dict(dict(
+            architectures=[f"{family}ForCausalLM"], vocab_size=260, num_key_value_heads=8,
+            hidden_size=4096, intermediate_size=theirs.intermediate_size, num_hidden_layers=32,
+            num_attention_heads=32))
+        for field in ("head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+                      "attention_bias"):
+            assert getattr(ours, field) == getattr(theirs, field), (family, field)
+        assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert ModelConfig.from_dict(LLAMA | dict(num_key_value_heads=None)).num_key_value_heads == 4
+    assert not ModelConfig.from_dict(LLAMA).qk_norm and ModelConfig.from_dict(QWEN3).qk_norm
+
+
+@pytest.mark.parametrize("config, dtype", [
+    ({}, "float32"), (dict(torch_dtype="float16"), "float16"), (dict(dtype="bfloat16"), "bfloat16"),
+    (dict(dtype="torch.bfloat16", torch_dtype="float32"), "bfloat16")])
+def test_both_spellings_of_the_dtype(config, dtype):
+    assert ModelConfig.from_dict(LLAMA | config).dtype == dtype
+
+
+@pytest.mark.parametrize("config, generation, expected", [
+    (dict(eos_token_id=7), None, (7,)),
+    (dict(eos_token_id=7), dict(eos_token_id=[3, 5]), (3, 5)),
+    (dict(eos_token_id=[7, 8]), dict(temperature=0.5), (7, 8)),
+    (dict(eos_token_id=7), dict(eos_token_id=0), (0,)),  # 0 is an id like any other
+    ({}, {}, ()),
+])
+def test_eos_ids_come_from_generation_config_first(config, generation, expected):
+    assert ModelConfig.from_dict(LLAMA | config, generation).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], ["Qwen2MoeForCausalLM"], [], None])
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, architectures):
+    write_json(dummy / "config.json", architectures=architectures, model_type="mamba")
+    with pytest.raises(ValueError) as error:
+        start(dummy)
+    assert (architectures or ["mamba"])[0] in str(error.value)
+    assert "LlamaForCausalLM, Qwen3ForCausalLM" in str(error.value)
+
+
+@pytest.mark.parametrize("config, words", [
+    (dict(hidden_act="gelu"), "hidden_act='gelu'.*silu"),
+    (dict(use_sliding_window=True, sliding_window=128), "use_sliding_window=True"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+    (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+     "partial_rotary_factor=0.5"),
+    (dict(quantization_config=dict(quant_method="awq")), "quantization_config.*unquantised"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear'.*llama3"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "'yarn'.*llama3"),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "'dynamic'.*llama3"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=2.0, low_freq_factor=1.0)),
+     "llama3.*lacks high_freq_factor, original_max_position_embeddings"),
+    (dict(dtype="float64"), "dtype='float64'.*bfloat16"),
+    (dict(num_key_value_heads=3), "num_attention_heads=4.*num_key_value_heads=3"),
+    (dict(head_dim=15), "head_dim=15.*odd"),
+    (dict(hidden_size=None), "hidden_size.*got None"),
+    (dict(num_hidden_layers=0), "num_hidden_layers.*got 0"),
+    (dict(vocab_size="many"), "vocab_size.*got 'many'"),
+], ids=str)
+def test_what_is_not_implemented_is_refused_by_name(config, words):
+    """A feature that is silently left out gives fluent wrong text."""
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_dict(QWEN3 | config)
+
+
+def test_hf_overrides_are_laid_over_the_file(dummy):
+    llm = start(dummy, hf_overrides=dict(num_hidden_layers=1, head_dim=24, rope_theta=77.0))
+    assert len(llm.runner.model.layers) == len(llm.runner.kv_cache) == 1
+    assert llm.runner.kv_cache[0][0].shape[-1] == 24
+    assert llm.model_config.rope.theta == 77.0
+    assert_serves(llm)
+    with pytest.raises(ValueError, match="hidden_act='relu'"):
+        start(dummy, hf_overrides=dict(hidden_act="relu"))
+
+
+# ---------------------------------------------------------------------- RoPE
+
+
+@pytest.mark.parametrize("old, new", [
+    (dict(rope_theta=5e5), dict(rope_type="default", rope_theta=5e5)),
+    (dict(rope_theta=5e5, rope_scaling=None), dict(rope_theta=5e5)),
+    (dict(rope_theta=5e5, rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+     dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
+    (dict(rope_theta=5e5, rope_scaling=dict(type="llama3", **LLAMA3)),
+     dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)),
+], ids=["theta", "null", "llama3", "llama3 by type"])
+def test_both_spellings_of_rope_mean_the_same(old, new):
+    """transformers 5 writes `rope_parameters`; before it were `rope_theta` and `rope_scaling`."""
+    first = ModelConfig.from_dict(LLAMA | old)
+    assert first == ModelConfig.from_dict(LLAMA | dict(rope_parameters=new))
+    assert first.rope.theta == 5e5
+    if "llama3" in str(old):
+        assert first.rope == RopeConfig(5e5, "llama3", **LLAMA3)
+
+
+def test_an_override_in_the_old_spelling_wins_over_a_file_in_the_new_one(tmp_path):
+    new = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | new))
+    read = ModelConfig.from_folder
+    assert read(tmp_path, dict(rope_theta=5e5)).rope == RopeConfig(5e5)
+    scaled = read(tmp_path, dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)))
+    assert scaled.rope == RopeConfig(1e4, "llama3", **LLAMA3)
+    assert read(tmp_path, dict(rope_parameters=dict(rope_theta=9.0))).rope == RopeConfig(9.0)
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
+@pytest.mark.parametrize("theta, factor, low, high, original", [
+    (500_000.0, 8.0, 1.0, 4.0, 8192),  # Llama 3.1
+    (500_000.0, 32.0, 1.0, 4.0, 8192),  # Llama 3.2
+    (10_000.0, 4.0, 2.0, 3.0, 64),
+])
+def test_llama3_frequencies_equal_transformers(head_dim, theta, factor, low, high, original):
+    scaling = dict(rope_type="llama3", rope_theta=theta, factor=factor, low_freq_factor=low,
+                   high_freq_factor=high, original_max_position_embeddings=original)
+    theirs = LlamaConfig(head_dim=head_dim, max_position_embeddings=2 ** 17,
+                         rope_parameters=scaling)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
+    assert attention_factor == 1.0
+    rope = ModelConfig.from_dict(LLAMA | dict(rope_parameters=scaling)).rope
+    frequencies = rope_frequencies(head_dim, rope)
+    assert frequencies.dtype == torch.float32
+    assert_close(frequencies, expected, rtol=2e-6, atol=0)
+    plain = rope_frequencies(head_dim, RopeConfig(theta=theta))
+    assert not torch.equal(frequencies, plain) and frequencies[0] == plain[0]
+
+
+@pytest.mark.parametrize("head_dim", [2, 24, 128])
+def test_default_frequencies_equal_transformers(head_dim):
+    theirs = LlamaConfig(head_dim=head_dim, rope_parameters=dict(
+        rope_type="default", rope_theta=1e6))
+    expected, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
+    assert torch.equal(rope_frequencies(head_dim, RopeConfig(theta=1e6)), expected)

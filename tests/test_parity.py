@@ -1,0 +1,346 @@
+"""Token for token what transformers gives, however the engine schedules the work.
+
+The oracle is transformers itself: one prompt at a time, no cache shared, fp32, greedy. The engine
+must give the same tokens alone and batched, in chunks of any size, from a prefix cache, preempted,
+with a step in flight, for any block size. That is the engine's one invariant: the scheduler may
+change *when* a token is computed, never *which* token comes out.
+"""
+
+import shutil
+
+import pytest
+import torch
+from conftest import BOS, END_OF_TURN, EOS, PAD, Reference, assert_same_text, write_json
+from transformers import AutoTokenizer
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.llm import BUNDLED_MODEL
+
+MAX_TOKENS = 24  # enough to decode across a block boundary from everywhere
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+CHECKPOINTS = ["llama2", "llama3.1", "llama3.2", "llama-bias", "qwen3", "qwen3-tied",
+               "qwen3-sharded"]
+
+
+def start(folder, **options) -> LLM:
+    """An engine with a pool of 64 blocks whose every slot is NaN until it is written: reading one
+    too many is then a wrong text and not a zero."""
+    llm = LLM(folder, **dict(num_gpu_blocks_override=64) | options)
+    for kv in llm.runner.kv_cache:
+        for cache in kv:
+            cache.fill_(float("nan"))
+    return llm
+
+
+def count_preemptions(llm: LLM) -> list[str]:
+    """A list that grows by the name of each sequence that is preempted from now on."""
+    preempted, schedule = [], llm.scheduler.schedule
+
+    def counting_schedule():
+        step = schedule()
+        preempted.extend(seq.name for seq in step.preempted)
+        return step
+
+    llm.scheduler.schedule = counting_schedule
+    return preempted
+
+
+def run(llm: LLM, prompts, params=GREEDY) -> list:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def assert_parity(outputs, prompts, reference, where: str) -> None:
+    """reference: prompt -> (tokens, gaps)."""
+    assert len(outputs) == len(prompts)
+    for output, prompt in zip(outputs, prompts):
+        assert output.prompt_token_ids == list(prompt)  # results come in the prompts' order
+        for sample in output.outputs:
+            assert_same_text(sample.token_ids, *reference(prompt), f"{where}, {len(prompt)} tokens")
+
+
+@pytest.fixture
+def reference_of(references):
+    return lambda name: lambda prompt: references(name, prompt, MAX_TOKENS)
+
+
+# ------------------------------------------------------------------ the modes
+
+MODES = {
+    "batched": {},
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "budget 1": dict(max_num_batched_tokens=1),
+    "budget 7": dict(max_num_batched_tokens=7),
+    "budget 16": dict(max_num_batched_tokens=16),
+    "budget 33": dict(max_num_batched_tokens=33),
+    "whole prompts": dict(enable_chunked_prefill=False, max_num_batched_tokens=256),
+    "two at a time": dict(max_num_seqs=2),
+    "overlap": dict(async_scheduling=True),
+    "overlap, budget 7": dict(async_scheduling=True, max_num_batched_tokens=7),
+    "blocks of 1": dict(block_size=1, num_gpu_blocks_override=512),
+    "blocks of 4": dict(block_size=4, num_gpu_blocks_override=200),
+    "blocks of 5": dict(block_size=5, max_num_batched_tokens=16),
+    "blocks of 32": dict(block_size=32),
+}
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "qwen3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_equal_transformers_in_every_mode(checkpoints, prompts, reference_of, name,
+                                                        mode):
+    outputs = run(start(checkpoints[name], **MODES[mode]), prompts)
+    assert_parity(outputs, prompts, reference_of(name), f"{name}, {mode}")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, reference_of, name):
+    """One prompt at a time, all together, in chunks, and then everything at once: chunks, hits and
+    preemption in a small pool of small blocks while a step is in flight. llama-bias has biases
+    everywhere: they were added once a rank, or not loaded (nano-vllm #125, #203)."""
+    reference = reference_of(name)
+    if name not in ("llama3.1", "qwen3"):
+        prompts = prompts[3:11]  # around one and two blocks, the longest, and a common prefix
+    alone = start(checkpoints[name], enable_prefix_caching=False)
+    outputs = [run(alone, [prompt])[0] for prompt in prompts]
+    assert_parity(outputs, prompts, reference, f"{name}, alone")
+    assert_parity(run(alone, prompts), prompts, reference, f"{name}, batched")
+    chunked = start(checkpoints[name], max_num_batched_tokens=7)
+    assert_parity(run(chunked, prompts), prompts, reference, f"{name}, chunked")
+    busy = start(checkpoints[name], block_size=5, num_gpu_blocks_override=30, async_scheduling=True,
+                 max_num_batched_tokens=33)
+    preempted = count_preemptions(busy)
+    assert_parity(run(busy, prompts), prompts, reference, f"{name}, all at once")
+    assert preempted
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "qwen3"])
+@pytest.mark.parametrize("options", [
+    {}, dict(enable_prefix_caching=False), dict(max_num_batched_tokens=7),
+    dict(async_scheduling=True), dict(async_scheduling=True, enable_prefix_caching=False),
+], ids=str)
+def test_preempted_in_a_tiny_pool(checkpoints, prompts, reference_of, name, options):
+    """6 blocks hold one of the longest texts (93 computed tokens) and nothing beside it."""
+    llm = start(checkpoints[name], num_gpu_blocks_override=6, **options)
+    preempted = count_preemptions(llm)
+    assert_parity(run(llm, prompts), prompts, reference_of(name), f"{name}, preempted, {options}")
+    assert len(preempted) > 3, "the pool was not tiny enough"
+    assert llm.scheduler.blocks.num_free_blocks == 6
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "qwen3"])
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7), dict(block_size=4),
+                                     dict(async_scheduling=True)], ids=str)
+def test_from_the_prefix_cache(checkpoints, prompts, reference_of, name, options):
+    """The second time all full blocks of a prompt are hit, but for its last token's. Hits whose KV
+    was not read, or with RoPE restarted at 0, gave silently wrong text (MinivLLM #98)."""
+    llm = start(checkpoints[name], **dict(num_gpu_blocks_override=400) | options)
+    first, second = run(llm, prompts), run(llm, prompts)
+    assert_parity(first, prompts, reference_of(name), f"{name}, first, {options}")
+    assert_parity(second, prompts, reference_of(name), f"{name}, cached, {options}")
+    size = llm.config.block_size
+    for prompt, output in zip(prompts, second):
+        assert output.num_cached_tokens == (len(prompt) - 1) // size * size
+    # The first time already, prompts that begin alike shared what the first of them computed.
+    assert sum(output.num_cached_tokens for output in first) >= 4 * 32
+    llm.reset_prefix_cache()
+    third = run(llm, prompts[:1] + prompts[-1:])
+    assert [output.num_cached_tokens for output in third] == [0, 0]
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(enable_prefix_caching=False), dict(async_scheduling=True, max_num_batched_tokens=7),
+], ids=str)
+def test_samples_of_one_prompt_equal_transformers(qwen3, prompts, reference_of, options):
+    """n=3 shares one prefill. With top_k=1 each sample can only be the greedy text."""
+    params = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=MAX_TOKENS)
+    outputs = run(start(qwen3, **options), prompts, params)
+    assert all(len(output.outputs) == 3 for output in outputs)
+    assert_parity(outputs, prompts, reference_of("qwen3"), f"n=3, {options}")
+
+
+def test_seeded_samples_are_the_same_in_every_mode(qwen3, prompts):
+    """Here there is no text of transformers' to compare with: the engine alone with a prompt is."""
+    params = SamplingParams(n=2, temperature=1.0, seed=11, max_tokens=MAX_TOKENS)
+    prompts = prompts[3:11]
+    alone = start(qwen3, enable_prefix_caching=False)
+
+    def texts(outputs) -> list[list[list[int]]]:
+        return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+    expected = texts(run(alone, [prompt], params)[0] for prompt in prompts)
+    assert all(first != second for first, second in expected)  # two samples, not one twice
+    for mode in ("batched", "budget 7", "overlap", "blocks of 5"):
+        assert texts(run(start(qwen3, **MODES[mode]), prompts, params)) == expected, mode
+    tiny = start(qwen3, num_gpu_blocks_override=6, async_scheduling=True)
+    preempted = count_preemptions(tiny)
+    assert texts(run(tiny, prompts, params)) == expected
+    assert preempted
+
+
+# -------------------------------------------------------------------- numbers
+
+
+def logits_of_greedy_run(llm: LLM, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """The engine's tokens and the logits it took them from, (num_output_tokens, vocab_size)."""
+    seen, compute_logits = [], llm.runner.model.compute_logits
+
+    def recording_compute_logits(hidden):
+        logits = compute_logits(hidden)
+        if len(logits):  # an unfinished chunk samples nothing
+            seen.append(logits)
+        return logits
+
+    llm.runner.model.compute_logits = recording_compute_logits
+    (output,) = run(llm, [prompt])
+    return output.outputs[0].token_ids, torch.cat(seen)
+
+
+@torch.no_grad()
+def transformers_logits(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """The same logits by one forward pass of transformers over prompt and output."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0]
+    return logits[len(prompt) - 1:-1]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_fp32_logits_equal_transformers(checkpoints, prompts, name):
+    """Closer than tokens can tell: a wrong epsilon or frequency shows before it flips a token."""
+    prompt = prompts[8]
+    llm = start(checkpoints[name], max_num_batched_tokens=33)
+    tokens, logits = logits_of_greedy_run(llm, prompt)
+    expected = transformers_logits(Reference(checkpoints[name]).model, prompt, tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "llama-bias", "qwen3"])
+def test_bf16_is_as_good_as_transformers_bf16(checkpoints, prompts, name):
+    """Two correct bf16 engines round differently, so tokens can't be compared. But both must stay
+    equally close to the fp32 logits of the same rounded weights, along the same texts."""
+    rounded = Reference(checkpoints[name], torch.bfloat16).model
+    exact = Reference(checkpoints[name], torch.bfloat16).model.float()
+    errors = {"ours": 0.0, "theirs": 0.0}
+    for prompt in prompts[5:11]:
+        llm = start(checkpoints[name], dtype="bfloat16", max_num_batched_tokens=33)
+        tokens, ours = logits_of_greedy_run(llm, prompt)
+        assert ours.dtype == torch.bfloat16
+        expected = transformers_logits(exact, prompt, tokens).log_softmax(-1)
+        theirs = transformers_logits(rounded, prompt, tokens)
+        for who, logits in (("ours", ours), ("theirs", theirs)):
+            errors[who] += (logits.float().log_softmax(-1) - expected).square().sum().item()
+    assert 0 < errors["ours"] < 1.5 * errors["theirs"], errors
+
+
+# ------------------------------------------------------------ where a text ends
+
+
+@pytest.fixture
+def many_eos(qwen3, prompts, references, tmp_path):
+    """qwen3 with a generation_config.json whose EOS ids are tokens that really come up."""
+    texts = [references("qwen3", prompt, MAX_TOKENS)[0] for prompt in prompts[:9]]
+    eos_ids = [EOS, texts[0][5], texts[1][9], texts[8][12]]
+    folder = tmp_path / "many-eos"
+    shutil.copytree(qwen3, folder)
+    write_json(folder / "generation_config.json", eos_token_id=eos_ids)
+    return folder, eos_ids
+
+
+def test_every_eos_id_of_the_generation_config_ends_the_text(many_eos, prompts):
+    """Only the tokenizer's EOS stopped generation, while chat models list several ids: their texts
+    ran on behind <|eot_id|> to the length limit."""
+    folder, eos_ids = many_eos
+    reference = Reference(folder)
+    outputs = run(start(folder), prompts)
+    assert_parity(outputs, prompts, lambda p: reference.generate(p, MAX_TOKENS), "EOS ids")
+    ends = {output.outputs[0].token_ids[-1] for output in outputs
+            if output.outputs[0].finish_reason == "stop"}
+    assert ends <= set(eos_ids) and len(ends) >= 2
+    for sample in (output.outputs[0] for output in outputs):
+        stopped = sample.token_ids[-1] in eos_ids
+        assert sample.finish_reason == ("stop" if stopped else "length")
+        assert sample.stop_reason is None
+        assert not set(sample.token_ids[:-1]) & set(eos_ids)
+
+
+def test_overlap_stops_at_eos_and_wastes_a_token_silently(many_eos, prompts):
+    """With a step in flight the token behind the EOS is computed before the EOS is seen."""
+    folder, _ = many_eos
+    expected = [output.outputs[0] for output in run(start(folder), prompts)]
+    outputs = run(start(folder, async_scheduling=True, num_gpu_blocks_override=8), prompts)
+    assert [output.outputs[0] for output in outputs] == expected
+
+
+@pytest.mark.parametrize("config_eos, generation_eos", [
+    ("x", None), ([EOS, "x"], None), ([EOS, END_OF_TURN], "x"), (None, "x")], ids=str)
+def test_eos_is_found_where_transformers_finds_it(qwen3, prompts, references, tmp_path,
+                                                  config_eos, generation_eos):
+    """generation_config.json goes first, config.json is next. x: a token that comes up."""
+    text, _ = references("qwen3", prompts[8], MAX_TOKENS)
+    x = text[12]
+
+    def fill(eos):
+        return [fill(e) for e in eos] if isinstance(eos, list) else x if eos == "x" else eos
+
+    folder = tmp_path / "eos"
+    shutil.copytree(qwen3, folder)
+    write_json(folder / "config.json", eos_token_id=fill(config_eos))
+    if generation_eos is None:  # transformers then makes one from config.json
+        (folder / "generation_config.json").unlink()
+    else:
+        write_json(folder / "generation_config.json", eos_token_id=fill(generation_eos))
+    (output,) = run(start(folder), [prompts[8]])
+    assert output.outputs[0].token_ids == text[:text.index(x) + 1]
+    assert_parity([output], [prompts[8]],
+                  lambda prompt: Reference(folder).generate(prompt, MAX_TOKENS), "EOS")
+
+
+def test_without_any_config_the_tokenizers_eos_ends_the_text(qwen3, prompts, references, tmp_path):
+    text, _ = references("qwen3", prompts[8], MAX_TOKENS)
+    folder = tmp_path / "eos"
+    shutil.copytree(qwen3, folder)
+    (folder / "generation_config.json").unlink()
+    write_json(folder / "config.json", eos_token_id=None)
+    llm = start(folder)
+    assert llm.get_tokenizer().eos_token_id == EOS
+    llm.get_tokenizer().eos_token = llm.get_tokenizer().convert_ids_to_tokens(text[12])
+    (output,) = run(llm, [prompts[8]])
+    assert output.outputs[0].token_ids == text[:text.index(text[12]) + 1]
+
+
+# ---------------------------------------------------------- the bundled model
+
+STORIES = ["Once upon a time", "The old king looked at his daughter and said, \"",
+           "Alice was beginning to", "In the middle of the forest there was a little house, and",
+           "Once upon a time there was a fox. He", "x"]
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """The bundled model's prompts as transformers tokenises them, and its texts."""
+    tokenizer, reference = AutoTokenizer.from_pretrained(BUNDLED_MODEL), Reference(BUNDLED_MODEL)
+    prompts = [tokenizer(text).input_ids for text in STORIES]
+    texts = {tuple(p): reference.generate(p, MAX_TOKENS) for p in prompts}
+    return tokenizer, prompts, lambda prompt: texts[tuple(prompt)]
+
+
+@pytest.mark.parametrize("mode", ["batched", "budget 1", "budget 7", "overlap", "blocks of 5",
+                                  "tiny pool"])
+def test_the_bundled_model_equals_transformers(bundled, mode):
+    tokenizer, prompts, reference = bundled
+    options = MODES.get(mode, dict(num_gpu_blocks_override=4, async_scheduling=True))
+    llm = start(BUNDLED_MODEL, dtype="float32", **options)
+    preempted = count_preemptions(llm)
+    for where in ("first", "cached"):
+        outputs = run(llm, STORIES)
+        assert_parity(outputs, prompts, reference, f"bundled, {mode}, {where}")
+        for output in outputs:
+            sample = output.outputs[0]
+            text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+            assert sample.text == text
+    assert bool(preempted) == (mode == "tiny pool")
+
+
+def test_the_bundled_model_is_what_llm_without_a_model_uses(bundled):
+    _, prompts, reference = bundled
+    with LLM(dtype="float32", kv_cache_memory_bytes=2 ** 24) as llm:
+        outputs = [run(llm, text)[0] for text in STORIES]
+    assert_parity(outputs, prompts, reference, "LLM()")
+    assert [output.prompt for output in outputs] == STORIES
