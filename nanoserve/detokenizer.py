@@ -35,9 +35,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.params = params
         self.text = ""  # everything decoded so far, up to a stop string
-        self.ids = prompt_token_ids[-CONTEXT:]
-        if self._decode(self.ids).endswith("\ufffd"):
-            self.ids = []  # a prompt that ends in half a character: the output stands on its own
+        self.ids = self._context(prompt_token_ids)
         self.window = 0  # decoding starts here ...
         self.read = len(self.ids)  # ... and text up to here has been emitted
         self.stop_string: str | None = None
@@ -51,11 +49,13 @@ class Detokenizer:
             return self._extend(after[len(before):])
         return None
 
-    def flush(self) -> None:
-        """The output is over: what is still incomplete is emitted as it is."""
+    def flush(self) -> str | None:
+        """The output is over: what is still incomplete is emitted as it is. Returns the stop string
+        that turns up in it, if one does."""
         if self.stop_string is None:
             before = self._decode(self.ids[self.window:self.read])
-            self._extend(self._decode(self.ids[self.window:])[len(before):])
+            return self._extend(self._decode(self.ids[self.window:])[len(before):])
+        return None
 
     @property
     def visible_text(self) -> str:
@@ -70,6 +70,15 @@ class Detokenizer:
                     held = n
                     break
         return self.text[:len(self.text) - held]
+
+    def _context(self, prompt_token_ids: list[int]) -> list[int]:
+        """The end of the prompt, from the beginning of a character: 3 tokens further back at most.
+        A prompt that ends in half a character gives none: the output stands on its own."""
+        for length in range(CONTEXT, CONTEXT + 4):
+            ids = prompt_token_ids[-length:]
+            if "\ufffd" not in self._decode(ids):
+                return ids
+        return []
 
     def _decode(self, ids: list[int]) -> str:
         # Cleaning up spaces would change text that has been emitted: "don" + " 't" -> "don't".

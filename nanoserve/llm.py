@@ -235,26 +235,28 @@ class LLM:
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
-                requests.append(self.make_request(self._new_id(), prompt, param,
-                                                  priorities[i] or 0))
+                requests.append(self.make_request("", prompt, param, priorities[i] or 0))
             except ValueError as error:
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
         return requests
 
-    def _new_id(self) -> str:
-        """An id that no request has, not even one of a stream that has not started yet."""
-        self.num_named += 1
-        while str(self.num_named) in self.requests:
+    def _name(self, requests: list[Request]) -> set[str]:
+        """Give each a number that nobody uses as an id, running or finished and not handed over."""
+        undelivered = {output.request_id for output in self.undelivered}
+        for request in requests:
             self.num_named += 1
-        return str(self.num_named)
+            while (name := str(self.num_named)) in self.requests or name in undelivered:
+                self.num_named += 1
+            request.request_id = name
+        return {request.request_id for request in requests}
 
     def _drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit, step until all are done, and abort the rest if the caller or a step gives up.
 
         Outputs of requests that were added by hand are kept for the next `step()`.
         """
-        mine = {request.request_id for request in requests}
+        mine = self._name(requests)  # not earlier: a stream may start long after it was made
         try:
             for request in requests:
                 self._submit(request)

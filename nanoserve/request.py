@@ -85,7 +85,7 @@ class Request:
         if seq.finish_reason != "stop" or self.params.include_stop_str_in_output:
             stop_string = detokenizer.add(seq.token_ids[-1:])
         if seq.finish_reason is not None:
-            detokenizer.flush()
+            stop_string = detokenizer.flush() or stop_string
         return stop_string
 
     def flush(self) -> None:

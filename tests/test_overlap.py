@@ -1,0 +1,337 @@
+"""Overlap: step n+1 is scheduled and launched before anybody has seen the tokens of step n.
+
+A device that is late on purpose stands in for a busy GPU. `launch` builds the batch and returns at
+once; the forward pass runs only when somebody asks for its tokens, that is, after the host has gone
+on, changed its books and built the next batch. The cache is full of NaN until it is written. What
+comes out must be what transformers says (greedy), or the same engine without overlap (everything
+else): the host may be ahead of the device, but never of the truth.
+"""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import assert_same_text, write_json
+
+from nanoserve import LLM, SamplingParams, model_runner
+from nanoserve.sampler import SamplingInputs
+
+MAX_TOKENS = 12
+
+
+def greedy(**fields) -> SamplingParams:
+    return SamplingParams(**dict(temperature=0, max_tokens=MAX_TOKENS) | fields)
+
+
+class LateTokens:
+    """What `launch` returns. `tolist()` is the only way to the values, and it is written down."""
+
+    def __init__(self, device: "LateDevice", index: int):
+        self.device, self.index, self.values = device, index, None
+
+    def tolist(self) -> list[int]:
+        self.device.log.append(f"read {self.index}")
+        self.device.catch_up(self.index)
+        return self.values.tolist()
+
+
+class LateDevice:
+    """Stands in for `runner.launch`; runs the real one, in order, when a result is asked for."""
+
+    def __init__(self, llm: LLM, monkeypatch):
+        self.runner, self.monkeypatch = llm.runner, monkeypatch
+        self.really_launch, self.build = llm.runner.launch, llm.runner.builder.build
+        self.log: list[str] = []  # "launch 0", "launch 1", "read 0", ...
+        self.queue: list[tuple] = []  # launched, not run
+        self.num_launched = 0
+        self.steps, self.num_unknown, self.placeholders, self.filled = [], [], [], []
+        self.fail_at: int | None = None
+        self.lose_the_queue = False
+        monkeypatch.setattr(llm.runner, "launch", self)
+
+    def __call__(self, step) -> LateTokens:
+        index, self.num_launched = self.num_launched, self.num_launched + 1
+        if index == self.fail_at:
+            self.queue.clear() if self.lose_the_queue else self.catch_up(index)
+            raise RuntimeError("the device is on fire")
+        self.log.append(f"launch {index}")
+        self.steps.append(step)
+        batch = self.build(step)
+        self.num_unknown.append(len(batch.unknown_indices))
+        self.placeholders += batch.input_ids[batch.unknown_indices].tolist()
+        # What the host decides about the samples is decided now; only the device is late.
+        inputs = SamplingInputs.of(step.sampling, self.runner.model_config.vocab_size,
+                                   self.runner.device)
+        self.queue.append((step, batch, inputs, LateTokens(self, index)))
+        return self.queue[-1][-1]
+
+    def catch_up(self, index: int) -> None:
+        """Run everything up to step `index`, as a stream does."""
+        while self.queue and self.queue[0][-1].index <= index:
+            step, batch, inputs, tokens = self.queue.pop(0)
+            with self.monkeypatch.context() as patch:
+                patch.setattr(self.runner.builder, "build", lambda step: batch)
+                patch.setattr(model_runner, "SamplingInputs",
+                              SimpleNamespace(of=lambda *arguments: inputs))
+                tokens.values = self.really_launch(step)
+            self.filled += batch.input_ids[batch.unknown_indices].tolist()
+
+
+def start(folder, depth=1, **options) -> LLM:
+    llm = LLM(folder, dtype="float32", device="cpu", async_scheduling=bool(depth),
+              **dict(num_gpu_blocks_override=64) | options)
+    for cache in llm.runner.kv_cache:
+        for tensor in cache:
+            tensor.fill_(torch.nan)
+    return llm
+
+
+def generate(llm: LLM, prompts, params) -> list:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    blocks = llm.scheduler.blocks
+    assert blocks.num_free_blocks == blocks.num_blocks and not llm.in_flight
+    return outputs
+
+
+def told(outputs) -> list:
+    """Everything a caller is told about the samples."""
+    return [(sample.index, sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason)
+            for output in outputs for sample in output.outputs]
+
+
+def assert_transformers_agrees(outputs, references, where) -> None:
+    for output in outputs:
+        expected, gaps = references("qwen3", output.prompt_token_ids, MAX_TOKENS)
+        assert_same_text(output.outputs[0].token_ids, expected, gaps, where)
+
+
+# ---------------------------------------------------------------- being ahead
+
+
+@pytest.mark.parametrize("depth, order", [
+    (0, ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2", "launch 3", "read 3"]),
+    (1, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "launch 3", "read 2", "read 3"])])
+def test_the_next_step_is_launched_before_the_tokens_of_the_last_are_read(
+        qwen3, references, monkeypatch, depth, order):
+    """Four tokens: a prefill and three decodes, with and without a step in flight. Nothing is
+    launched behind the last token, whose end by length is known in advance."""
+    llm = start(qwen3, depth)
+    device = LateDevice(llm, monkeypatch)
+    output, = generate(llm, [[10, 20, 30]], greedy(max_tokens=4))
+    assert device.log == order
+    expected, gaps = references("qwen3", [10, 20, 30], MAX_TOKENS)
+    assert_same_text(output.outputs[0].token_ids, expected[:4], gaps, f"depth {depth}")
+
+
+def test_unknown_inputs_are_filled_on_the_device(qwen3, references, monkeypatch):
+    """When a decode step is built, its input is not there: a placeholder travels, and the device
+    puts its own last sample in its place."""
+    llm = start(qwen3)
+    device = LateDevice(llm, monkeypatch)
+    prompts = [[10, 20, 30], [40, 50]]
+    outputs = generate(llm, prompts, greedy(ignore_eos=True))
+    assert device.num_unknown == [0] + [2] * (MAX_TOKENS - 1)
+    assert set(device.placeholders) == {0}
+    columns = zip(*(output.outputs[0].token_ids[:-1] for output in outputs))
+    assert device.filled == [token for tokens in columns for token in tokens]
+    assert_transformers_agrees(outputs, references, "overlap")
+
+
+def test_without_overlap_nothing_is_unknown(qwen3, monkeypatch):
+    llm = start(qwen3, depth=0)
+    device = LateDevice(llm, monkeypatch)
+    generate(llm, [[10, 20, 30], [40, 50]], greedy())
+    assert not any(device.num_unknown)
+
+
+def test_batch_buffers_alternate(qwen3, references, monkeypatch):
+    """A pinned buffer was reused before its copy had finished (mini-sglang #103). Here the device
+    reads a batch after the next one was built; with one buffer instead of two it reads the wrong
+    one, which also shows that this device is late enough to prove anything."""
+    texts = []
+    for num_buffers in (2, 1):
+        llm = start(qwen3)
+        LateDevice(llm, monkeypatch)
+        del llm.runner.builder.buffers[num_buffers:]
+        llm.runner.builder.next_buffer = 0
+        outputs = generate(llm, [[10, 20, 30]], greedy(ignore_eos=True))
+        texts.append(outputs[0].outputs[0].token_ids)
+    expected, gaps = references("qwen3", [10, 20, 30], MAX_TOKENS)
+    assert_same_text(texts[0], expected, gaps, "two buffers")
+    assert texts[1] != texts[0]
+
+
+# ------------------------------------------------------------ the same tokens
+
+
+@pytest.mark.parametrize("options, preempts", [
+    (dict(), False),
+    (dict(max_num_batched_tokens=5, max_num_seqs=3), False),
+    (dict(block_size=3, num_gpu_blocks_override=200), False),
+    (dict(enable_prefix_caching=False), False),
+    (dict(num_gpu_blocks_override=8, max_num_batched_tokens=32, max_num_seqs=8), True),
+    (dict(num_gpu_blocks_override=30, block_size=3, max_num_seqs=5, enable_prefix_caching=False),
+     True),
+], ids=["plain", "chunks", "blocks of 3", "no cache", "tiny pool", "tiny pool, no cache"])
+def test_greedy_tokens_equal_transformers(qwen3, references, prompts, monkeypatch, options,
+                                          preempts):
+    llm = start(qwen3, **options)
+    device = LateDevice(llm, monkeypatch)
+    outputs = generate(llm, prompts, greedy())
+    assert_transformers_agrees(outputs, references, f"overlap, {options}")
+    assert sum(device.num_unknown) > 50, "most decoded tokens must have been in flight"
+    assert any(step.preempted for step in device.steps) == preempts
+
+
+def test_eos_in_flight(qwen3, references, tmp_path, monkeypatch):
+    """EOS is read when the next token is being computed already: that one is wasted, silently."""
+    prompt = [10, 20, 30]
+    text, gaps = references("qwen3", prompt, MAX_TOKENS)
+    eos = text[5]
+    folder = shutil.copytree(qwen3, tmp_path / "qwen3")
+    write_json(folder / "generation_config.json", eos_token_id=[eos])
+    llm = start(folder)
+    device = LateDevice(llm, monkeypatch)
+    output, = generate(llm, [prompt], greedy())
+    expected = text[:text.index(eos) + 1]
+    assert_same_text(output.outputs[0].token_ids, expected, gaps, "EOS in flight")
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+    assert device.num_launched == len(expected) + 1
+
+
+def stop_cases(text: list[int]) -> list[SamplingParams]:
+    return [greedy(stop_token_ids=[text[k]]) for k in range(4)] + [
+        greedy(max_tokens=k) for k in (1, 2, 3)]
+
+
+def test_stop_tokens_and_lengths_in_flight(qwen3, references, monkeypatch):
+    """Requests that end at different moments share the steps; each gets exactly its own text."""
+    prompt = [10, 20, 30]
+    text, gaps = references("qwen3", prompt, MAX_TOKENS)
+    llm = start(qwen3)
+    LateDevice(llm, monkeypatch)
+    params = stop_cases(text)
+    for output, asked in zip(generate(llm, [prompt] * len(params), params), params, strict=True):
+        sample, stop = output.outputs[0], asked.stop_token_ids
+        expected = text[:text.index(stop[0]) + 1] if stop else text[:asked.max_tokens]
+        assert_same_text(sample.token_ids, expected, gaps, str(stop))
+        assert (sample.finish_reason, sample.stop_reason) == (
+            ("stop", stop[0]) if stop else ("length", None))
+
+
+def test_stop_strings_in_flight(qwen3, monkeypatch):
+    """The text is looked at after the tokens were read, when the next step is on its way."""
+    prompts = [[n, n + 1, n + 2] for n in (10, 60, 90, 120)]
+    plain = start(qwen3, depth=0)
+    texts = [output.outputs[0].text for output in generate(plain, prompts, greedy())]
+    stops = [text[len(text) // 2:][:2] for text in texts]
+    params = [greedy(stop=[stop]) for stop in stops]
+    llm = start(qwen3)
+    device = LateDevice(llm, monkeypatch)
+    outputs = generate(llm, prompts, params)
+    assert told(outputs) == told(generate(plain, prompts, params))
+    for output, text, stop in zip(outputs, texts, stops, strict=True):
+        sample = output.outputs[0]
+        assert (sample.text, sample.stop_reason) == (text[:text.index(stop)], stop)
+    num_tokens = [len(output.outputs[0].token_ids) for output in outputs]
+    needed = sum(len(prompt) - 1 + n for prompt, n in zip(prompts, num_tokens))
+    wasted = sum(n < MAX_TOKENS for n in num_tokens)  # but for those that ended by length as well
+    assert wasted > 0 and sum(step.num_tokens for step in device.steps) == needed + wasted
+
+
+def test_seeded_samples_and_prefix_hits(qwen3, monkeypatch):
+    """Three samples share their prompt's blocks; the numbers they draw depend on their seed and the
+    token's position, which overlap must not shift."""
+    prompts = [list(range(40)), list(range(35)) + [7], [1, 2]]
+    params = [SamplingParams(n=3, seed=seed, max_tokens=MAX_TOKENS) for seed in (1, 2, 3)]
+    expected = generate(start(qwen3, depth=0, enable_prefix_caching=False), prompts, params)
+    llm = start(qwen3, max_num_batched_tokens=24, max_num_seqs=8)
+    LateDevice(llm, monkeypatch)
+    for num_cached in ([0, 32, 0], [32, 32, 0]):  # at first, and from the cache
+        outputs = generate(llm, prompts, params)
+        assert told(outputs) == told(expected)
+        assert [output.num_cached_tokens for output in outputs] == num_cached
+    assert len({tuple(sample[2]) for sample in told(outputs)}) == 9, "the samples differ"
+
+
+# -------------------------------------------------------------------- endings
+
+
+def finish(llm: LLM) -> dict[str, object]:
+    """Step until nothing is left; the last output of every request."""
+    results = {}
+    for _ in range(300):
+        for output in llm.step():
+            results[output.request_id] = output
+        if not llm.has_unfinished_requests():
+            return results
+    raise AssertionError("stuck")
+
+
+def test_blocks_come_back_after_the_step_in_flight(qwen3, references, monkeypatch):
+    """The request is over and its caller knows, but a step that writes to its blocks still runs:
+    handing them out now would let two sequences write to one block."""
+    text, _ = references("qwen3", [10, 20, 30], MAX_TOKENS)
+    llm = start(qwen3)
+    LateDevice(llm, monkeypatch)
+    llm.add_request("it", [10, 20, 30], greedy(stop_token_ids=[text[2]]))
+    outputs = []
+    while not (outputs and outputs[-1].finished):
+        assert llm.scheduler.blocks.num_free_blocks in (63, 64)
+        outputs += llm.step()
+    assert outputs[-1].outputs[0].finish_reason == "stop"
+    assert llm.scheduler.blocks.num_free_blocks == 63 and llm.has_unfinished_requests()
+    assert llm.step() == [] and llm.scheduler.blocks.num_free_blocks == 64
+    assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("again", [False, True], ids=["", "the id is used again at once"])
+def test_aborts_in_flight(qwen3, references, monkeypatch, num_steps, again):
+    """Two of four requests are aborted with a step in flight, in a chunk or decoding; the others
+    don't notice, and the tokens that arrive afterwards go nowhere."""
+    llm = start(qwen3, max_num_batched_tokens=16, num_gpu_blocks_override=20, block_size=4)
+    LateDevice(llm, monkeypatch)
+    prompts = {name: [ord(name)] * 11 + list(range(9)) for name in "abcd"}
+    for name, prompt in prompts.items():
+        llm.add_request(name, prompt, greedy())
+    early = {}
+    for _ in range(num_steps):
+        for output in llm.step():
+            early[output.request_id] = output.outputs[0].token_ids
+    for name in "ac":
+        llm.abort_request(name)
+        if again:
+            llm.add_request(name, prompts["b"], greedy())
+    outputs = [output for output in llm.step()]
+    aborted = {o.request_id: o for o in outputs if o.outputs[0].finish_reason == "abort"}
+    assert {name: o.outputs[0].token_ids for name, o in aborted.items()} == {
+        name: early.get(name, []) for name in "ac"}
+    results = finish(llm)
+    assert set(results) == set("abcd" if again else "bd")
+    assert_transformers_agrees(results.values(), references, f"aborts after {num_steps} steps")
+    assert llm.scheduler.blocks.num_free_blocks == 20
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2, 4, 6, 9])
+@pytest.mark.parametrize("lost", [False, True], ids=["the step before ran", "it is lost, too"])
+def test_a_launch_that_fails_costs_nothing_but_time(qwen3, references, prompts, monkeypatch,
+                                                    fail_at, lost):
+    """An error comes up while the step before is in flight. Both are forgotten; the requests are
+    still there, and going on gives the right text."""
+    llm = start(qwen3, max_num_batched_tokens=40, num_gpu_blocks_override=12, max_num_seqs=6)
+    device = LateDevice(llm, monkeypatch)
+    device.fail_at, device.lose_the_queue = fail_at, lost
+    chosen = prompts[2:12]
+    for i, prompt in enumerate(chosen):
+        llm.add_request(str(i), prompt, greedy())
+    with pytest.raises(RuntimeError, match="on fire"):
+        finish(llm)
+    assert not llm.in_flight and not llm.scheduler.in_flight
+    llm.scheduler.check()
+    results = finish(llm)
+    assert set(results) == {str(i) for i in range(len(chosen))}, "none had ended before"
+    assert all(output.finished for output in results.values())
+    assert_transformers_agrees(results.values(), references, f"launch {fail_at} failed")
+    assert llm.scheduler.blocks.num_free_blocks == 12

@@ -1,0 +1,467 @@
+"""Random workloads: whatever happens around a request, it gets the tokens it would get alone.
+
+First the scheduler with a fake device. Its "model" is a hash, its KV cache a dict from slot to
+number, and what it computes for a token depends on everything before it, *read through the block
+table*. So a stale block, a false prefix hit, a wrong position, or a block written by two owners
+gives wrong tokens, as on a real device, and the naive twin (a list, no blocks) tells. Then the real
+engine on a small checkpoint, against transformers.
+
+Random here means arrivals, lengths, shared prefixes, priorities, several samples, aborts, stop
+strings, failed steps, tiny pools, budgets, block sizes, and results that arrive a step late. Each
+test also counts what happened in its workloads: a workload without preemptions proves nothing.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from conftest import assert_same_text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.block_manager import BlockManager
+from nanoserve.config import EngineConfig
+from nanoserve.scheduler import Scheduler, Step
+from nanoserve.sequence import Sequence
+
+VOCAB_SIZE, EOS, STOP = 16, 0, 1
+STOP_STRING = "###"
+FAMILIES = ([7, 3, 9, 2, 12, 5, 5, 8, 14, 2, 6, 11] * 2, [7, 3, 9, 2, 4, 4, 4, 4] * 3)
+
+
+@dataclass
+class Ask:
+    """One request of a workload. Times are in steps."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrival: int = 0
+    priority: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+    stop_string_at: int | None = None  # the stop string is in the text after so many tokens
+    abort: int | None = None
+
+
+@dataclass
+class Workload:
+    asks: list[Ask]
+    num_blocks: int
+    block_size: int
+    budget: int = 64
+    max_num_seqs: int = 8
+    caching: bool = True
+    chunking: bool = True
+    policy: str = "fcfs"
+    depth: int = 0
+    failures: set[int] = field(default_factory=set)  # when all steps in flight are lost
+    resets: set[int] = field(default_factory=set)  # when the prefix cache is to be forgotten
+
+
+# ------------------------------------------------------- the model and its twin
+
+
+def attend(history: list[int], token: int) -> int:
+    """The model: a token's "KV" depends on the token and on all KV before it, position included."""
+    return hash((len(history), token, *history))
+
+
+def choose(history: list[int], seed: int) -> int:
+    return hash((seed, *history)) % VOCAB_SIZE
+
+
+def alone(ask: Ask, seed: int) -> tuple[list[int], str, int | str | None]:
+    """The naive twin: output tokens, finish_reason and stop_reason without any engine."""
+    kv: list[int] = []
+    for token in ask.prompt:
+        kv.append(attend(kv, token))
+    output: list[int] = []
+    while True:
+        output.append(choose(kv, seed))
+        if output[-1] in (EOS, STOP) and not ask.ignore_eos:
+            return output, "stop", None if output[-1] == EOS else STOP
+        if len(output) == ask.stop_string_at:
+            return output, "stop", STOP_STRING
+        if len(output) == ask.max_tokens:
+            return output, "length", None
+        kv.append(attend(kv, output[-1]))
+
+
+class FakeDevice:
+    """Executes steps in the order of their launch. Knows of a sequence only its table and inputs.
+
+    All rows of a step read before any of them writes: nobody may rely on another row's work.
+    """
+
+    def __init__(self, blocks: BlockManager):
+        self.blocks = blocks
+        self.slots: dict[int, int] = {}
+        self.last_sampled: dict[Sequence, int] = {}
+
+    def launch(self, step: Step) -> list[int]:
+        size, written, sampled = self.blocks.block_size, {}, {}
+        for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
+            tokens = seq.token_ids[start:start + num_new]
+            if len(tokens) < num_new:  # the last step's sample, which only the device knows
+                tokens.append(self.last_sampled[seq])
+            assert len(tokens) == num_new
+            slots = [block * size + i for block in seq.block_table for i in range(size)]
+            history = [self.slots[slot] for slot in slots[:start]]
+            for slot, token in zip(slots[start:start + num_new], tokens, strict=True):
+                self.check_may_write(slot // size)
+                assert slot not in written, f"slot {slot} is written twice in a step"
+                written[slot] = attend(history, token)
+                history.append(written[slot])
+            if seq in step.sampling:
+                sampled[seq] = choose(history, seq.seed)
+        self.slots |= written
+        self.last_sampled = sampled
+        return [sampled[seq] for seq in step.sampling]
+
+    def check_may_write(self, block: int) -> None:
+        assert self.blocks.ref_counts[block] == 1, f"block {block} is written, but not one owner's"
+        assert self.blocks.entry_of[block] is None, f"block {block} is written, but findable"
+
+
+# ------------------------------------------------------------------ the driver
+
+
+class Drive:
+    """Runs a workload step by step, auditing all the time; `seen` counts what happened."""
+
+    def __init__(self, workload: Workload, seen: Counter):
+        self.workload, self.seen = workload, seen
+        self.scheduler = Scheduler(EngineConfig(
+            model="none", max_num_batched_tokens=workload.budget, block_size=workload.block_size,
+            max_num_seqs=workload.max_num_seqs, scheduling_policy=workload.policy,
+            enable_prefix_caching=workload.caching, enable_chunked_prefill=workload.chunking),
+            workload.num_blocks)
+        self.device = FakeDevice(self.scheduler.blocks)
+        self.in_flight: deque[tuple[Step, list[int], list[int]]] = deque()
+        self.samples: dict[int, list[Sequence]] = {}  # of each ask
+        self.stop_string_at: dict[Sequence, int] = {}
+
+    def run(self) -> None:
+        last = max((max(ask.arrival, ask.abort or 0) for ask in self.workload.asks), default=0)
+        now = 0
+        while now <= last or self.scheduler.has_unfinished():
+            self.arrivals_and_aborts(now)
+            if now in self.workload.failures:
+                self.seen["failure"] += bool(self.in_flight)
+                self.in_flight.clear()
+                self.scheduler.drop_in_flight()
+                self.scheduler.check()
+            if now in self.workload.resets:
+                self.seen["reset"] += self.scheduler.blocks.reset_prefix_cache()
+            self.step()
+            now += 1
+            assert now < 3000, "stuck"
+        blocks = self.scheduler.blocks
+        assert blocks.num_free_blocks == blocks.num_blocks, "blocks were lost"
+        assert len(self.scheduler.free_rows) == self.workload.max_num_seqs, "rows were lost"
+        self.compare()
+
+    def arrivals_and_aborts(self, now: int) -> None:
+        for i, ask in enumerate(self.workload.asks):
+            if ask.arrival == now:
+                self.submit(i, ask)
+            if ask.abort == now:
+                for seq in self.samples.get(i, []):
+                    self.seen["abort in flight"] += seq.num_inflight_tokens > 0
+                    self.scheduler.finish(seq, "abort")
+            self.scheduler.check()
+
+    def submit(self, i: int, ask: Ask) -> None:
+        stops = frozenset() if ask.ignore_eos else frozenset((EOS, STOP))
+        longest = len(ask.prompt) + ask.max_tokens
+        seqs = [Sequence(str(i), list(ask.prompt), SamplingParams(n=ask.n), i, ask.priority, index,
+                         seed=100 * i + index, stop_ids=stops, eos_ids=stops - {STOP},
+                         max_num_tokens=longest) for index in range(ask.n)]
+        if longest - 1 > self.workload.num_blocks * self.workload.block_size:
+            self.seen["refused"] += 1
+            with pytest.raises(ValueError, match="can't fit"):
+                self.scheduler.add(seqs[0])
+            return
+        for seq in seqs:
+            self.scheduler.add(seq)
+            self.stop_string_at[seq] = ask.stop_string_at
+        self.samples[i] = seqs
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        assert step.num_tokens <= self.workload.budget
+        self.seen["preemption"] += len(step.preempted)
+        if step.num_new_tokens:
+            held = [block for seq in step.num_new_tokens for block in seq.block_table]
+            self.in_flight.append((step, self.device.launch(step), held))
+        self.check_blocks_in_flight()
+        if self.in_flight and (len(self.in_flight) > self.workload.depth
+                               or not step.num_new_tokens):
+            step, tokens, _ = self.in_flight.popleft()
+            for seq in self.scheduler.update(step, tokens):
+                if len(seq.output_token_ids) == self.stop_string_at[seq]:
+                    self.scheduler.finish(seq, "stop", STOP_STRING)
+                self.seen["ended in flight"] += bool(seq.finish_reason and seq.num_inflight_tokens)
+            self.check_blocks_in_flight()
+
+    def check_blocks_in_flight(self) -> None:
+        self.scheduler.check()
+        for step, _, held in self.in_flight:
+            for block in held:
+                assert self.scheduler.blocks.ref_counts[block], (
+                    f"block {block} is free, but step {step.index} is still using it")
+
+    def compare(self) -> None:
+        for i, seqs in self.samples.items():
+            for seq in seqs:
+                output, reason, stop_reason = alone(self.workload.asks[i], seq.seed)
+                self.seen["hit"] += bool(seq.num_cached_tokens)
+                if seq.finish_reason == "abort":
+                    self.seen["abort"] += 1
+                    assert seq.output_token_ids == output[:len(seq.output_token_ids)]
+                    continue
+                self.seen[f"{reason} {stop_reason}"] += 1
+                assert seq.output_token_ids == output, f"sequence {seq.name} got other tokens"
+                assert (seq.finish_reason, seq.stop_reason) == (reason, stop_reason)
+
+
+def run(*asks: Ask, seen: Counter | None = None, **workload) -> Counter:
+    seen = Counter() if seen is None else seen
+    Drive(Workload(list(asks), **workload), seen).run()
+    return seen
+
+
+# ------------------------------------------------------------------ the stories
+
+
+def test_a_prompt_that_was_evicted_and_comes_back():
+    """A block was reused while its old hash still pointed at it: a later request read another
+    request's KV (nano-vllm #163). Fill the pool, evict, ask again, with the cache on and off."""
+    first, filler = FAMILIES[0][:15], [10] * 14
+    for caching in (True, False):
+        seen = run(Ask(first, 4), Ask(first, 4, arrival=8), Ask(filler, 4, arrival=16),
+                   Ask(first, 4, arrival=24), Ask(filler, 4, arrival=32), num_blocks=5,
+                   block_size=4, caching=caching)
+        assert seen["hit"] == (1 if caching else 0), "only the second finds its prompt unharmed"
+
+
+@pytest.mark.parametrize("num_shared", range(1, 13))
+def test_the_tail_behind_a_shared_prefix_is_ones_own(num_shared):
+    """A stale tail after trimming a shared prefix leaked another user's text in 22 of 204 answers
+    (vllm-mlx #380)."""
+    prompt = FAMILIES[0][:12]
+    trimmed = prompt[:num_shared] + [13, 13, 13]
+    seen = run(Ask(prompt, 8), Ask(trimmed, 8, arrival=3), Ask(trimmed, 8, arrival=30),
+               Ask(prompt, 8, arrival=31), num_blocks=20, block_size=4)
+    # The first prompt comes back to two blocks, the trimmed one to its own, where it has a full one
+    # besides its last token, and it shares a block with the first if it turned off behind that.
+    assert seen["hit"] == 1 + (num_shared >= 2) + (num_shared >= 4)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preempted_then_found_again(depth):
+    """After a preemption everything must be computed again that the cache has lost, prompt and
+    output, and nothing but that (nano-vllm #103, #144, #145, #207, #211, #233)."""
+    asks = [Ask(FAMILIES[i % 2][:6 + i], 10, ignore_eos=True) for i in range(4)]
+    for caching in (True, False):
+        seen = run(*asks, num_blocks=7, block_size=3, budget=9, caching=caching, depth=depth)
+        assert seen["preemption"] >= 2
+
+
+def test_aborting_in_the_middle_of_a_chunk_leaves_no_trace():
+    """A chunk was entered in the prefix tree and its block freed when the request was aborted: a
+    corrupt prefix for ever (sglang #38319). Abort at every moment, then ask for the prompt again."""
+    for depth in (0, 1):
+        for moment in range(1, 7):
+            seen = run(Ask(FAMILIES[0], 4, ignore_eos=True, abort=moment),
+                       Ask(FAMILIES[0], 4, arrival=moment), num_blocks=14, block_size=4, budget=6,
+                       max_num_seqs=4, depth=depth)
+            assert seen["abort"] == 1
+
+
+# ---------------------------------------------------- the scheduler, at random
+
+
+@st.composite
+def asks(draw, num_slots: int) -> Ask:
+    """Prompts start with a piece of one of two families, which themselves share their start."""
+    shared = draw(st.integers(0, 24))
+    prompt = FAMILIES[draw(st.integers(0, 1))][:shared] + draw(
+        st.lists(st.integers(2, VOCAB_SIZE - 1), max_size=6))
+    longest = max(1, min(20, num_slots + 1 - len(prompt)))  # mostly such that it just fits
+    return Ask(
+        prompt or [2], draw(st.integers(1, longest)), arrival=draw(st.integers(0, 12)),
+        priority=draw(st.integers(-1, 1)), n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        ignore_eos=draw(st.booleans()),
+        stop_string_at=draw(st.none() | st.integers(1, 6)),
+        abort=draw(st.none() | st.none() | st.integers(0, 30)))
+
+
+@st.composite
+def workloads(draw, depth: int) -> Workload:
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    num_blocks = draw(st.integers(1, 40 // block_size + 2))
+    chunking = draw(st.sampled_from([True, True, True, False]))
+    budget = draw(st.integers(1, 24)) if chunking else 64  # 64: the longest sequence there is
+    return Workload(
+        draw(st.lists(asks(block_size * num_blocks), min_size=1, max_size=7)), num_blocks,
+        block_size, budget, draw(st.integers(1, min(6, budget))),
+        caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        failures=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)),
+        resets=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_workloads_of_the_scheduler(depth):
+    """Every finished sequence's tokens are the twin's, every aborted one's a beginning of them;
+    every block comes back; the audit holds after every step."""
+    seen = Counter()
+
+    @settings(derandomize=True, deadline=None, max_examples=400)
+    @given(workloads(depth))
+    def run_one(workload):
+        Drive(workload, seen).run()
+
+    run_one()
+    expected = ["preemption", "hit", "abort", "reset", "refused", "stop None", "stop 1",
+                "stop ###", "length None"]
+    if depth:  # at depth 0 nothing is in flight when something else can happen
+        expected += ["abort in flight", "ended in flight", "failure"]
+    assert all(seen[what] >= 10 for what in expected), f"too harmless: {seen}"
+
+
+# ------------------------------------------------------- the engine, at random
+
+BASE = [(37 * i + 11) % 251 for i in range(30)]
+PROMPTS = [BASE[:20], BASE[:21] + [5, 6, 7], BASE[:16], BASE[:7] + [9] * 9, [65, 66, 67], BASE[:12]]
+LONGEST = 10  # output tokens
+ENGINES = [
+    dict(num_gpu_blocks_override=10, block_size=4, max_num_batched_tokens=7, max_num_seqs=4),
+    dict(num_gpu_blocks_override=10, block_size=4, max_num_batched_tokens=7, max_num_seqs=4,
+         async_scheduling=True),
+    dict(num_gpu_blocks_override=12, block_size=3, max_num_batched_tokens=5, max_num_seqs=5,
+         async_scheduling=True, scheduling_policy="priority"),
+    dict(num_gpu_blocks_override=35, block_size=1, max_num_batched_tokens=40, max_num_seqs=3,
+         max_model_len=35,
+         enable_chunked_prefill=False, scheduling_policy="priority"),
+    dict(num_gpu_blocks_override=5, block_size=8, max_num_batched_tokens=64, max_num_seqs=8,
+         enable_prefix_caching=False, async_scheduling=True),
+    dict(num_gpu_blocks_override=6, block_size=16, max_num_batched_tokens=64, max_num_seqs=8,
+         async_scheduling=True),
+]
+PLAIN = dict(num_gpu_blocks_override=64, enable_prefix_caching=False)  # one request at a time
+engines: dict[int | str, LLM] = {}
+
+
+def engine(folder, which: int | str) -> LLM:
+    if which not in engines:
+        options = PLAIN if which == "plain" else ENGINES[which]
+        engines[which] = LLM(folder, dtype="float32", device="cpu", **options)
+        for cache in engines[which].runner.kv_cache:
+            for tensor in cache:
+                tensor.fill_(torch.nan)  # until it is written: reading one slot too many shows
+    return engines[which]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_the_engines():
+    yield
+    engines.clear()
+
+
+@st.composite
+def engine_asks(draw) -> dict:
+    """Greedy ones, which transformers can answer, and seeded samples, which only we can."""
+    greedy = draw(st.booleans())
+    return dict(
+        prompt=draw(st.integers(0, len(PROMPTS) - 1)), max_tokens=draw(st.integers(1, LONGEST)),
+        n=1 if greedy else draw(st.integers(1, 3)), seed=None if greedy else draw(st.integers(0, 1)),
+        stop_at=draw(st.none() | st.integers(1, LONGEST)) if greedy else None,
+        arrival=draw(st.integers(0, 10)), priority=draw(st.integers(-1, 1)),
+        abort=draw(st.none() | st.none() | st.integers(0, 25)))
+
+
+def params_of(ask: dict, greedy_text: list[int]) -> SamplingParams:
+    if ask["seed"] is None:
+        stop = [] if ask["stop_at"] is None else greedy_text[ask["stop_at"] - 1:ask["stop_at"]]
+        return SamplingParams(temperature=0, max_tokens=ask["max_tokens"], stop_token_ids=stop,
+                              detokenize=False)
+    return SamplingParams(temperature=1, max_tokens=ask["max_tokens"], seed=ask["seed"], n=ask["n"],
+                          detokenize=False)
+
+
+def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
+    """Drive the engine by hand; returns the last output of every request."""
+    by_priority, results, now = llm.config.scheduling_policy == "priority", {}, 0
+    while now <= 25 or llm.has_unfinished_requests():
+        for i, ask in enumerate(asks):
+            if ask["arrival"] == now:
+                llm.add_request(str(i), PROMPTS[ask["prompt"]], params[i],
+                                priority=ask["priority"] if by_priority else 0)
+            if ask["abort"] == now:
+                llm.abort_request(str(i))
+        for output in llm.step():
+            if output.finished:
+                results[output.request_id] = output
+        now += 1
+        assert now < 1000, "stuck"
+    assert set(results) == {str(i) for i in range(len(asks))}, "every request gets an answer"
+    return results
+
+
+def test_random_workloads_of_the_engine(qwen3, references):
+    """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
+    plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
+    seen, samples_alone = Counter(), {}
+
+    def sample_alone(ask: dict) -> list[list[int]]:
+        key = (ask["prompt"], ask["seed"], ask["n"])
+        if key not in samples_alone:
+            output, = engine(qwen3, "plain").generate(
+                PROMPTS[ask["prompt"]], params_of(ask | dict(max_tokens=LONGEST), []),
+                use_tqdm=False)
+            samples_alone[key] = [sample.token_ids for sample in output.outputs]
+        return samples_alone[key]
+
+    def check(ask: dict, params: SamplingParams, output, where: str) -> None:
+        text, gaps = references("qwen3", PROMPTS[ask["prompt"]], LONGEST)
+        texts = [text] if ask["seed"] is None else sample_alone(ask)
+        for sample, expected in zip(output.outputs, texts, strict=True):
+            ends = [i + 1 for i, token in enumerate(expected) if token in params.stop_token_ids]
+            expected = expected[:min([*ends, params.max_tokens])]
+            seen[sample.finish_reason] += 1
+            if sample.finish_reason == "abort":
+                expected = expected[:len(sample.token_ids)]
+            if ask["seed"] is None:
+                assert_same_text(sample.token_ids, expected, gaps, where)
+            else:
+                assert sample.token_ids == expected, where
+
+    @settings(derandomize=True, deadline=None, max_examples=100)
+    @given(st.integers(0, len(ENGINES) - 1), st.lists(engine_asks(), min_size=1, max_size=5))
+    def run_one(which, asks):
+        llm = engine(qwen3, which)
+        texts = [references("qwen3", PROMPTS[ask["prompt"]], LONGEST)[0] for ask in asks]
+        params = [params_of(ask, text) for ask, text in zip(asks, texts)]
+        sequences = watch(llm, seen)
+        results = play(llm, asks, params)
+        for i, ask in enumerate(asks):
+            check(ask, params[i], results[str(i)], f"engine {which}, request {i}")
+        blocks = llm.scheduler.blocks
+        assert blocks.num_free_blocks == blocks.num_blocks and not llm.requests
+        seen["preemption"] += sum(seq.num_preemptions for seq in sequences)
+        seen["hit"] += sum(bool(seq.num_cached_tokens) for seq in sequences)
+
+    run_one()
+    expected = ["preemption", "hit", "stop", "length", "abort"]
+    assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
+
+
+def watch(llm: LLM, seen: Counter) -> list[Sequence]:
+    """All sequences that get into the scheduler from now on, for the statistics."""
+    sequences, add = [], Scheduler.add
+    llm.scheduler.add = lambda seq: (sequences.append(seq), add(llm.scheduler, seq))
+    return sequences

@@ -1,0 +1,156 @@
+"""What a request may ask for: every default, every refusal, and the arithmetic of a sequence.
+
+The oracle is the documented API (vLLM's names and defaults), copied here as plain tables: a default
+that drifts, a bound that moves or a field that is accepted and ignored fails a row. Needs no torch.
+"""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from nanoserve.sequence import RequestOutputKind, SamplingParams, Sequence
+
+DEFAULTS = dict(
+    n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=1.0,
+    top_p=1.0, top_k=0, min_p=0.0, seed=None, stop=[], stop_token_ids=[], ignore_eos=False,
+    max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True,
+    skip_special_tokens=True, include_stop_str_in_output=False,
+    output_kind=RequestOutputKind.CUMULATIVE, logit_bias=None, allowed_token_ids=None,
+    bad_words=None)
+
+
+def test_the_defaults_are_the_documented_ones():
+    assert dataclasses.asdict(SamplingParams()) == DEFAULTS
+
+
+# (arguments, the field whose name and value the message must contain)
+OUT_OF_RANGE = [
+    (dict(temperature=-0.1), "temperature"), (dict(temperature=2.1), "temperature"),
+    (dict(temperature=math.nan), "temperature"), (dict(temperature=math.inf), "temperature"),
+    (dict(temperature="0.7"), "temperature"), (dict(temperature=None), "temperature"),
+    (dict(temperature=True), "temperature"),
+    (dict(presence_penalty=-2.1), "presence_penalty"),
+    (dict(presence_penalty=2.1), "presence_penalty"),
+    (dict(presence_penalty=math.nan), "presence_penalty"),
+    (dict(frequency_penalty=-2.1), "frequency_penalty"),
+    (dict(frequency_penalty=2.1), "frequency_penalty"),
+    (dict(repetition_penalty=0.0), "repetition_penalty"),
+    (dict(repetition_penalty=-1.0), "repetition_penalty"),
+    (dict(repetition_penalty=math.nan), "repetition_penalty"),
+    (dict(top_p=0.0), "top_p"), (dict(top_p=-0.5), "top_p"), (dict(top_p=1.01), "top_p"),
+    (dict(top_p=math.nan), "top_p"),
+    (dict(top_k=-2), "top_k"), (dict(top_k=1.5), "top_k"), (dict(top_k=True), "top_k"),
+    (dict(min_p=-0.01), "min_p"), (dict(min_p=1.01), "min_p"), (dict(min_p=math.nan), "min_p"),
+    (dict(n=0), "n"), (dict(n=-1), "n"), (dict(n=1.0), "n"),
+    (dict(n=2, temperature=0), "n"), (dict(n=2, temperature=0.0), "n"),
+    (dict(max_tokens=0), "max_tokens"), (dict(max_tokens=-5), "max_tokens"),
+    (dict(max_tokens=2.5), "max_tokens"),
+    (dict(min_tokens=-1), "min_tokens"), (dict(min_tokens=9, max_tokens=8), "min_tokens"),
+    (dict(logprobs=-1), "logprobs"), (dict(prompt_logprobs=-1), "prompt_logprobs"),
+    (dict(seed=1.5), "seed"), (dict(seed="7"), "seed"),
+    (dict(stop=""), "stop"), (dict(stop=["fine", ""]), "stop"), (dict(stop=["fine", 3]), "stop"),
+    (dict(stop="###", detokenize=False), "stop"),
+    (dict(stop_token_ids=[-1]), "stop_token_ids"), (dict(stop_token_ids=["</s>"]),
+                                                     "stop_token_ids"),
+    (dict(bad_words=[""]), "bad_words"), (dict(bad_words=["fine", " "]), "bad_words"),
+    (dict(output_kind="DELTA"), "output_kind"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "field"), OUT_OF_RANGE, ids=lambda value: str(value))
+def test_bad_values_are_refused_by_name_and_value(arguments, field):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**arguments)
+    message = str(error.value)
+    assert re.search(rf"\b{field}\b", message), message
+    # The value itself, or, for a single string, the list it has become.
+    value = arguments[field]
+    assert repr(value) in message or repr([value]) in message, message
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(temperature=0, max_tokens=1), dict(temperature=2), dict(temperature=2.0),
+    dict(top_p=1), dict(top_p=1e-9), dict(top_k=-1), dict(top_k=0), dict(top_k=10 ** 6),
+    dict(min_p=0), dict(min_p=1.0), dict(n=1, temperature=0), dict(n=64), dict(max_tokens=None),
+    dict(seed=-1), dict(seed=2 ** 70), dict(stop_token_ids=[0]), dict(stop=[]), dict(stop=()),
+    dict(bad_words=[]), dict(logit_bias={}), dict(stop_token_ids=(3, 4)),
+], ids=str)
+def test_values_on_the_edge_of_what_is_allowed_are_accepted(arguments):
+    SamplingParams(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(presence_penalty=0.5), dict(frequency_penalty=-0.5), dict(repetition_penalty=1.1),
+    dict(min_tokens=2), dict(logprobs=0), dict(logprobs=5), dict(prompt_logprobs=1),
+    dict(logit_bias={5: 1.0}), dict(allowed_token_ids=[1, 2]), dict(allowed_token_ids=[]),
+    dict(bad_words=["word"]),
+], ids=str)
+def test_what_is_not_implemented_is_refused_not_ignored(arguments):
+    """mini-sglang accepted `stop`, `n` and penalties and ignored them: the text was simply not what
+    had been asked for. A control without an effect must raise."""
+    [(field, value)] = arguments.items()
+    with pytest.raises(ValueError, match=rf"{field}={re.escape(repr(value))} is not supported"):
+        SamplingParams(**arguments)
+
+
+def test_unknown_fields_raise():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0.5)
+
+
+@pytest.mark.parametrize(("given", "kept"), [
+    ("###", ["###"]), (["a", "b"], ["a", "b"]), (("a",), ["a"]), ([], []), (None, [])], ids=str)
+def test_stop_becomes_a_list_of_its_own(given, kept):
+    params = SamplingParams(stop=given)
+    assert params.stop == kept
+    assert params.stop is not given  # the caller's list may change later
+
+
+@pytest.mark.parametrize("temperature", [0.001, 0.0099, 1e-30])
+def test_a_tiny_temperature_is_raised_with_a_warning(temperature):
+    with pytest.warns(UserWarning, match=rf"temperature={temperature}.*0\.01") as caught:
+        params = SamplingParams(temperature=temperature)
+    assert params.temperature == 0.01
+    assert caught[0].filename == __file__  # it points at the caller's line, not into the engine
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 0.01, 0.5])
+def test_other_temperatures_are_kept_without_a_word(temperature, recwarn):
+    assert SamplingParams(temperature=temperature).temperature == temperature
+    assert not recwarn.list
+
+
+def test_a_changed_field_is_checked_again_by_replace():
+    """The engine copies parameters with `replace`: a field set to nonsense afterwards is found."""
+    params = SamplingParams()
+    params.top_p = 7.0
+    with pytest.raises(ValueError, match="top_p.*7.0"):
+        dataclasses.replace(params)
+
+
+# ---------------------------------------------------------------- a sequence
+
+
+def test_the_gap_by_hand():
+    """20 prompt tokens; 16 are computed, a launched step computes 3 more: 1 is left to compute.
+    A sample on its way counts as a token, although its value is not known yet."""
+    seq = Sequence("7", list(range(20)), SamplingParams())
+    seq.num_computed_tokens, seq.num_inflight_tokens = 16, 3
+    assert (seq.num_tokens, seq.num_uncomputed_tokens) == (20, 1)
+    seq.num_inflight_tokens, seq.num_unknown_tokens = 4, 1
+    assert (seq.num_tokens, seq.num_uncomputed_tokens) == (21, 1)
+    seq.token_ids.append(99)
+    assert (seq.num_prompt_tokens, seq.output_token_ids) == (20, [99])
+
+
+def test_sequences_are_equal_only_to_themselves():
+    """Two requests with the same id and tokens are two keys of a step's dict."""
+    one, other = (Sequence("7", [1], SamplingParams()) for _ in range(2))
+    assert one != other and len({one: 1, other: 2}) == 2
+
+
+@pytest.mark.parametrize(("n", "index", "name"), [(1, 0, "7"), (3, 2, "7.2")])
+def test_a_sample_has_a_name_of_its_own(n, index, name):
+    assert Sequence("7", [1], SamplingParams(n=n), index=index).name == name
