@@ -76,7 +76,7 @@ class Detokenizer:
         A prompt that ends in half a character gives none: the output stands on its own."""
         for length in range(CONTEXT, CONTEXT + 4):
             ids = prompt_token_ids[-length:]
-            if "\ufffd" not in self._decode(ids):
+            if not self._decode(ids).endswith("\ufffd"):
                 return ids
         return []
 

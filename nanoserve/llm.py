@@ -68,7 +68,7 @@ class LLM:
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its tokens on the device)
         self.requests: dict[str, Request] = {}
-        self.undelivered: list[RequestOutput] = []  # for the next step() to return
+        self.inbox: list[RequestOutput] = []  # of requests added by hand: for the next step()
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         _say(self._describe(num_blocks))
@@ -78,7 +78,8 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns an output for each request that got on, or has ended."""
         self._advance()
-        outputs, self.undelivered = self.undelivered, []
+        outputs = self.inbox[:]
+        self.inbox.clear()  # the list itself stays: requests hold on to it
         return outputs
 
     def _advance(self) -> None:
@@ -105,25 +106,23 @@ class LLM:
         token_ids = sampled.tolist()
         with _ctrl_c_held():
             self.in_flight.popleft()
-            self.undelivered += self._collect(self.scheduler.update(step, token_ids))
+            self._collect(self.scheduler.update(step, token_ids))
         if self.check_every_step:
             self.scheduler.check()
 
-    def _collect(self, grown: list[Sequence]) -> list[RequestOutput]:
-        """Turn new tokens into text, look for stop strings, and make the outputs."""
+    def _collect(self, grown: list[Sequence]) -> None:
+        """Turn new tokens into text, look for stop strings, and hand over the outputs."""
         touched: dict[str, Request] = {}
         for seq in grown:
             request = touched[seq.request_id] = self.requests[seq.request_id]
             stop_string = request.add_token(seq)
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string)
-        outputs = []
         for request in touched.values():
             if request.finished:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                outputs.append(request.output())
-        return outputs
+                request.inbox.append(request.output())
 
     # ------------------------------------------------- driving it by hand
 
@@ -131,8 +130,7 @@ class LLM:
                     sampling_params: SamplingParams | None = None, priority: int = 0) -> None:
         """Queue one request; `step()` works on it. Raises `ValueError` and queues nothing if it is
         wrong (see `make_request`) or its id is in use."""
-        self._check_open()
-        self._submit(self.make_request(request_id, prompt, sampling_params, priority))
+        self._submit(self.make_request(request_id, prompt, sampling_params, priority), self.inbox)
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is and give back its blocks; unknown ids are ignored.
@@ -146,11 +144,12 @@ class LLM:
             request.flush()
             for seq in request.sequences:
                 self.scheduler.finish(seq, "abort")
-            self.undelivered.append(request.output())
+            request.inbox.append(request.output())
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has something left to do, or a result to hand over."""
-        waits = any(out.outputs[0].finish_reason != "abort" for out in self.undelivered)
+        """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
+        whoever aborted it need not wait for it)."""
+        waits = any(out.outputs[0].finish_reason != "abort" for out in self.inbox)
         return bool(self.requests or self.in_flight or waits)
 
     def make_request(self, request_id: str, prompt: Prompt,
@@ -160,15 +159,17 @@ class LLM:
         Raises `ValueError` for whatever `InputProcessor.process` refuses, and for a request that
         could never fit in the KV cache.
         """
+        self._check_open()
         request = self.inputs.process(request_id, prompt, sampling_params, priority)
         self.scheduler.check_fits(request.max_num_tokens)
         return request
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, inbox: list[RequestOutput]) -> None:
         if request.request_id in self.requests:
             raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
         with _ctrl_c_held():
             self.num_arrived += 1
+            request.inbox = inbox
             self.requests[request.request_id] = request
             for seq in request.start(self.num_arrived, self.config.seed):
                 self.scheduler.add(seq)
@@ -241,40 +242,40 @@ class LLM:
                 raise ValueError(f"{where}{error}") from error
         return requests
 
-    def _name(self, requests: list[Request]) -> set[str]:
-        """Give each a number that nobody uses as an id, running or finished and not handed over."""
-        undelivered = {output.request_id for output in self.undelivered}
-        for request in requests:
+    def _name(self, request: Request) -> None:
+        """Give it a number that nobody uses as an id."""
+        self.num_named += 1
+        while str(self.num_named) in self.requests:
             self.num_named += 1
-            while (name := str(self.num_named)) in self.requests or name in undelivered:
-                self.num_named += 1
-            request.request_id = name
-        return {request.request_id for request in requests}
+        request.request_id = str(self.num_named)
 
     def _drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit, step until all are done, and abort the rest if the caller or a step gives up.
 
-        Outputs of requests that were added by hand are kept for the next `step()`.
+        Whoever steps moves all requests on, but an output goes into the inbox of those who asked
+        for it: what was added by hand waits for the next `step()`, and a stream's own for it here.
         """
-        mine = self._name(requests)  # not earlier: a stream may start long after it was made
+        inbox: list[RequestOutput] = []
+        num_unfinished = len(requests)
         try:
             for request in requests:
-                self._submit(request)
-            while mine:
-                self._advance()
-                outputs = [o for o in self.undelivered if o.request_id in mine]
-                self.undelivered = [o for o in self.undelivered if o.request_id not in mine]
+                self._name(request)  # not earlier: a stream may start long after it was made
+                self._submit(request, inbox)
+            while num_unfinished:
+                if not inbox:
+                    self._advance()
+                outputs = inbox[:]
+                inbox.clear()
                 for output in outputs:
-                    if output.finished:
-                        mine.remove(output.request_id)
+                    num_unfinished -= output.finished
                     yield output
         finally:
             with _ctrl_c_held():
-                for request_id in mine:
-                    self.abort_request(request_id)
+                for request in requests:
+                    if self.requests.get(request.request_id) is request:
+                        self.abort_request(request.request_id)
                 while self.in_flight:  # a step with a wasted token may still hold blocks
                     self._take_result()
-                self.undelivered = [o for o in self.undelivered if o.request_id not in mine]
 
     # -------------------------------------------------------------- the rest
 
@@ -288,6 +289,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
+        self._check_open()
         return self.scheduler.blocks.reset_prefix_cache()
 
     def encode(self, *args, **kwargs):

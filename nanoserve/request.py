@@ -56,6 +56,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) a sample
+    inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         """Make the sequences. Each sample's seed is a hash of the request's, or of its arrival."""

@@ -107,12 +107,13 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     chunks = probs.view(s, -1, size)
     sums = chunks.sum(-1, dtype=torch.float64).cumsum(-1)  # (s, vocab_size / size)
     target = uniform[:, None] * sums[:, -1:]
-    chunk = torch.searchsorted(sums, target, right=True)  # (s, 1)
+    # The clamps are for rows of NaNs: an overflow in one request must not end the whole batch.
+    chunk = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)  # (s, 1)
     before = torch.where(chunk > 0, sums.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
     inside = chunks[torch.arange(s, device=probs.device), chunk[:, 0]].double().cumsum(-1)
     # Rounding must not carry the target past the chunk's last token with a probability.
     target = torch.minimum(target - before, inside[:, -1:] * (1 - 2.0 ** -40))
-    token = torch.searchsorted(inside, target, right=True)
+    token = torch.searchsorted(inside, target, right=True).clamp_(max=size - 1)
     return (chunk * size + token)[:, 0]
 
 

@@ -287,10 +287,10 @@ class Scheduler:
         """End a sequence in whatever state it is; ending it twice is harmless.
 
         Its blocks go back at once, or with the last step in flight that computes it. A stop string
-        found in the text of the very token that ended it otherwise is the better reason of the two.
+        found in the text of the very token that also hit the length is the better reason.
         """
         if seq.finish_reason is not None:
-            if reason == "stop" and seq.finish_reason != "abort":
+            if (seq.finish_reason, reason) == ("length", "stop"):
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason

@@ -177,13 +177,13 @@ LLAMA_2 = like_llama_2()
 
 
 @pytest.mark.parametrize("prompt", ["Hello", "Hello world. Hello the world", "你", "Hello 😀",
-                                    "你好", "Hello 😀😀"])
+                                    "你好", "Hello 😀😀", "b\ufffd the"])
 @pytest.mark.parametrize("output", ["▁world", "▁ ▁ ▁Hello", ". 你 好 ▁the", "b ▁ 😀 . ▁",
                                     "▁do n ' t ▁Hello"])
 def test_sentencepiece_keeps_the_space_between_prompt_and_output(prompt, output):
     """Its decoder strips the first space of whatever it is given: a window that begins with the
-    output, or with a later word, would lose it. The longest prompts here end in more byte tokens
-    than the context holds, which then begins in the middle of a character."""
+    output, or with a later word, would lose it. Some prompts here end in more byte tokens than the
+    context holds, which then begins in the middle of a character, and one quotes a broken text."""
     prompt_ids = [1, *LLAMA_2.encode(prompt, add_special_tokens=False)]
     output_ids = []
     for piece in output.split(" "):

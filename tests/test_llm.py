@@ -35,8 +35,9 @@ def greedy(max_tokens: int = 8, **kinds) -> SamplingParams:
 
 def make(folder, **options) -> LLM:
     """A small engine: 4 sequences, steps of 24 tokens, 24 blocks of 16, at most 64 tokens each."""
-    return LLM(folder, **dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=MAX_MODEL_LEN,
-                              num_gpu_blocks_override=24) | options)
+    small = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=MAX_MODEL_LEN,
+                 num_gpu_blocks_override=24)
+    return LLM(folder, **small | options)
 
 
 def assert_idle(llm: LLM) -> None:
@@ -512,6 +513,43 @@ def test_a_stream_that_has_not_started_takes_nothing_from_others(llm, expected):
         assert tokens(seen[-1:]) == [expected([1, 2, 3], 5)]
 
 
+def stop_spinning(monkeypatch, llm: LLM) -> None:
+    """Turn a loop that waits for ever into a failure."""
+    schedule, count = llm.scheduler.schedule, 0
+
+    def counted():
+        nonlocal count
+        count += 1
+        assert count < 100, "the engine steps and steps, and nothing comes of it"
+        return schedule()
+    monkeypatch.setattr(llm.scheduler, "schedule", counted)
+
+
+def test_step_leaves_a_streams_outputs_to_the_stream(llm, expected, monkeypatch):
+    """Whoever steps, moves all requests on; but an output goes to those who asked for it. A stream
+    whose last output was given to somebody else would wait for ever."""
+    stop_spinning(monkeypatch, llm)
+    stream = llm.stream("Hello", greedy(5))
+    seen = [next(stream)]
+    llm.add_request("mine", "world", greedy(9))
+    outs = drain(llm)
+    assert list(outs) == ["mine"] and tokens(outs["mine"][-1:]) == [expected("world", 9)]
+    seen += stream
+    assert tokens(seen) == [expected("Hello", n) for n in range(1, 6)]
+
+
+def test_an_id_is_free_again_when_its_request_has_finished(llm, expected, monkeypatch):
+    """The stream's request finishes while somebody else steps; before the stream has looked, its id
+    is used by hand. Each gets what is its own."""
+    stop_spinning(monkeypatch, llm)
+    stream = llm.stream("Hello", greedy(4))
+    name = next(stream).request_id
+    run(llm, "world", greedy(6))
+    llm.add_request(name, [1, 2, 3], greedy(2))
+    assert tokens(list(stream)[-1:]) == [expected("Hello", 4)]
+    assert tokens(drain(llm)[name][-1:]) == [expected([1, 2, 3], 2)]
+
+
 def test_streams_and_generate_interleave(llm, expected):
     """Two streams and a `generate` inside the loop of the first: everybody gets their own."""
     one = llm.stream(["Hello", "world"], greedy(9))
@@ -667,9 +705,10 @@ def test_ctrl_c_in_generate(llm, expected, monkeypatch, place, call, after):
         disturb(patch, llm, place, call, lambda: signal.raise_signal(signal.SIGINT), after)
         llm.add_request("mine", [6] * 20, greedy(15))
         prompts = ["Hello", [7] * 40, "c", "d", "e", [7] * 40]
-        with pytest.raises(KeyboardInterrupt):
+        # The traceback is kept, as a debugger would: nothing may depend on its being freed.
+        with pytest.raises(KeyboardInterrupt) as interrupted:
             run(llm, prompts, [greedy(n) for n in (9, 8, 1, 6, 5, 4)])
-    assert set(llm.requests) <= {"mine"}
+    assert set(llm.requests) <= {"mine"} and interrupted.traceback
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     llm.scheduler.check()
     outs = drain(llm)
@@ -896,7 +935,7 @@ def test_default_params_come_from_generation_config(qwen3, tmp_path):
         temperature=0.6, top_k=20, top_p=0.95, max_tokens=5)
     assert len(run(llm, "Hello", llm.get_default_sampling_params())[0].outputs[0].token_ids) <= 5
     assert len(run(llm, "Hello")[0].outputs[0].token_ids) <= 5  # no params: the same defaults
-    assert len(run(llm, "Hello", [None, greedy(7, ignore_eos=True)][1:])[0].outputs[0].token_ids) == 7
+    assert len(run(llm, "Hello", greedy(7, ignore_eos=True))[0].outputs[0].token_ids) == 7
     write_json(folder / "generation_config.json", temperature=None, top_k=None, top_p=None,
                max_new_tokens=None)
     assert make(folder).get_default_sampling_params() == SamplingParams()

@@ -80,10 +80,10 @@ def alone(ask: Ask, seed: int) -> tuple[list[int], str, int | str | None]:
     output: list[int] = []
     while True:
         output.append(choose(kv, seed))
-        if output[-1] in (EOS, STOP) and not ask.ignore_eos:
-            return output, "stop", None if output[-1] == EOS else STOP
         if len(output) == ask.stop_string_at:
             return output, "stop", STOP_STRING
+        if output[-1] in (EOS, STOP) and not ask.ignore_eos:
+            return output, "stop", None if output[-1] == EOS else STOP
         if len(output) == ask.max_tokens:
             return output, "length", None
         kv.append(attend(kv, output[-1]))

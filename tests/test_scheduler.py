@@ -273,9 +273,12 @@ def test_the_share_is_computed_after_the_hit():
 
 
 def test_nobody_is_admitted_to_the_blocks_that_somebody_waits_for():
-    """In the step that preempts B, C must not take the blocks that were just given back."""
-    scheduler = make(num_blocks=4)
-    add(scheduler, 7, 5), add(scheduler, 7, 5), add(scheduler, 2, 2)
+    """In the step that preempts B, C must not take the blocks that were just given back, although
+    it is more important than B, would fit, and has been waiting for a seat."""
+    scheduler = make(num_blocks=4, seqs=2, scheduling_policy="priority")
+    add(scheduler, 7, 5, priority=0), add(scheduler, 7, 5, priority=2)
+    run_step(scheduler)
+    add(scheduler, 2, 2, priority=1)
     steps = run(scheduler)
     step = next(step for step in steps if step.preempted)
     assert [seq.name for seq in step.preempted] == ["B"] and rows(step) == {"A": 1}
@@ -511,12 +514,13 @@ def test_how_a_sequence_ends(token, reason, stop_reason, num_before):
     assert not scheduler.has_unfinished() and scheduler.blocks.num_free_blocks == 64
 
 
-def test_the_first_reason_stands_but_a_stop_string_beats_the_length():
-    """The text is looked at after the token was counted: a stop string that came with the last
-    allowed token is why it ended. Nothing else is changed afterwards."""
+def test_the_first_reason_stands_but_for_a_stop_string():
+    """The text is looked at after the token was counted: a stop string found in the text of the
+    very token that ended it otherwise is the better reason. Nothing else is changed afterwards."""
     scheduler = make()
     cases = [("length", "stop", ("stop", "###")), ("abort", "stop", ("abort", None)),
-             ("stop", "length", ("stop", None)), ("length", "abort", ("length", None))]
+             ("stop", "stop", ("stop", "###")), ("stop", "length", ("stop", None)),
+             ("length", "abort", ("length", None)), ("stop", "abort", ("stop", None))]
     for first, second, expected in cases:
         seq = add(scheduler, 5)
         run_step(scheduler)
