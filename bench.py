@@ -3,9 +3,9 @@
     python bench.py               tokens per second of a batch on the bundled model
     python bench.py --scheduler   microseconds of bookkeeping per step, without a model
 
-Bookkeeping is `schedule` + building the batch + `update`: everything the host does between two
-forward passes. It has to stay far below a forward pass, or a fast device waits for Python. It is
-timed on decoding sequences, where a step is shortest, with the samples coming from nowhere.
+Bookkeeping is `schedule` + building the batch + `update`; making text is not in it. It has to stay
+far below a forward pass, or a fast device waits for Python. It is timed on decoding sequences, where
+a step is shortest, with the samples coming from nowhere.
 
 Throughput is vLLM's line: requests, all tokens, and output tokens, each per second. Prompts are
 random tokens, all submitted at once, and every request generates its full length.

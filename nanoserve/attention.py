@@ -15,14 +15,17 @@ Invariant: only positions below a row's `seq_len` can influence it. What lies be
 block, another request's numbers or an infinity, must not leak in, not even multiplied by zero.
 
 This is the plain torch version, the specification: chunks of prompts are computed row by row,
-decode rows together in one padded product. Road not taken: padding all rows to the longest, as a
-static batch does, which computes mostly nothing when one long prompt meets many short ones.
+decode rows in groups, each padded to its longest row and gathered into a copy. The price is that
+copy and the padding; a kernel that reads the blocks where they lie pays neither. Road not taken:
+padding whole batches, prompts included, which computes mostly nothing.
 """
 
 import torch
 import torch.nn.functional as F
 
 from nanoserve.batch import Batch
+
+MAX_GATHERED_KEYS = 2 ** 15  # decode keys copied at a time: 64 MB for 8 heads of 128 in bf16, V too
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -32,8 +35,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     k, v: (num_tokens, num_kv_heads, head_dim). Caches: (num_blocks, block_size, num_kv_heads,
     head_dim). slot_mapping: (num_tokens,), block id * block_size + offset.
     """
-    k_cache.flatten(0, 1)[slot_mapping] = k
-    v_cache.flatten(0, 1)[slot_mapping] = v
+    k_cache.view(-1, *k.shape[1:])[slot_mapping] = k
+    v_cache.view(-1, *v.shape[1:])[slot_mapping] = v
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
@@ -44,9 +47,13 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     shared out evenly over the KV heads (grouped-query attention; Ainslie et al. 2023).
     """
     out = torch.empty_like(q)
-    if batch.num_decodes:
-        out[:batch.num_decodes] = _attend_decodes(q[:batch.num_decodes], k_cache, v_cache, batch,
-                                                  scale)
+    start = 0
+    while start < batch.num_decodes:
+        # As many rows as fit when each is as long as the longest: 4 of up to 8,192 keys, say.
+        longest = max(batch.seq_lens_host[start:batch.num_decodes])
+        end = min(start + max(1, MAX_GATHERED_KEYS // longest), batch.num_decodes)
+        out[start:end] = _attend_decodes(q, k_cache, v_cache, batch, slice(start, end), scale)
+        start = end
     at = batch.num_decodes
     for row in range(batch.num_decodes, batch.num_rows):
         end = at + batch.query_lens[row]
@@ -76,23 +83,24 @@ def _attend_row(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
 
 
 def _attend_decodes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
-                    scale: float) -> torch.Tensor:
-    """All rows with a single query at once. q: (rows, num_heads, head_dim).
+                    rows: slice, scale: float) -> torch.Tensor:
+    """A group of rows with a single query each, at once. q: (num_tokens, num_heads, head_dim).
 
     The query heads that share a KV head become the rows of one matrix product with it: K and V are
     read once a group instead of once a head. Shorter rows are padded to the longest one.
     """
-    rows, num_heads, head_dim = q.shape
+    q = q[rows]
+    num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
-    width = -(-max(batch.seq_lens_host[:rows]) // block_size)
-    blocks = batch.block_tables[:rows, :width]
+    width = -(-max(batch.seq_lens_host[rows]) // block_size)
+    blocks = batch.block_tables[rows, :width]
     # (rows, width, block_size, kv_heads, head_dim) -> k (rows, kv_heads, keys, head_dim), v as read
     k = k_cache[blocks].flatten(1, 2).transpose(1, 2)
     v = v_cache[blocks].flatten(1, 2)
     padding = (torch.arange(width * block_size, device=q.device)
-               >= batch.seq_lens[:rows, None])  # (rows, keys)
+               >= batch.seq_lens[rows, None])  # (rows, keys)
     v.masked_fill_(padding[:, :, None, None], 0)  # 0 * inf is NaN: a zero weight is not enough
-    scores = (q.view(rows, num_kv_heads, -1, head_dim) * scale) @ k.transpose(-1, -2)
+    scores = (q.view(num_rows, num_kv_heads, -1, head_dim) * scale) @ k.transpose(-1, -2)
     scores = scores.float().masked_fill_(padding[:, None, None], float("-inf"))
     out = scores.softmax(-1).to(q.dtype) @ v.transpose(1, 2)  # (rows, kv_heads, group, head_dim)
-    return out.reshape(rows, num_heads, head_dim)
+    return out.reshape(num_rows, num_heads, head_dim)

@@ -99,11 +99,12 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         hits: list[CacheEntry] = []
-        parent, size = None, self.block_size
-        for i in range((len(seq.token_ids) - 1) // size):
-            entry = self.cached.get(self.keys(seq)[i])
+        parent, size, token_ids, cached = None, self.block_size, seq.token_ids, self.cached
+        keys = self.keys(seq)
+        for i in range((len(token_ids) - 1) // size):
+            entry = cached.get(keys[i])
             if (entry is None or entry.parent is not parent
-                    or entry.tokens != seq.token_ids[i * size:(i + 1) * size]):
+                    or entry.tokens != token_ids[i * size:(i + 1) * size]):
                 break
             hits.append(entry)
             parent = entry
@@ -132,7 +133,7 @@ class BlockManager:
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out."""
-        num_missing = -(-num_tokens // self.block_size) - len(seq.block_table)
+        num_missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
         if num_missing > len(self.free_blocks):
             return False
         for _ in range(num_missing):

@@ -59,7 +59,7 @@ class EngineConfig:
     hf_overrides: dict | None = None  # entries laid over config.json
     trust_remote_code: bool = False  # passed on to the tokenizer; no model code is ever loaded
     device: str = "auto"
-    async_scheduling: bool | None = None  # schedule step n+1 while step n runs (overlap depth 1)
+    async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: not (yet)
 
     def __post_init__(self):
         # torch.float32 and vLLM's "half" are welcome, too: one spelling from here on.
@@ -76,9 +76,12 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError("gpu_memory_utilization must be in (0, 1], got "
-                             f"{self.gpu_memory_utilization!r}")
+        for f in fields(self):
+            if f.type == "bool" or f.type is bool:
+                self._check_choice(f.name, (True, False))
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise ValueError(f"hf_overrides must be a dict laid over config.json, got "
                              f"{self.hf_overrides!r}")
@@ -90,7 +93,7 @@ class EngineConfig:
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
             raise ValueError(f"{name}={getattr(self, name)!r} is not supported: choose one of "
-                             f"{', '.join(choices)}")
+                             f"{', '.join(map(str, choices))}")
 
     @staticmethod
     def _check_budget(num_tokens: int | None, num_seqs: int | None) -> None:
@@ -263,15 +266,6 @@ class ModelConfig:
     def kv_width(self) -> int:
         """Numbers one token keeps in one layer's KV cache: a key and a value per KV head."""
         return 2 * self.num_key_value_heads * self.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights of the network, by arithmetic on its sizes (biases and norms left out)."""
-        attention = self.hidden_size * self.head_dim * (
-            2 * self.num_attention_heads + 2 * self.num_key_value_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_hidden_layers * (attention + mlp) + tables
 
 
 def _read_json(path: Path, required: bool = False) -> dict:

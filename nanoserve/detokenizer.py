@@ -20,7 +20,7 @@ Invariant: the pieces that were emitted, put together, are the final text.
 Not known here: where the tokens come from, and what ends a request otherwise.
 """
 
-from nanoserve.sequence import SamplingParams
+from nanoserve.sequence import RequestOutputKind, SamplingParams
 
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
 
@@ -41,8 +41,13 @@ class Detokenizer:
         self.stop_string: str | None = None
 
     def add(self, token_ids: list[int]) -> str | None:
-        """Take new tokens; returns the stop string that the text now contains, if any."""
+        """Take new tokens; returns the stop string that the text now contains, if any.
+
+        Where nobody looks at the text before the end, `flush` makes it all at once.
+        """
         self.ids += token_ids
+        if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop:
+            return None
         before = self._decode(self.ids[self.window:self.read])
         after = self._decode(self.ids[self.window:])
         if len(after) > len(before) and not after.endswith("\ufffd"):
@@ -72,8 +77,9 @@ class Detokenizer:
         return self.text[:len(self.text) - held]
 
     def _context(self, prompt_token_ids: list[int]) -> list[int]:
-        """The end of the prompt, from the beginning of a character: 3 tokens further back at most.
-        A prompt that ends in half a character gives none: the output stands on its own."""
+        """The end of the prompt, from the beginning of a character: 3 tokens further back at most,
+        because a decoder with byte tokens spoils a whole run of them if it begins in the middle. A
+        prompt that ends in half a character gives none: the output stands on its own."""
         for length in range(CONTEXT, CONTEXT + 4):
             ids = prompt_token_ids[-length:]
             if not self._decode(ids).endswith("\ufffd"):

@@ -76,7 +76,8 @@ class LLM:
     # ----------------------------------------------------------- the engine
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns an output for each request that got on, or has ended."""
+        """Run one step. Returns the outputs of requests that were added by hand: what got on, or
+        only what has ended where `output_kind` is FINAL_ONLY."""
         self._advance()
         outputs = self.inbox[:]
         self.inbox.clear()  # the list itself stays: requests hold on to it
@@ -93,9 +94,15 @@ class LLM:
             if len(self.in_flight) > self.depth or not step.num_new_tokens:
                 self._take_result()
         except BaseException:
+            self._drop_in_flight()
+            raise
+
+    def _drop_in_flight(self) -> None:
+        """Forget the launched steps; no request is lost, their tokens are asked for again."""
+        with _ctrl_c_held():
+            self.runner.synchronize()
             self.in_flight.clear()
             self.scheduler.drop_in_flight()
-            raise
 
     def _take_result(self) -> None:
         """Wait for the oldest step in flight and take its tokens into account."""
@@ -111,11 +118,20 @@ class LLM:
             self.scheduler.check()
 
     def _collect(self, grown: list[Sequence]) -> None:
-        """Turn new tokens into text, look for stop strings, and hand over the outputs."""
+        """Turn new tokens into text, look for stop strings, and hand over the outputs.
+
+        A tokenizer that fails on one request's tokens ends that request alone.
+        """
         touched: dict[str, Request] = {}
+        errors: list[Exception] = []
         for seq in grown:
             request = touched[seq.request_id] = self.requests[seq.request_id]
-            stop_string = request.add_token(seq)
+            try:
+                stop_string = request.add_token(seq)
+            except Exception as error:
+                errors.append(error)
+                self.scheduler.finish(seq, "abort")
+                continue
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string)
         for request in touched.values():
@@ -123,6 +139,8 @@ class LLM:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 request.inbox.append(request.output())
+        if errors:
+            raise errors[0]
 
     # ------------------------------------------------- driving it by hand
 
@@ -149,29 +167,28 @@ class LLM:
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
         whoever aborted it need not wait for it)."""
-        waits = any(out.outputs[0].finish_reason != "abort" for out in self.inbox)
-        return bool(self.requests or self.in_flight or waits)
+        return bool(self.requests or self.in_flight) or any(
+            all(sample.finish_reason != "abort" for sample in out.outputs) for out in self.inbox)
 
     def make_request(self, request_id: str, prompt: Prompt,
                      sampling_params: SamplingParams | None = None, priority: int = 0) -> Request:
         """Tokenise and check a request without touching the engine's state.
 
-        Raises `ValueError` for whatever `InputProcessor.process` refuses, and for a request that
-        could never fit in the KV cache.
+        Raises `ValueError` for whatever `InputProcessor.process` refuses. What passes fits in the
+        KV cache, because `max_model_len` does.
         """
         self._check_open()
-        request = self.inputs.process(request_id, prompt, sampling_params, priority)
-        self.scheduler.check_fits(request.max_num_tokens)
-        return request
+        return self.inputs.process(request_id, prompt, sampling_params, priority)
 
     def _submit(self, request: Request, inbox: list[RequestOutput]) -> None:
         if request.request_id in self.requests:
             raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
         with _ctrl_c_held():
+            sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
             self.num_arrived += 1
             request.inbox = inbox
             self.requests[request.request_id] = request
-            for seq in request.start(self.num_arrived, self.config.seed):
+            for seq in sequences:
                 self.scheduler.add(seq)
 
     # ------------------------------------------------------ offline batches
@@ -214,7 +231,8 @@ class LLM:
 
         messages: dicts with "role" and "content". Raises `ValueError` without a template.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        single = isinstance(messages, str) or (messages and isinstance(messages[0], dict))
+        conversations = [messages] if single else messages
         prompts = [self.inputs.render_chat(
             conversation, chat_template=chat_template,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -274,8 +292,12 @@ class LLM:
                 for request in requests:
                     if self.requests.get(request.request_id) is request:
                         self.abort_request(request.request_id)
-                while self.in_flight:  # a step with a wasted token may still hold blocks
-                    self._take_result()
+                try:
+                    while self.in_flight:  # a step with a wasted token may still hold blocks
+                        self._take_result()
+                except BaseException:
+                    self._drop_in_flight()
+                    raise
 
     # -------------------------------------------------------------- the rest
 
@@ -303,6 +325,8 @@ class LLM:
         """Give back all memory. The engine can't be used afterwards; calling it twice is fine."""
         self.requests.clear()
         self.in_flight.clear()
+        if self.runner is not None:
+            self.runner.close()
         self.runner = self.scheduler = None
 
     def __enter__(self) -> "LLM":

@@ -3,7 +3,7 @@
     Step ──build──► Batch ──embed, layers──► hidden ──rows that sample──► logits ──sample──► tokens
           integers         KV cache: read and written                              stay on device
 
-The runner owns device memory. It loads the weights, measures what is left, and *returns* how many
+The runner owns device memory. It loads the weights, finds out what is left, and *returns* how many
 KV blocks fit; whoever made it decides on that number and hands it back to `allocate_kv_cache`.
 
     memory    | weights | largest step's activations | KV blocks .......... | others' |
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from nanoserve.attention import MAX_GATHERED_KEYS
 from nanoserve.batch import BatchBuilder
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.loader import load_dummy_weights, load_weights
@@ -61,6 +62,7 @@ class ModelRunner:
         else:
             load_weights(self.model, model_config, folder)
         self.kv_cache: KVCache = []
+        self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_sampled: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- memory
@@ -96,15 +98,19 @@ class ModelRunner:
     def _gpu_budget(self) -> int:
         """Bytes for KV on the GPU: our share, less what anybody uses already, less a step's needs.
 
-        A step's needs are estimated from its largest tensors: the MLP's and attention's activations
-        of every token and the sampler's copies of the logits.
+        A step's needs are estimated from its largest tensors, not measured yet: the MLP's and
+        attention's activations of every token, the gathered keys and values of one group of rows,
+        and the sampler's copies of the logits.
         """
         free, total = torch.cuda.mem_get_info(self.device)
         used = total - free  # ours and other processes'
         model, config = self.model_config, self.config
         per_token = 4 * model.intermediate_size + 8 * model.hidden_size + 4 * (
             model.num_attention_heads * model.head_dim + model.kv_width)
-        step = (config.max_num_batched_tokens * per_token * self.dtype.itemsize
+        keys = min(max(MAX_GATHERED_KEYS, config.max_model_len),
+                   config.max_num_seqs * config.max_model_len)
+        gathered = 4 * keys * model.kv_width  # as they are, transposed, and as float32
+        step = ((config.max_num_batched_tokens * per_token + gathered) * self.dtype.itemsize
                 + config.max_num_seqs * model.vocab_size * 16)
         return int(total * config.gpu_memory_utilization) - used - step
 
@@ -137,6 +143,20 @@ class ModelRunner:
         inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
         self.last_sampled = sample(logits, inputs)
         return self.last_sampled
+
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle, before buffers that a lost step may read are reused."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give all memory back, to the system and not only to torch's pool."""
+        self.synchronize()
+        self.model = self.builder = self.last_sampled = None
+        self.kv_cache = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def free_cpu_memory() -> int:

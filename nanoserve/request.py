@@ -8,9 +8,9 @@ A request is checked completely on its way in, so that the engine only ever meet
 run: an error names the field, its value and the remedy, and costs nothing but itself.
 
 Invariant: nothing here touches the engine's state. An `InputProcessor` holds a tokenizer and limits
-that never change, so a server can tokenise and check in other threads while one thread owns the
-steps. What depends on the order of arrival (ties of priority, the seed of a request that names
-none) is settled in `start`, when the request is submitted.
+that never change, so a server can have one of its own, with its own tokenizer, and check requests
+elsewhere while one thread owns the steps. What depends on the order of arrival (ties of priority,
+the seed of a request that names none) is settled in `start`, when the request is submitted.
 
 Not known here: the queue, blocks, steps. (vLLM V1 has an input and an output processor for the two
 directions; here they share a file, because a request's two ends are easiest understood together.)
@@ -55,6 +55,7 @@ class Request:
     tokenizer: object  # None: no text is made
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
+    num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
     told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) a sample
     inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
 
@@ -70,6 +71,7 @@ class Request:
                 max_num_tokens=self.max_num_tokens))
             if params.detokenize and self.tokenizer is not None:
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))
+        self.num_read = [len(ids)] * params.n
         self.told = [(0, 0)] * params.n
         return self.sequences
 
@@ -78,13 +80,15 @@ class Request:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
     def add_token(self, seq: Sequence) -> str | None:
-        """Turn the newest token of `seq` into text; returns the stop string that now is in it."""
+        """Turn what is new of `seq` into text; returns the stop string that now is in it."""
         if not self.detokenizers:
             return None
         detokenizer, stop_string = self.detokenizers[seq.index], None
+        new = seq.token_ids[self.num_read[seq.index]:]
+        self.num_read[seq.index] = len(seq.token_ids)
         # The token that ended it, EOS say, is no text, unless the caller wants to see it.
         if seq.finish_reason != "stop" or self.params.include_stop_str_in_output:
-            stop_string = detokenizer.add(seq.token_ids[-1:])
+            stop_string = detokenizer.add(new)
         if seq.finish_reason is not None:
             stop_string = detokenizer.flush() or stop_string
         return stop_string
@@ -135,6 +139,8 @@ class InputProcessor:
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         # A copy: it checks the fields once more, and the caller may change theirs meanwhile.
         params = replace(params or self.default_sampling_params())
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a str, got {request_id!r}")
         text, ids = self.read_prompt(prompt)
         limit = self.config.max_model_len
         if len(ids) >= limit:
@@ -153,8 +159,12 @@ class InputProcessor:
         names = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                      repetition_penalty="repetition_penalty", max_new_tokens="max_tokens")
         defaults = self.model_config.generation_defaults
-        return SamplingParams(**{ours: defaults[theirs] for theirs, ours in names.items()
-                                 if defaults.get(theirs) is not None})
+        try:
+            return SamplingParams(**{ours: defaults[theirs] for theirs, ours in names.items()
+                                     if defaults.get(theirs) is not None})
+        except ValueError as error:
+            raise ValueError("generation_config.json recommends what can't be used "
+                             f"({error}): pass sampling_params") from error
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms -> its text, if it has one, and its token ids."""
@@ -185,6 +195,10 @@ class InputProcessor:
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """A conversation through the chat template -> a prompt dict with text and token ids."""
         tokenizer = self.tokenizer_for("chat()")
+        if not isinstance(conversation, (list, tuple)) or not all(
+                isinstance(message, dict) for message in conversation):
+            raise ValueError("a conversation must be a list of dicts with 'role' and 'content', "
+                             f"got {str(conversation)[:80]!r}")
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
                              "generate()")

@@ -37,33 +37,40 @@ class SamplingInputs:
 
     temperature: torch.Tensor | None = None  # (s,) float32; None: all greedy
     uniform: torch.Tensor | None = None  # (s,) float64 in [0, 1)
-    top_k: torch.Tensor | None = None  # (s,) int64, vocab_size where off
-    top_p: torch.Tensor | None = None  # (s,) float32
     min_p: torch.Tensor | None = None  # (s,) float32
+    top_k_rows: torch.Tensor | None = None  # (r,) the rows that use top-k ...
+    top_k: torch.Tensor | None = None  # (r, 1) ... and their k
+    max_top_k: int = 0  # on the host, because it is the shape of a result
+    top_p_rows: torch.Tensor | None = None  # (r,)
+    top_p: torch.Tensor | None = None  # (r, 1) float32
 
     @classmethod
     def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> "SamplingInputs":
         """Gather the parameters of the rows, which are about to sample their last token.
 
         By now that token is counted (`num_unknown_tokens`), so its position is num_tokens - 1.
+        Which rows use a filter is found here, on the host: asking the device would wait for it.
         """
         params = [seq.params for seq in seqs]
         temperatures = [p.temperature for p in params]
         if not any(temperatures):
             return cls()
 
-        def tensor(values: list, off: float, dtype: torch.dtype) -> torch.Tensor | None:
-            used = any(value != off for value in values)
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True) if used else None
+        def put(values: list, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
         uniform = uniforms([seq.seed for seq in seqs], [seq.num_tokens - 1 for seq in seqs])
-        return cls(
-            temperature=torch.tensor(temperatures).to(device, non_blocking=True),
-            uniform=torch.from_numpy(uniform).to(device, non_blocking=True),
-            top_k=tensor(top_k, vocab_size, torch.int64),
-            top_p=tensor([p.top_p for p in params], 1.0, torch.float32),
-            min_p=tensor([p.min_p for p in params], 0.0, torch.float32))
+        inputs = cls(put(temperatures), torch.from_numpy(uniform).to(device, non_blocking=True))
+        if any(p.min_p for p in params):
+            inputs.min_p = put([p.min_p for p in params])
+        if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
+            inputs.top_k_rows = put(rows, torch.int64)
+            inputs.top_k = put([[params[i].top_k] for i in rows], torch.int64)
+            inputs.max_top_k = max(params[i].top_k for i in rows)
+        if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
+            inputs.top_p_rows = put(rows, torch.int64)
+            inputs.top_p = put([[params[i].top_p] for i in rows])
+        return inputs
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
@@ -84,19 +91,17 @@ def apply_filters(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         floor = logits.amax(-1, keepdim=True) + inputs.min_p.log()[:, None]
         logits.masked_fill_(logits < floor, float("-inf"))
     if inputs.top_k is not None:
-        rows = (inputs.top_k < logits.shape[-1]).nonzero()[:, 0]
-        k = inputs.top_k[rows]
-        best = logits[rows].topk(int(k.max()), dim=-1).values
-        floor = best.gather(-1, k[:, None] - 1)  # equal logits at the edge all stay
-        logits[rows] = logits[rows].masked_fill(logits[rows] < floor, float("-inf"))
+        rows = logits[inputs.top_k_rows]
+        best = rows.topk(inputs.max_top_k, dim=-1).values
+        floor = best.gather(-1, inputs.top_k - 1)  # the k-th best; equal logits all stay
+        logits[inputs.top_k_rows] = rows.masked_fill(rows < floor, float("-inf"))
     if inputs.top_p is not None:
-        rows = (inputs.top_p < 1).nonzero()[:, 0]
-        values, order = logits[rows].sort(dim=-1, descending=True)
+        values, order = logits[inputs.top_p_rows].sort(dim=-1, descending=True)
         p = values.softmax(-1)
         # The mass *before* a token decides, so that the token which crosses top_p stays. Example:
         # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
-        values.masked_fill_(p.cumsum(-1) - p >= inputs.top_p[rows, None], float("-inf"))
-        logits[rows] = values.scatter(-1, order, values)
+        values.masked_fill_(p.cumsum(-1) - p >= inputs.top_p, float("-inf"))
+        logits[inputs.top_p_rows] = values.scatter(-1, order, values)
     return logits
 
 

@@ -118,8 +118,10 @@ class Scheduler:
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. O(log waiting). Raises `ValueError` if it could never fit."""
+        """Queue a sequence: O(its blocks), whose keys are made here and not in a step, and O(log
+        waiting). Raises `ValueError` if it could never fit."""
         self.check_fits(seq.max_num_tokens)
+        self.blocks.keys(seq)
         heappush(self.waiting, (self.order(seq), seq))
 
     # ----------------------------------------------------------- scheduling
@@ -146,7 +148,7 @@ class Scheduler:
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
             if seq.num_unknown_tokens and seq.num_tokens >= seq.max_num_tokens:
-                num_new = 0  # it ends with the sample in flight: by length, whatever that is
+                num_new = 0  # 7 known, 1 in flight, at most 8: it ends, whatever the eighth is
             if num_new > budget:
                 num_new = budget
             end = done + num_new
@@ -184,8 +186,8 @@ class Scheduler:
 
         One exception: a sequence whose next block is being computed for another one right now sits
         out this step and then hits that block. It keeps its place: whoever overtakes it must fit
-        whole into this step, and not take budget away from it later. It counts as a seat, so that
-        a long queue of look-alikes is not searched step after step.
+        whole into this step, and only decodes from then on. It counts as a seat, so that a long
+        queue of look-alikes is not searched step after step.
         """
         sitting_out: list[Sequence] = []
         while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:
@@ -274,7 +276,7 @@ class Scheduler:
             if seq.finish_reason is not None:
                 self._drain(seq)
             elif num_new > 1 or seq.num_computed_tokens % block_size == 0:
-                self.blocks.commit(seq)
+                self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
         for seq in grown:
             token_id = seq.token_ids[-1]
             if token_id in seq.stop_ids:
@@ -287,10 +289,11 @@ class Scheduler:
         """End a sequence in whatever state it is; ending it twice is harmless.
 
         Its blocks go back at once, or with the last step in flight that computes it. A stop string
-        found in the text of the very token that also hit the length is the better reason.
+        found in the text of the token that ended it otherwise is the better reason: the text is cut
+        there.
         """
         if seq.finish_reason is not None:
-            if (seq.finish_reason, reason) == ("length", "stop"):
+            if reason == "stop" and seq.finish_reason != "abort":
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -362,6 +365,11 @@ class Scheduler:
             assert seq.num_unknown_tokens <= len(self.in_flight), (
                 f"sequence {seq.name} awaits {seq.num_unknown_tokens} samples of "
                 f"{len(self.in_flight)} steps")
+        for seq in self.draining:
+            assert seq.num_inflight_tokens and seq.finish_reason and seq.row < 0, (
+                f"sequence {seq.name} has ended, and no step in flight will return its blocks")
+        for seq in self.running:
+            assert seq.finish_reason is None, f"sequence {seq.name} has ended, but still runs"
         for _, seq in self.waiting:
             assert seq.row < 0 and not seq.block_table and not seq.num_inflight_tokens, (
                 f"sequence {seq.name} waits, but holds a row, blocks or a step in flight")

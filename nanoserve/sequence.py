@@ -76,8 +76,12 @@ class SamplingParams:
     bad_words: list[str] | None = None
 
     def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        self.stop_token_ids = self.stop_token_ids or []
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), (list, tuple)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a list")
+            setattr(self, name, list(getattr(self, name)))
         self._check_numbers()
         self._check_stopping()
         self._refuse_what_is_not_implemented()

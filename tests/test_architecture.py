@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "model": ["config", "batch", "attention", "layers"],
     "loader": ["config", "layers"],
     "sampler": ["sequence", "kernels"],
-    "model_runner": ["config", "sequence", "scheduler", "batch", "layers", "model", "loader",
-                     "sampler"],
+    "model_runner": ["config", "sequence", "scheduler", "batch", "attention", "layers", "model",
+                     "loader", "sampler"],
     "detokenizer": ["sequence"],
     "request": ["config", "sequence", "detokenizer"],
     "llm": ["config", "sequence", "scheduler", "model_runner", "request", "extras"],
@@ -107,9 +107,11 @@ def test_the_core_runs_without_extras(tmp_path, qwen3):
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
 def test_every_file_explains_itself(path):
-    """A module docstring of 8 to 40 lines, lines of at most 100 columns."""
+    """A module docstring of 8 to 30 lines, lines of at most 100 columns, and not too many."""
     text = path.read_text()
     docstring = ast.get_docstring(ast.parse(text)) or ""
-    assert 8 <= len(docstring.splitlines()) <= 40, f"{path.name}: {len(docstring.splitlines())}"
+    assert 8 <= len(docstring.splitlines()) <= 30, f"{path.name}: {len(docstring.splitlines())}"
+    limit = 500 if path.stem in ("kernels", "model_runner", "llm") else 380
+    assert len(text.splitlines()) <= limit, f"{path.name} has {len(text.splitlines())} lines"
     too_long = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 100]
     assert not too_long, f"{path.name}: lines {too_long} are wider than 100 columns"

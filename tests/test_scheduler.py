@@ -18,8 +18,9 @@ EOS, STOP = 5000, 5001
 
 
 def make(num_blocks=64, *, budget=64, seqs=8, block_size=4, **options) -> Scheduler:
-    return Scheduler(EngineConfig(model="none", max_num_batched_tokens=budget, **options,
-                                  max_num_seqs=min(seqs, budget), block_size=block_size), num_blocks)
+    config = EngineConfig(model="none", max_num_batched_tokens=budget, block_size=block_size,
+                          max_num_seqs=min(seqs, budget), **options)
+    return Scheduler(config, num_blocks)
 
 
 def add(scheduler, prompt, max_tokens=4, *, name=None, n=1, **fields) -> Sequence:
@@ -514,13 +515,13 @@ def test_how_a_sequence_ends(token, reason, stop_reason, num_before):
     assert not scheduler.has_unfinished() and scheduler.blocks.num_free_blocks == 64
 
 
-def test_the_first_reason_stands_but_for_a_stop_string():
-    """The text is looked at after the token was counted: a stop string found in the text of the
-    very token that ended it otherwise is the better reason. Nothing else is changed afterwards."""
+def test_the_first_reason_stands_but_a_stop_string_beats_the_length():
+    """The text is looked at after the token was counted: a stop string that came with the last
+    allowed token is why it ended. Nothing else is changed afterwards."""
     scheduler = make()
     cases = [("length", "stop", ("stop", "###")), ("abort", "stop", ("abort", None)),
-             ("stop", "stop", ("stop", "###")), ("stop", "length", ("stop", None)),
-             ("length", "abort", ("length", None)), ("stop", "abort", ("stop", None))]
+             ("stop", "length", ("stop", None)), ("stop", "abort", ("stop", None)),
+             ("length", "abort", ("length", None))]
     for first, second, expected in cases:
         seq = add(scheduler, 5)
         run_step(scheduler)
@@ -580,7 +581,7 @@ def two_steps_in_flight(scheduler, victim):
                          ids=lambda state: state.__name__)
 @pytest.mark.parametrize("caching", [True, False])
 def test_aborting_works_in_every_state(state, caching):
-    """Every block comes back, with the last step in flight at the latest; the others don't notice."""
+    """Every block comes back, with the last step in flight at the latest; nobody else notices."""
     num_blocks = 8 if state is preempted else 20
     scheduler = make(num_blocks, budget=6, enable_prefix_caching=caching)
     other = add(scheduler, 9, 12)
