@@ -37,12 +37,17 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64, help="tokens generated for each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    bench_scheduler() if args.scheduler else bench_throughput(args)
+    if args.num_prompts < 1:
+        parser.error("--num-prompts must be at least 1")
+    try:
+        bench_scheduler() if args.scheduler else bench_throughput(args)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def bench_throughput(args: argparse.Namespace) -> None:
     """One batch through `LLM.generate`."""
-    llm = LLM(args.model) if args.model else LLM()
+    llm = LLM() if args.model is None else LLM(args.model)
     rng = random.Random(args.seed)
     vocab_size = llm.model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(args.input_len)]

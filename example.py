@@ -27,10 +27,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
-    llm = LLM(args.model) if args.model else LLM()
-    params = SamplingParams(temperature=args.temperature, top_p=0.95, max_tokens=args.max_tokens,
-                            seed=args.seed)
-    for output in llm.generate(args.prompts, params):
+    try:
+        llm = LLM() if args.model is None else LLM(args.model)
+        params = SamplingParams(temperature=args.temperature, top_p=0.95, seed=args.seed,
+                                max_tokens=args.max_tokens)
+        outputs = llm.generate(args.prompts, params)
+    except ValueError as error:
+        parser.error(str(error))
+    for output in outputs:
         print(f"\n{output.prompt} ⇒{output.outputs[0].text}")
 
 

@@ -127,10 +127,13 @@ class EngineConfig:
                 f"max_num_batched_tokens={num_tokens} to at least max_model_len={max_model_len}, "
                 "or lower max_model_len")
         num_seqs = self.max_num_seqs or min(default_seqs, num_tokens)
+        dtype = model_config.dtype if self.dtype == "auto" else self.dtype
+        if dtype not in DTYPES[1:]:
+            raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
+                             f"{', '.join(DTYPES[1:])} with the option dtype")
         return replace(
             self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
-            max_num_seqs=num_seqs, dtype=model_config.dtype if self.dtype == "auto" else self.dtype,
-            async_scheduling=bool(self.async_scheduling))
+            max_num_seqs=num_seqs, dtype=dtype, async_scheduling=bool(self.async_scheduling))
 
 
 # ----------------------------------------------------------------- the model
@@ -156,9 +159,9 @@ def find_model(model: str | Path) -> Path:
 
     Raises `ValueError` when it is neither.
     """
+    if not isinstance(model, (str, Path)) or not str(model).strip():
+        raise ValueError(f"model={model!r}: name a folder or a hub id")
     folder = Path(model).expanduser()
-    if not str(model).strip():
-        raise ValueError(f"model={str(model)!r} is empty: name a folder or a hub id")
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -200,7 +203,7 @@ class ModelConfig:
     attention_bias: bool  # biases on the q, k, v and output projections
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each head of q and k before RoPE (Qwen3)
-    dtype: str  # the checkpoint's: "float32", "float16" or "bfloat16"
+    dtype: str  # the checkpoint's own
     eos_token_ids: tuple[int, ...]  # every one of them ends a sequence
     generation_defaults: dict  # the sampling entries of generation_config.json
 
@@ -215,9 +218,13 @@ class ModelConfig:
         if config.get("rope_parameters") and "rope_parameters" not in overrides:
             # An override in the old spelling must win over a file in the new one.
             new = dict(overrides.get("rope_scaling") or {})
+            if "rope_scaling" in overrides:
+                new["rope_type"] = new.get("rope_type", new.get("type", "default"))
             if "rope_theta" in overrides:
                 new["rope_theta"] = overrides["rope_theta"]
             config["rope_parameters"] = config["rope_parameters"] | new
+        if "torch_dtype" in overrides:
+            config["dtype"] = overrides["torch_dtype"]
         generation = _read_json(folder / "generation_config.json")
         return cls.from_dict(config, generation | {
             name: overrides[name] for name in ("eos_token_id",) if name in overrides})
@@ -225,7 +232,9 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
         """The same from the files' contents."""
-        architecture = (config.get("architectures") or [config.get("model_type", "unknown")])[0]
+        architecture = config.get("architectures") or config.get("model_type", "unknown")
+        if isinstance(architecture, list):
+            architecture = architecture[0]
         if architecture not in FAMILIES:
             raise ValueError(f"the architecture {architecture} is not supported: choose one of "
                              f"{', '.join(FAMILIES)}")
@@ -252,7 +261,7 @@ class ModelConfig:
         eos = generation.get("eos_token_id")
         return cls(
             architecture=architecture, **sizes,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=_read_rope(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -275,7 +284,7 @@ def _read_json(path: Path, required: bool = False) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: a model folder needs its config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -293,18 +302,16 @@ def _size(config: dict, name: str, default: int | None = None) -> int:
 
 def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """`eos_token_id` is a number, a list of numbers, or absent."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if any(type(i) is not int for i in ids):
+        raise ValueError(f"eos_token_id={value!r} must be a token id or a list of them: see "
+                         "config.json and generation_config.json")
+    return ids
 
 
 def _read_dtype(config: dict) -> str:
     """transformers 5 writes `dtype`, earlier versions `torch_dtype`; neither means float32."""
-    name = str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
-    if name not in DTYPES[1:]:
-        raise ValueError(f"config.json: dtype={name!r} is not supported: choose one of "
-                         f"{', '.join(DTYPES[1:])} with the option dtype")
-    return name
+    return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
 
 
 def _read_rope(config: dict) -> RopeConfig:
@@ -313,12 +320,12 @@ def _read_rope(config: dict) -> RopeConfig:
     transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, ..}
     before:          "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, ..} or null
     """
-    entries = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    entries = _rope_entries(config)
     rope_type = entries.get("rope_type", entries.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"config.json: RoPE scaling {rope_type!r} is not supported: only default "
                          "and llama3 are")
-    theta = float(entries.get("rope_theta", config.get("rope_theta", 10000.0)))
+    theta = _number("rope_theta", entries.get("rope_theta", config.get("rope_theta", 10000.0)))
     if rope_type == "default":
         return RopeConfig(theta=theta)
     scaling = {f.name: entries.get(f.name) for f in fields(RopeConfig) if f.name not in
@@ -326,12 +333,28 @@ def _read_rope(config: dict) -> RopeConfig:
     missing = [name for name, value in scaling.items() if value is None]
     if missing:
         raise ValueError(f"config.json: llama3 RoPE scaling lacks {', '.join(missing)}")
-    return RopeConfig(theta=theta, rope_type=rope_type, **scaling)
+    return RopeConfig(theta=theta, rope_type=rope_type,
+                      **{name: _number(name, value) for name, value in scaling.items()})
+
+
+def _rope_entries(config: dict) -> dict:
+    entries: dict = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ValueError(f"config.json: {name}={config[name]!r} must be an object")
+        entries |= config.get(name) or {}
+    return entries
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"config.json: {name} must be a number, got {value!r}")
+    return value
 
 
 def _refuse_what_is_not_implemented(config: dict) -> None:
     """A feature we would silently leave out gives fluent wrong text; better no text at all."""
-    rope = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    rope = _rope_entries(config)
     if "partial_rotary_factor" in rope:  # transformers 5 writes it there
         config = config | {"partial_rotary_factor": rope["partial_rotary_factor"]}
     expected = {"hidden_act": ("silu", "swish"), "use_sliding_window": (False,),

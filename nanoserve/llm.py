@@ -68,6 +68,7 @@ class LLM:
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its tokens on the device)
         self.requests: dict[str, Request] = {}
+        self.lock = threading.RLock()  # threads may share an engine: they take turns step by step
         self.inbox: list[RequestOutput] = []  # of requests added by hand: for the next step()
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
@@ -78,10 +79,9 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the outputs of requests that were added by hand: what got on, or
         only what has ended where `output_kind` is FINAL_ONLY."""
-        self._advance()
-        outputs = self.inbox[:]
-        self.inbox.clear()  # the list itself stays: requests hold on to it
-        return outputs
+        with self.lock:
+            self._advance()
+            return _emptied(self.inbox)
 
     def _advance(self) -> None:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead."""
@@ -100,9 +100,11 @@ class LLM:
     def _drop_in_flight(self) -> None:
         """Forget the launched steps; no request is lost, their tokens are asked for again."""
         with _ctrl_c_held():
-            self.runner.synchronize()
-            self.in_flight.clear()
-            self.scheduler.drop_in_flight()
+            try:
+                self.runner.synchronize()
+            finally:
+                self.in_flight.clear()
+                self.scheduler.drop_in_flight()
 
     def _take_result(self) -> None:
         """Wait for the oldest step in flight and take its tokens into account."""
@@ -150,19 +152,18 @@ class LLM:
         wrong (see `make_request`) or its id is in use."""
         self._submit(self.make_request(request_id, prompt, sampling_params, priority), self.inbox)
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request wherever it is and give back its blocks; unknown ids are ignored.
-
-        The next `step()` returns what it has generated, with `finish_reason` "abort".
-        """
-        with _ctrl_c_held():
-            request = self.requests.pop(request_id, None)
-            if request is None:
-                return
-            request.flush()
-            for seq in request.sequences:
-                self.scheduler.finish(seq, "abort")
-            request.inbox.append(request.output())
+    def abort_request(self, request_id: str | list[str]) -> None:
+        """End a request, or several, wherever it is and give back its blocks; unknown ids are
+        ignored. The next `step()` returns what it has generated, with `finish_reason` "abort"."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            with self.lock, _ctrl_c_held():
+                request = self.requests.pop(one, None)
+                if request is None:
+                    continue
+                request.flush()
+                for seq in request.sequences:
+                    self.scheduler.finish(seq, "abort")
+                request.inbox.append(request.output())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
@@ -183,7 +184,7 @@ class LLM:
     def _submit(self, request: Request, inbox: list[RequestOutput]) -> None:
         if request.request_id in self.requests:
             raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
-        with _ctrl_c_held():
+        with self.lock, _ctrl_c_held():
             sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
             self.num_arrived += 1
             request.inbox = inbox
@@ -231,13 +232,14 @@ class LLM:
 
         messages: dicts with "role" and "content". Raises `ValueError` without a template.
         """
-        single = isinstance(messages, str) or (messages and isinstance(messages[0], dict))
-        conversations = [messages] if single else messages
-        prompts = [self.inputs.render_chat(
-            conversation, chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message, **(chat_template_kwargs or {}))
-            for conversation in conversations]
+        many = isinstance(messages, (list, tuple)) and not any(
+            isinstance(message, dict) for message in messages)
+        options = dict(
+            chat_template=chat_template, continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt and not continue_final_message)
+        options |= chat_template_kwargs or {}
+        prompts = [self.inputs.render_chat(conversation, **options)
+                   for conversation in (messages if many else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _make_requests(self, prompts, sampling_params, priority) -> list[Request]:
@@ -277,18 +279,19 @@ class LLM:
         num_unfinished = len(requests)
         try:
             for request in requests:
-                self._name(request)  # not earlier: a stream may start long after it was made
-                self._submit(request, inbox)
+                with self.lock:
+                    self._name(request)  # not earlier: a stream may start long after it was made
+                    self._submit(request, inbox)
             while num_unfinished:
-                if not inbox:
-                    self._advance()
-                outputs = inbox[:]
-                inbox.clear()
+                with self.lock:
+                    if not inbox:
+                        self._advance()
+                    outputs = _emptied(inbox)
                 for output in outputs:
                     num_unfinished -= output.finished
                     yield output
         finally:
-            with _ctrl_c_held():
+            with self.lock, _ctrl_c_held():
                 for request in requests:
                     if self.requests.get(request.request_id) is request:
                         self.abort_request(request.request_id)
@@ -393,6 +396,13 @@ def _ctrl_c_held():
         signal.signal(signal.SIGINT, handler)
         if seen:
             handler(*seen[0])
+
+
+def _emptied(inbox: list[RequestOutput]) -> list[RequestOutput]:
+    """What was in it. The list itself stays: requests hold on to it."""
+    outputs = inbox[:]
+    inbox.clear()
+    return outputs
 
 
 def _one_for_each(value, count: int, name: str) -> list:

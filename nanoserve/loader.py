@@ -126,10 +126,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(weight_map.values()))
+            files = [folder / name for name in sorted(set(weight_map.values()))]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
-        files = [folder / name for name in names]
         absent = [file.name for file in files if not file.exists()]
         if absent:
             raise ValueError(f"{folder}: {index.name} names files that do not exist: "

@@ -118,10 +118,15 @@ class ModelRunner:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config, model = self.config, self.model_config
         shape = (num_blocks, config.block_size, model.num_key_value_heads, model.head_dim)
-        self.kv_cache = [
-            (torch.zeros(shape, dtype=self.dtype, device=self.device),
-             torch.zeros(shape, dtype=self.dtype, device=self.device))
-            for _ in range(model.num_hidden_layers)]
+        try:
+            self.kv_cache = [
+                (torch.zeros(shape, dtype=self.dtype, device=self.device),
+                 torch.zeros(shape, dtype=self.dtype, device=self.device))
+                for _ in range(model.num_hidden_layers)]
+        except RuntimeError as error:
+            raise ValueError(
+                f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
+                "lower kv_cache_memory_bytes or num_gpu_blocks_override") from error
         self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                     max_model_len, config.block_size, self.device)
 
@@ -143,7 +148,6 @@ class ModelRunner:
         inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
         self.last_sampled = sample(logits, inputs)
         return self.last_sampled
-
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""

@@ -179,7 +179,7 @@ class InputProcessor:
         if ids is None:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"the prompt is empty or no text: {text!r}")
-            ids = self.tokenizer_for("a text prompt").encode(text)
+            ids = self._encode(text)
         if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
             raise ValueError(f"a prompt must be a str, a dict or a list of token ids, got "
                              f"{type(prompt).__name__}: {str(prompt)[:80]}")
@@ -202,10 +202,20 @@ class InputProcessor:
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
                              "generate()")
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
+        conversation = [message | {"content": _content(message)} for message in conversation]
+        try:
+            text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
+        except Exception as error:  # a template is a program of its own
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
         # The template has written the special tokens, BOS included.
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(
-            text, add_special_tokens=False)}
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self.tokenizer_for("a text prompt").encode(
+                text, add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise ValueError(f"the prompt is no valid text, a lone surrogate? {text!r}") from error
 
     def tokenizer_for(self, what: str):
         if self.tokenizer is None:
@@ -219,6 +229,18 @@ class InputProcessor:
             return self.model_config.eos_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return () if eos is None else (eos,)
+
+
+def _content(message: dict) -> str | None:
+    """A message's text. OpenAI's list of parts is joined, as vLLM does it, if all of them are text;
+    a template would print anything else into the prompt without a word."""
+    content = message.get("content")
+    if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
+    return content
 
 
 def load_tokenizer(config: EngineConfig, folder: Path):

@@ -100,7 +100,9 @@ def apply_filters(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         p = values.softmax(-1)
         # The mass *before* a token decides, so that the token which crosses top_p stays. Example:
         # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
-        values.masked_fill_(p.cumsum(-1) - p >= inputs.top_p, float("-inf"))
+        drop = p.cumsum(-1) - p >= inputs.top_p
+        drop[:, 0] = False  # the likeliest stays even where float32 rounds top_p to 0
+        values.masked_fill_(drop, float("-inf"))
         logits[inputs.top_p_rows] = values.scatter(-1, order, values)
     return logits
 

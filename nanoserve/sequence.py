@@ -29,8 +29,10 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
 
@@ -76,12 +78,14 @@ class SamplingParams:
     bad_words: list[str] | None = None
 
     def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        self.stop_token_ids = self.stop_token_ids or []
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name in ("stop", "stop_token_ids"):
-            if not isinstance(getattr(self, name), (list, tuple)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a list")
-            setattr(self, name, list(getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Iterable):
+                raise ValueError(f"{name}={value!r} must be a list")
+            setattr(self, name, [] if value is None else list(value))
+        if self.seed == -1:  # vLLM's other spelling of None
+            self.seed = None
         self._check_numbers()
         self._check_stopping()
         self._refuse_what_is_not_implemented()
@@ -108,20 +112,23 @@ class SamplingParams:
             if self.min_tokens > self.max_tokens:
                 raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens="
                                  f"{self.max_tokens}: lower the first or raise the second")
-        if self.seed is not None and type(self.seed) is not int:
-            raise ValueError(f"seed must be a whole number or None, got {self.seed!r}")
+        if self.seed is not None:
+            self._check_number("seed", -math.inf, whole=True)
         if self.temperature == 0 and self.n > 1:
             raise ValueError(f"n={self.n} with temperature=0: greedy samples would all be equal, "
                              "use n=1 or a temperature above 0")
 
     def _check_number(self, name: str, low: float, high: float = math.inf, *,
                       above: bool = False, whole: bool = False) -> None:
-        """`low <= value <= high` (`low <` when `above`); NaN fails every comparison."""
-        value = getattr(self, name)
-        kind = int if whole else (int, float)
+        """`low <= value <= high` (`low <` when `above`); NaN fails every comparison. A number of
+        numpy's becomes Python's."""
+        value, kind = getattr(self, name), Integral if whole else Real
         right_kind = isinstance(value, kind) and not isinstance(value, bool)
         if right_kind and (low < value if above else low <= value) and value <= high:
+            setattr(self, name, int(value) if isinstance(value, Integral) else float(value))
             return
+        if low == -math.inf:
+            raise ValueError(f"{name} must be a whole number or None, got {value!r}")
         bound = f"above {low}" if above else f"at least {low}"
         if high != math.inf:
             bound = f"in {'(' if above else '['}{low}, {high}]"
@@ -136,8 +143,9 @@ class SamplingParams:
             raise ValueError(f"stop={self.stop!r} with detokenize=False: stop strings are found in "
                              "the text, leave detokenize=True or use stop_token_ids")
         for token_id in self.stop_token_ids:
-            if type(token_id) is not int or token_id < 0:
+            if not isinstance(token_id, Integral) or token_id < 0:
                 raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
+        self.stop_token_ids = [int(token_id) for token_id in self.stop_token_ids]
         for word in self.bad_words or []:
             if not isinstance(word, str) or not word.strip():
                 raise ValueError(f"bad_words={self.bad_words!r}: a bad word must not be empty")

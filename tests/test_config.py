@@ -352,7 +352,11 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, arc
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "'dynamic'.*llama3"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=2.0, low_freq_factor=1.0)),
      "llama3.*lacks high_freq_factor, original_max_position_embeddings"),
-    (dict(dtype="float64"), "dtype='float64'.*bfloat16"),
+    (dict(rope_scaling="llama3"), "rope_scaling='llama3' must be an object"),
+    (dict(rope_parameters=dict(rope_type="llama3", rope_theta="x")), "rope_theta must be a number"),
+    (dict(rms_norm_eps="x"), "rms_norm_eps must be a number, got 'x'"),
+    (dict(eos_token_id="</s>"), "eos_token_id='</s>' must be a token id"),
+    (dict(architectures="BertModel"), "architecture BertModel is not supported"),
     (dict(num_key_value_heads=3), "num_attention_heads=4.*num_key_value_heads=3"),
     (dict(head_dim=15), "head_dim=15.*odd"),
     (dict(hidden_size=None), "hidden_size.*got None"),
@@ -363,6 +367,47 @@ def test_what_is_not_implemented_is_refused_by_name(config, words):
     """A feature that is silently left out gives fluent wrong text."""
     with pytest.raises(ValueError, match=words):
         ModelConfig.from_dict(QWEN3 | config)
+
+
+def test_a_checkpoint_in_an_unsupported_dtype_can_be_run_in_another(dummy):
+    """The remedy that the message names has to work."""
+    with pytest.raises(ValueError, match="dtype='float64' is not supported.*with the option dtype"):
+        start(dummy, hf_overrides=dict(dtype="float64"))
+    assert_serves(start(dummy, hf_overrides=dict(dtype="float64"), dtype="float32"))
+    assert_serves(start(dummy, dtype=torch.float32))  # torch's own spelling is welcome, too
+
+
+LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize("entries, overrides, rope_type, dtype", [
+    (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+     dict(rope_scaling=dict(type="llama3", **LLAMA3_ROPE)), "llama3", "float32"),
+    (dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, **LLAMA3_ROPE)),
+     dict(rope_scaling=None), "default", "float32"),
+    (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+     dict(torch_dtype="bfloat16"), "default", "bfloat16"),
+])
+def test_overrides_in_the_old_spelling_win_over_the_new(dummy, entries, overrides, rope_type,
+                                                        dtype):
+    """A file written by transformers 5 and a user who remembers transformers 4: an override that
+    was laid beside the entry it should replace changed nothing, without a word."""
+    content = json.loads((dummy / "config.json").read_text()) | dict(dtype="float32") | entries
+    (dummy / "config.json").write_text(json.dumps(content))
+    config = ModelConfig.from_folder(dummy, overrides)
+    assert (config.rope.rope_type, config.dtype) == (rope_type, dtype)
+
+
+@pytest.mark.parametrize("model", [None, 5, "", "  "])
+def test_a_model_that_is_no_name_is_explained(model):
+    with pytest.raises(ValueError, match="model=.*name a folder or a hub id"):
+        LLM(model)
+
+
+def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
+    with pytest.raises(ValueError, match="no memory for a KV cache of .* lower .*num_gpu_blocks"):
+        start(dummy, num_gpu_blocks_override=10 ** 13)
 
 
 def test_hf_overrides_are_laid_over_the_file(dummy):

@@ -20,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.detokenizer import Detokenizer
 
 MAX_MODEL_LEN = 64
 TOKENIZER = byte_tokenizer()
@@ -1000,3 +1001,138 @@ def test_the_engine_says_what_it_runs_on(qwen3, capsys):
     for part in ("cpu", "float32", "torch attention", "no graphs", "24 blocks of 16 = 384 tokens",
                  "max_model_len 64", "24 tokens and 4 sequences"):
         assert part in line
+
+
+# ------------------------------------------------------- trouble with a tokenizer
+
+
+def test_a_tokenizer_that_fails_ends_one_request_alone(llm, expected, monkeypatch):
+    """The tokens of a step are counted before they become text: a tokenizer that raised for one
+    request left the others a token short, and the engine stuck with a finished one."""
+    add = Detokenizer.add
+
+    def picky(self, token_ids):
+        if self.params.seed == 13:
+            raise RuntimeError("no such token")
+        return add(self, token_ids)
+
+    monkeypatch.setattr(Detokenizer, "add", picky)
+    llm.add_request("good", "Hello", greedy(6))
+    llm.add_request("bad", "world", greedy(6, seed=13))
+    llm.add_request("short", [1, 2, 3], greedy(1))
+    outs, errors = {}, 0
+    while llm.has_unfinished_requests():
+        try:
+            outs |= {out.request_id: out for out in llm.step()}
+        except RuntimeError:
+            errors += 1
+    outs |= {out.request_id: out for out in llm.step()}
+    assert errors == 1
+    assert outs["bad"].outputs[0].finish_reason == "abort"
+    assert outs["good"].outputs[0].token_ids == expected("Hello", 6)
+    assert outs["good"].outputs[0].text == TOKENIZER.decode(
+        expected("Hello", 6), skip_special_tokens=True)
+    assert outs["short"].outputs[0].token_ids == expected([1, 2, 3], 1)
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+
+
+def test_a_request_that_can_not_start_leaves_no_trace(llm, expected, monkeypatch):
+    """A detokenizer looks at the prompt when it is made, and may raise: nothing is queued then."""
+    def broken(self, *args):
+        raise RuntimeError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Detokenizer, "__init__", broken)
+        with pytest.raises(RuntimeError, match="no such token"):
+            run(llm, ["Hello", "world"], greedy(4))
+        with pytest.raises(RuntimeError, match="no such token"):
+            llm.add_request("mine", "Hello", greedy(4))
+    llm.scheduler.check()
+    assert not llm.has_unfinished_requests()
+    assert_serves(llm, expected)
+
+
+@pytest.mark.parametrize("messages", ["hi", [["hi"]], ["hi"], [{"role": "user", "content": "a"}, 1]])
+def test_a_conversation_that_is_none_is_explained(llm, expected, messages):
+    with pytest.raises(ValueError, match="conversation must be a list of dicts"):
+        llm.chat(messages, greedy(2), use_tqdm=False)
+    assert_serves(llm, expected)
+
+
+def test_a_request_id_must_be_a_str(llm):
+    with pytest.raises(ValueError, match="request_id must be a str, got 5"):
+        llm.add_request(5, "Hello", greedy(2))
+
+
+def test_content_parts_of_a_message_are_joined(llm):
+    """OpenAI's form of a message: templates print a list as it is, brackets and all."""
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "world"}]
+    [out] = llm.chat([{"role": "user", "content": parts}], greedy(2), use_tqdm=False)
+    [plain] = llm.chat([{"role": "user", "content": "Hello\nworld"}], greedy(2), use_tqdm=False)
+    assert out.prompt == plain.prompt and "type" not in out.prompt
+
+
+@pytest.mark.parametrize("content", [None, 5, [{"type": "image_url", "image_url": {}}], [1]])
+def test_content_that_is_no_text_is_refused(llm, content):
+    with pytest.raises(ValueError, match="content must be text"):
+        llm.chat([{"role": "user", "content": content}], greedy(2), use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, None])
+def test_messages_that_are_no_list_are_refused(llm, messages):
+    with pytest.raises(ValueError, match="conversation must be a list"):
+        llm.chat(messages, greedy(2), use_tqdm=False)
+
+
+def test_a_template_that_raises_is_explained(llm):
+    with pytest.raises(ValueError, match="chat template refuses this conversation: not so"):
+        llm.chat([{"role": "user", "content": "hi"}], greedy(2), use_tqdm=False,
+                 chat_template="{{ raise_exception('not so') }}")
+
+
+def test_template_options_may_repeat_an_argument(llm):
+    message = [{"role": "user", "content": "hi"}]
+    [out] = llm.chat(message, greedy(2), use_tqdm=False,
+                     chat_template_kwargs={"add_generation_prompt": False})
+    assert not out.prompt.endswith("assistant:")
+
+
+def test_a_lone_surrogate_is_explained(llm, expected):
+    with pytest.raises(ValueError, match="lone surrogate"):
+        run(llm, "\ud800 hi", greedy(2))
+    assert_serves(llm, expected)
+
+
+def test_several_requests_can_be_aborted_at_once(llm):
+    """vLLM's engine takes a list of ids."""
+    for name in "abc":
+        llm.add_request(name, "Hello", greedy(9))
+    llm.step()
+    llm.abort_request(["a", "c", "unknown"])
+    outs = drain(llm)
+    assert [outs[name][-1].outputs[0].finish_reason for name in "abc"] == [
+        "abort", "length", "abort"]
+
+
+def test_threads_may_share_an_engine(llm, expected):
+    """They take turns step by step, and everybody gets their own results. Without turns the books
+    of the scheduler were changed by two steps at once."""
+    wanted = {n: [[n] * (5 + 9 * n), [7, n, 7]] for n in range(4)}
+    texts = {n: [expected(prompt, 12) for prompt in prompts] for n, prompts in wanted.items()}
+    got, errors = {}, []
+
+    def work(n: int) -> None:
+        try:
+            for _ in range(3):
+                got[n] = tokens(run(llm, wanted[n], greedy(12)))
+                assert got[n] == texts[n]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and got == texts
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks

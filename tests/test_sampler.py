@@ -433,3 +433,27 @@ def test_samples_of_a_model_follow_its_probabilities(qwen3):
         logits = Reference(qwen3).model(torch.tensor([prompt(3)])).logits[0, -1]
     tokens = np.array([sample.token_ids[0] for sample in out.outputs])
     assert_distributed(tokens, reference_probs(logits.tolist(), **kinds))
+
+
+def test_sampling_never_waits_for_the_device(monkeypatch):
+    """Asking a tensor for a value waits for the device, and a step must not: which rows use which
+    filter is known on the host."""
+    params = [SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=.9, min_p=.1),
+              SamplingParams(top_p=.5), SamplingParams(top_k=7)]
+    seqs = [Sequence(str(i), [1, 2], p, num_unknown_tokens=1) for i, p in enumerate(params)]
+
+    def waits(*args, **kinds):
+        raise AssertionError("this waits for the device")
+
+    for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    assert sample(torch.randn(4, 64), SamplingInputs.of(seqs, 64, torch.device("cpu"))).shape == (4,)
+
+
+def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():
+    """1e-46 is a legal top_p and 0 in float32: every token was masked, and NaN chose the last."""
+    params = SamplingParams(top_p=1e-46)
+    seqs = [Sequence("a", [1], params, num_unknown_tokens=1, seed=s) for s in range(20)]
+    logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    tokens = sample(logits, SamplingInputs.of(seqs, 64, torch.device("cpu")))
+    assert tokens.tolist() == logits.argmax(-1).tolist()

@@ -515,13 +515,13 @@ def test_how_a_sequence_ends(token, reason, stop_reason, num_before):
     assert not scheduler.has_unfinished() and scheduler.blocks.num_free_blocks == 64
 
 
-def test_the_first_reason_stands_but_a_stop_string_beats_the_length():
-    """The text is looked at after the token was counted: a stop string that came with the last
-    allowed token is why it ended. Nothing else is changed afterwards."""
+def test_the_first_reason_stands_but_for_a_stop_string():
+    """The text is looked at after the token was counted: a stop string found in the text of the
+    token that ended it otherwise is why the text ends. Nothing else is changed afterwards."""
     scheduler = make()
     cases = [("length", "stop", ("stop", "###")), ("abort", "stop", ("abort", None)),
-             ("stop", "length", ("stop", None)), ("stop", "abort", ("stop", None)),
-             ("length", "abort", ("length", None))]
+             ("stop", "stop", ("stop", "###")), ("stop", "length", ("stop", None)),
+             ("length", "abort", ("length", None)), ("stop", "abort", ("stop", None))]
     for first, second, expected in cases:
         seq = add(scheduler, 5)
         run_step(scheduler)

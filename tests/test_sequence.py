@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
 
 from nanoserve.sequence import RequestOutputKind, SamplingParams, Sequence
@@ -154,3 +155,23 @@ def test_sequences_are_equal_only_to_themselves():
 @pytest.mark.parametrize(("n", "index", "name"), [(1, 0, "7"), (3, 2, "7.2")])
 def test_a_sample_has_a_name_of_its_own(n, index, name):
     assert Sequence("7", [1], SamplingParams(n=n), index=index).name == name
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(5), seed=np.int64(3),
+                            top_p=np.float64(0.5), stop_token_ids=np.array([3, 4]))
+    assert (params.temperature, params.max_tokens, params.seed) == (0.5, 5, 3)
+    assert params.stop_token_ids == [3, 4]
+    assert [type(x) for x in (params.temperature, params.max_tokens, params.seed)] == [
+        float, int, int]
+
+
+def test_a_seed_of_minus_one_is_none():
+    """vLLM's other spelling of "no seed": as a number it would make all samples equal."""
+    assert SamplingParams(seed=-1).seed is None
+
+
+@pytest.mark.parametrize("field, value", [("stop", 5), ("stop_token_ids", 5), ("seed", 1.5)])
+def test_a_value_of_the_wrong_kind_is_explained(field, value):
+    with pytest.raises(ValueError, match=f"{field}.*{value}"):
+        SamplingParams(**{field: value})

@@ -71,7 +71,7 @@ def _make_sequence(i: int, request: str) -> Sequence:
     """ "10:5:8" -> ten prompt tokens, the first eight of them everybody's, five to generate."""
     try:
         numbers = [int(number) for number in request.split(":")]
-        num_prompt, num_output, num_shared = (*numbers, 0)[:3]
+        num_prompt, num_output, num_shared = numbers if len(numbers) == 3 else (*numbers, 0)
         if not (num_prompt >= 1 and num_output >= 1 and 0 <= num_shared <= num_prompt):
             raise ValueError
     except ValueError:

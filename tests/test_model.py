@@ -1,0 +1,57 @@
+"""The decoder's seams, which later ideas build on: layer by layer it is transformers' network.
+
+The oracle is transformers' `output_hidden_states`: the embedding, then each layer's output.
+"""
+
+import pytest
+import torch
+from conftest import Reference
+
+from nanoserve import LLM, SamplingParams
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+def forward(llm: LLM, layers: list[range], taps: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """One prompt through ranges of layers, one after the other: embedding and final output."""
+    llm.add_request("a", PROMPT, SamplingParams(temperature=0))
+    batch = llm.runner.builder.build(llm.scheduler.schedule())
+    model = llm.runner.model
+    with torch.inference_mode():
+        embedded = hidden = model.embed(batch.input_ids)
+        for some in layers:
+            hidden = model(hidden, batch.positions, llm.runner.kv_cache, batch, some, taps)
+    return embedded, hidden
+
+
+@pytest.mark.parametrize("layers", [[range(3)], [range(1), range(1, 3)],
+                                    [range(1), range(1, 2), range(2, 3)]])
+def test_layers_run_in_ranges_and_can_be_tapped(qwen3, layers):
+    """A range of layers is what a pipeline rank runs; taps are what a draft head reads."""
+    with torch.no_grad():
+        reference = Reference(qwen3).model.model(torch.tensor([PROMPT]), output_hidden_states=True)
+    taps = dict.fromkeys(range(3))
+    embedded, hidden = forward(LLM(qwen3), layers, taps)
+    theirs = [states[0] for states in reference.hidden_states]
+    torch.testing.assert_close(embedded, theirs[0])
+    for i in (0, 1):  # transformers reports the last layer's output behind the norm
+        torch.testing.assert_close(taps[i], theirs[i + 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hidden, reference.last_hidden_state[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(taps[2], hidden)  # a tap is what the layer says, not the norm
+
+
+def test_a_step_copies_blocks_before_it_runs(qwen3):
+    """`Step.block_copies` is (from, to), for K and V of every layer, and nothing else moves."""
+    llm = LLM(qwen3, num_gpu_blocks_override=6)
+    llm.add_request("a", PROMPT, SamplingParams(temperature=0))
+    step = llm.scheduler.schedule()
+    [seq] = step.sampling
+    assert seq.block_table == [0, 1]  # the step itself writes here
+    for i, kv in enumerate(llm.runner.kv_cache):
+        for cache in kv:
+            cache.copy_(torch.arange(6).view(6, 1, 1, 1) + 10 * i)
+    step.block_copies = [(2, 5), (3, 4)]
+    llm.runner.launch(step)
+    for i, kv in enumerate(llm.runner.kv_cache):
+        for cache in kv:
+            assert cache[2:, 0, 0, 0].tolist() == [10 * i + n for n in (2, 3, 3, 2)]
