@@ -35,7 +35,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     for output in outputs:
-        print(f"\n{output.prompt} ⇒{output.outputs[0].text}")
+        print(f"\n{output.prompt} =>{output.outputs[0].text}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,6 @@ from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams,
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
 
-
 class LLM:
     """An engine with one model. `LLM(model, **options)`; the options are `EngineConfig`'s fields.
 
@@ -107,7 +106,11 @@ class LLM:
                 self.scheduler.drop_in_flight()
 
     def _take_result(self) -> None:
-        """Wait for the oldest step in flight and take its tokens into account."""
+        """Wait for the oldest step in flight and take its tokens into account.
+
+        Up to `tolist` a step can be dropped as if it had never been; from `popleft` on it counts,
+        and Ctrl-C waits until its outputs lie in an inbox.
+        """
         if not self.in_flight:
             assert not self.requests, f"stuck: nothing can be scheduled for {list(self.requests)}"
             return
@@ -122,7 +125,8 @@ class LLM:
     def _collect(self, grown: list[Sequence]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
-        A tokenizer that fails on one request's tokens ends that request alone.
+        `update` has counted the tokens already, so an error here must not keep any of them from its
+        caller: a tokenizer that fails ends its own request, and is heard of when all are served.
         """
         touched: dict[str, Request] = {}
         errors: list[Exception] = []
@@ -182,9 +186,9 @@ class LLM:
         return self.inputs.process(request_id, prompt, sampling_params, priority)
 
     def _submit(self, request: Request, inbox: list[RequestOutput]) -> None:
-        if request.request_id in self.requests:
-            raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
         with self.lock, _ctrl_c_held():
+            if request.request_id in self.requests:
+                raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
             sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
             self.num_arrived += 1
             request.inbox = inbox

@@ -121,7 +121,8 @@ class Scheduler:
         """Queue a sequence: O(its blocks), whose keys are made here and not in a step, and O(log
         waiting). Raises `ValueError` if it could never fit."""
         self.check_fits(seq.max_num_tokens)
-        self.blocks.keys(seq)
+        if self.blocks.enable_prefix_caching:
+            self.blocks.keys(seq)
         heappush(self.waiting, (self.order(seq), seq))
 
     # ----------------------------------------------------------- scheduling
