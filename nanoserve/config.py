@@ -353,7 +353,10 @@ def _number(name: str, value: object) -> float:
 
 
 def _refuse_what_is_not_implemented(config: dict) -> None:
-    """A feature we would silently leave out gives fluent wrong text; better no text at all."""
+    """A feature we would silently leave out gives fluent wrong text; better no text at all.
+
+    Each entry is named with the values that mean "off" or "as we do it"; an absent one means that.
+    """
     rope = _rope_entries(config)
     if "partial_rotary_factor" in rope:  # transformers 5 writes it there
         config = config | {"partial_rotary_factor": rope["partial_rotary_factor"]}

@@ -36,6 +36,9 @@ UNFUSED = {fused: leaf for leaf, fused in FUSED.items()}
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path) -> None:
     """Fill `model` from the safetensors files in `folder`.
 
+    The books are kept in one set: all places there are, from which each tensor takes its own. What
+    finds none, or finds it taken, is left over; what remains at the end is missing.
+
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
     missing = _expected(model)
@@ -103,13 +106,18 @@ def _checkpoint_name(module: str, parameter: str, part: str | None) -> str:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors some checkpoints carry although they follow from others."""
+    """Tensors some checkpoints carry although they follow from others: the angles of RoPE (Llama 2
+    in its first conversion), and the LM head where it is the embedding."""
     return name.endswith("rotary_emb.inv_freq") or (
         config.tie_word_embeddings and name == "lm_head.weight")
 
 
 def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """All tensors of a checkpoint with their files, one in memory at a time."""
+    """All tensors of a checkpoint with their files, one in memory at a time.
+
+    The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
+    place, and the system may drop them again at once.
+    """
     files = _weight_files(folder)
     for file in tqdm(files, desc="Loading weights", unit="file", disable=len(files) == 1):
         try:
@@ -121,7 +129,10 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files named by the index, or else every safetensors file of the folder."""
+    """The files named by the index, or else `model.safetensors`, or else every safetensors file.
+
+    In this order, because some folders hold the same weights twice, in another format's shards.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:

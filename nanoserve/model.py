@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.attention import paged_attention, store_kv
+from nanoserve.attention import MAX_GATHERED_KEYS, paged_attention, store_kv
 from nanoserve.batch import Batch
 from nanoserve.config import ModelConfig
 from nanoserve.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, apply_rope
@@ -133,3 +133,18 @@ class MLP(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+
+def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max_model_len: int,
+                        itemsize: int) -> int:
+    """Memory that a step of `num_tokens` and `num_seqs` takes beside weights and KV cache.
+
+    By its largest tensors: the activations of every token in one layer, one group of gathered keys
+    and values in attention, and the sampler's copies of the logits.
+    """
+    per_token = 4 * config.intermediate_size + 8 * config.hidden_size + 4 * (
+        config.num_attention_heads * config.head_dim + config.kv_width)
+    keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
+    gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32
+    logits = 16 * num_seqs * config.vocab_size  # four copies in float32
+    return (num_tokens * per_token + gathered) * itemsize + logits

@@ -23,11 +23,10 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.attention import MAX_GATHERED_KEYS
 from nanoserve.batch import BatchBuilder
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.model import Decoder, KVCache
+from nanoserve.model import Decoder, KVCache, estimate_step_bytes
 from nanoserve.sampler import SamplingInputs, sample
 from nanoserve.scheduler import Step
 
@@ -96,22 +95,13 @@ class ModelRunner:
         return budget // self.block_bytes
 
     def _gpu_budget(self) -> int:
-        """Bytes for KV on the GPU: our share, less what anybody uses already, less a step's needs.
-
-        A step's needs are estimated from its largest tensors, not measured yet: the MLP's and
-        attention's activations of every token, the gathered keys and values of one group of rows,
-        and the sampler's copies of the logits.
-        """
+        """Bytes for KV on the GPU: our share, less what anybody uses already, less what a step
+        needs beside the cache, which is estimated and not measured yet."""
         free, total = torch.cuda.mem_get_info(self.device)
         used = total - free  # ours and other processes'
-        model, config = self.model_config, self.config
-        per_token = 4 * model.intermediate_size + 8 * model.hidden_size + 4 * (
-            model.num_attention_heads * model.head_dim + model.kv_width)
-        keys = min(max(MAX_GATHERED_KEYS, config.max_model_len),
-                   config.max_num_seqs * config.max_model_len)
-        gathered = 4 * keys * model.kv_width  # as they are, transposed, and as float32
-        step = ((config.max_num_batched_tokens * per_token + gathered) * self.dtype.itemsize
-                + config.max_num_seqs * model.vocab_size * 16)
+        config = self.config
+        step = estimate_step_bytes(self.model_config, config.max_num_batched_tokens,
+                                   config.max_num_seqs, config.max_model_len, self.dtype.itemsize)
         return int(total * config.gpu_memory_utilization) - used - step
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:

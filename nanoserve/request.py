@@ -60,7 +60,12 @@ class Request:
     inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
-        """Make the sequences. Each sample's seed is a hash of the request's, or of its arrival."""
+        """Make the sequences, one a sample, which from here on know nothing of each other: that
+        they share a prompt is something the prefix cache finds out by itself.
+
+        Each one's seed is a hash of the request's seed, or else of the engine's and the arrival, so
+        that a script that is run twice writes the same text twice.
+        """
         params, ids = self.params, self.prompt_token_ids
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
@@ -94,12 +99,16 @@ class Request:
         return stop_string
 
     def flush(self) -> None:
-        """The request ends early: text that was held back comes out as it is."""
+        """The request ends early, by an abort: text that was held back comes out as it is."""
         for detokenizer in self.detokenizers:
             detokenizer.flush()
 
     def output(self) -> RequestOutput:
-        """What the caller gets now: all of it, or what is new since the last output (DELTA)."""
+        """What the caller gets now: all of it, or what is new since the last output (DELTA).
+
+        While a sample runs only its `visible_text` is shown, which never shrinks; so a DELTA can be
+        cut out by counting the characters that were told before.
+        """
         completions = []
         for seq in self.sequences:
             text, token_ids = "", seq.output_token_ids
@@ -137,13 +146,14 @@ class InputProcessor:
                              "make the engine with scheduling_policy='priority'")
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
-        # A copy: it checks the fields once more, and the caller may change theirs meanwhile.
+        # A copy: making it checks the fields once more, because the caller may have changed them
+        # since, and may change them again while the request runs.
         params = replace(params or self.default_sampling_params())
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r}")
         text, ids = self.read_prompt(prompt)
         limit = self.config.max_model_len
-        if len(ids) >= limit:
+        if len(ids) >= limit:  # with 1,024: a prompt of 1,023 leaves room for one token, 1,024 none
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and max_model_len is {limit}, prompt and at "
                 "least one output token together: shorten the prompt, or raise max_model_len (and "
@@ -167,7 +177,11 @@ class InputProcessor:
                              f"({error}): pass sampling_params") from error
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt in any of its forms -> its text, if it has one, and its token ids."""
+        """A prompt in any of its forms -> its text, if it has one, and its token ids.
+
+        Text gets the special tokens that the tokenizer wants in front (BOS, for Llama); ids are
+        taken as they are. A dict with both keeps its text for the output and computes its ids.
+        """
         text, ids = None, prompt
         if isinstance(prompt, str):
             text, ids = prompt, None
@@ -214,7 +228,7 @@ class InputProcessor:
         try:
             return self.tokenizer_for("a text prompt").encode(
                 text, add_special_tokens=add_special_tokens)
-        except TypeError as error:
+        except TypeError as error:  # what the tokenizer says when a str has no UTF-8 form
             raise ValueError(f"the prompt is no valid text, a lone surrogate? {text!r}") from error
 
     def tokenizer_for(self, what: str):
@@ -224,7 +238,11 @@ class InputProcessor:
         return self.tokenizer
 
     def _eos_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, else config.json's, else the tokenizer's."""
+        """generation_config.json's, else config.json's, else the tokenizer's.
+
+        Often there are several: a chat model ends a turn with one and a document with another. The
+        tokenizer names only one, and is asked last (vLLM adds its one to the others).
+        """
         if self.model_config.eos_token_ids:
             return self.model_config.eos_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import BOS, END_OF_TURN, EOS, PAD, Reference, assert_same_text, write_json
+from conftest import END_OF_TURN, EOS, Reference, assert_same_text, write_json
 from transformers import AutoTokenizer
 
 from nanoserve import LLM, SamplingParams
