@@ -26,7 +26,7 @@ moves more bytes than recomputing the few blocks that the prefix cache lost.
 """
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -173,7 +173,7 @@ class Scheduler:
             if victim.num_inflight_tokens:
                 return False
             self.running.pop()
-            self._release(victim)
+            self._retire(victim)
             victim.num_computed_tokens = 0
             victim.num_preemptions += 1
             heappush(self.waiting, (self.order(victim), victim))
@@ -303,12 +303,7 @@ class Scheduler:
             self._bury_the_dead()
             return
         del self.running[bisect_left(self.running, self.order(seq), key=self.order)]
-        self.free_rows.append(seq.row)
-        seq.row = -1
-        if seq.num_inflight_tokens:
-            self.draining.add(seq)
-        else:
-            self.blocks.free(seq)
+        self._retire(seq)
 
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C: their tokens are asked for again."""
@@ -320,10 +315,14 @@ class Scheduler:
         self.in_flight.clear()
         self.pending_keys.clear()
 
-    def _release(self, seq: Sequence) -> None:
-        self.blocks.free(seq)
+    def _retire(self, seq: Sequence) -> None:
+        """It runs no more: its row goes back, and its blocks unless a step in flight needs them."""
         self.free_rows.append(seq.row)
         seq.row = -1
+        if seq.num_inflight_tokens:
+            self.draining.add(seq)
+        else:
+            self.blocks.free(seq)
 
     def _drain(self, seq: Sequence) -> None:
         if seq in self.draining and seq.num_inflight_tokens == 0:
@@ -354,14 +353,13 @@ class Scheduler:
         rows = [seq.row for seq in self.running] + self.free_rows
         assert sorted(rows) == list(range(self.max_num_seqs)), (
             f"a row is lost or taken twice: {rows}")
-        inflight: dict[Sequence, int] = {}
+        inflight = Counter()
         for step in self.in_flight:
-            for seq, n in step.num_new_tokens.items():
-                inflight[seq] = inflight.get(seq, 0) + n
+            inflight.update(step.num_new_tokens)
         for seq in self.sequences():
-            assert seq.num_inflight_tokens == inflight.get(seq, 0), (
+            assert seq.num_inflight_tokens == inflight[seq], (
                 f"sequence {seq.name} counts {seq.num_inflight_tokens} tokens in flight, the steps "
-                f"{inflight.get(seq, 0)}")
+                f"{inflight[seq]}")
             assert seq.num_uncomputed_tokens >= 0, f"sequence {seq.name} computed tokens it lacks"
             assert seq.num_unknown_tokens <= len(self.in_flight), (
                 f"sequence {seq.name} awaits {seq.num_unknown_tokens} samples of "
