@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _HOME = {"LLM": "llm", "SamplingParams": "sequence", "RequestOutput": "sequence",
          "CompletionOutput": "sequence", "RequestOutputKind": "sequence", "Logprob": "sequence",
-         "EngineConfig": "config", "ModelConfig": "config"}
+         "EngineConfig": "config", "ModelConfig": "model_config"}
 __all__ = list(_HOME)
 
 

@@ -32,9 +32,10 @@ from nanoserve.sequence import Sequence
 
 # The header: the length of each section, in this order.
 SECTIONS = ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices",
-            "unknown_indices", "unknown_sources", "block_tables")
+            "unknown_indices", "unknown_sources", "block_copies", "block_tables")
 NUM_DECODES = len(SECTIONS)  # one more header entry: rows with a single new token
 HEADER = len(SECTIONS) + 1
+MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Batch:
     logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
     unknown_indices: torch.Tensor  # (u,) places in input_ids that the last step's samples fill ...
     unknown_sources: torch.Tensor  # (u,) ... and which of those samples
+    block_copies: torch.Tensor  # (2, c) blocks to copy from and to, before anything is written
     block_tables: torch.Tensor  # (b, w) the widest row's width
     num_decodes: int  # the first rows, one new token each
     query_lens: list[int]  # (b,) the same numbers on the host, for what is computed row by row
@@ -64,6 +66,7 @@ class Batch:
             host_views[name] = host[at:at + length]
             at += length
         num_rows = len(host_views["seq_lens"])
+        views["block_copies"] = views["block_copies"].view(2, -1)
         views["block_tables"] = views["block_tables"].view(num_rows, -1) if num_rows else (
             views["block_tables"].view(0, 0))
         return cls(**views, num_decodes=int(host[NUM_DECODES]),
@@ -91,7 +94,9 @@ class BatchBuilder:
         self.block_size = block_size
         self.device = device
         width = -(-max_model_len // block_size)
-        size = HEADER + 3 * max_num_batched_tokens + 5 * max_num_seqs + 1 + max_num_seqs * width
+        # Each running sequence may copy a block, which is two numbers.
+        size = HEADER + 3 * max_num_batched_tokens + 7 * max_num_seqs + 1 + max_num_seqs * width
+        size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]
@@ -103,17 +108,25 @@ class BatchBuilder:
 
     def build(self, step: Step) -> Batch:
         """Pack `step`, copy it to the device, and return the views. O(rows) in Python."""
+        buffer = self.take_buffer()
+        self.pack(step, buffer)
+        return self.unpack(buffer)
+
+    def take_buffer(self) -> torch.Tensor:
+        """The buffer whose turn it is, to be packed here or received from rank 0."""
         buffer = self.buffers[self.next_buffer]
         self.next_buffer = (self.next_buffer + 1) % len(self.buffers)
-        host = buffer.numpy()
-        length = self._pack(step, host)
-        device = buffer[:length]
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor) -> Batch:
+        device = buffer[:packed_length(buffer)]
         if self.device.type != "cpu":
             device = device.to(self.device, non_blocking=True)
-        return Batch.unpack(host, device)
+        return Batch.unpack(buffer.numpy(), device)
 
-    def _pack(self, step: Step, host: np.ndarray) -> int:
-        """Fill the buffer; returns how many of its numbers are in use."""
+    def pack(self, step: Step, buffer: torch.Tensor) -> None:
+        """Fill the buffer."""
+        host = buffer.numpy()
         seqs, query_lens, starts, num_decodes = _decodes_first(step)
         num_rows, num_tokens = len(seqs), step.num_tokens
         cu_seqlens_q = np.zeros(num_rows + 1, dtype=np.int32)
@@ -136,6 +149,7 @@ class BatchBuilder:
             [last_token_of[seq] for seq in step.sampling],
             unknown,
             sources,
+            np.array(step.block_copies, dtype=np.int32).reshape(-1, 2).T.reshape(-1),
             self.tables[rows, :width].reshape(-1),
         )
         at = HEADER
@@ -144,7 +158,6 @@ class BatchBuilder:
             host[at:at + len(section)] = section
             at += len(section)
         host[NUM_DECODES] = num_decodes
-        return at
 
     def _input_ids(self, seqs: list[Sequence], starts: list[int], query_lens: list[int],
                    num_decodes: int) -> list[int]:
@@ -184,6 +197,11 @@ class BatchBuilder:
                 self.tables[row, known:len(table)] = table[known:]
                 self.table_lens[row] = len(table)
         return np.array([seq.row for seq in seqs], dtype=np.int64)
+
+
+def packed_length(buffer: torch.Tensor) -> int:
+    """How many numbers of a packed buffer are in use, by its header."""
+    return HEADER + int(buffer[:HEADER - 1].sum())
 
 
 def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, int]:

@@ -172,21 +172,36 @@ class BlockManager:
                 entry = None  # a collision: the first one stays
             seq.cache_entry = entry
 
+    def release(self, seq: Sequence, position: int) -> None:
+        """Give back the blocks that lie wholly before `position`, which no window reaches any more.
+
+        The table keeps their ids, so that the others stay in their places; nobody reads them. With
+        blocks of 16 and position 35, blocks 0 and 1 go.
+        """
+        last = max(position // self.block_size, seq.num_released_blocks)  # never comes back
+        for block_id in seq.block_table[seq.num_released_blocks:last]:
+            self._dereference(block_id)
+        seq.num_released_blocks = last
+
     def free(self, seq: Sequence) -> None:
         """Give back all blocks of `seq`. Cached ones stay findable until they are reused.
 
         Last block first, so that a chain is forgotten from its tail: a tail without its head could
         not be found.
         """
-        for block_id in reversed(seq.block_table):
-            self.ref_counts[block_id] -= 1
-            if self.ref_counts[block_id] == 0:
-                self.free_blocks[block_id] = None
-                if self.entry_of[block_id] is None:
-                    self.free_blocks.move_to_end(block_id, last=False)
+        for block_id in reversed(seq.block_table[seq.num_released_blocks:]):
+            self._dereference(block_id)
+        seq.num_released_blocks = 0
         seq.block_table = []  # a new list, not a cleared one: whoever kept the old can tell
         seq.num_committed_blocks = 0
         seq.cache_entry = None
+
+    def _dereference(self, block_id: int) -> None:
+        self.ref_counts[block_id] -= 1
+        if self.ref_counts[block_id] == 0:
+            self.free_blocks[block_id] = None
+            if self.entry_of[block_id] is None:
+                self.free_blocks.move_to_end(block_id, last=False)
 
     def _forget(self, block_id: int) -> None:
         """Drop the block's cache entry, if it has one."""
@@ -213,13 +228,13 @@ class BlockManager:
         sequences = list(sequences)  # gone through twice: an iterator would be empty by then
         holders: dict[int, list[str]] = {}
         for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), (
-                f"sequence {seq.name} lists a block twice: {seq.block_table}")
+            held = seq.block_table[seq.num_released_blocks:]
+            assert len(set(held)) == len(held), f"sequence {seq.name} lists a block twice: {held}"
             room = len(seq.block_table) * self.block_size
             used = seq.num_computed_tokens + seq.num_inflight_tokens
             assert used <= room, (
                 f"sequence {seq.name} has computed {used} tokens in blocks for {room}")
-            for block_id in seq.block_table:
+            for block_id in held:
                 holders.setdefault(block_id, []).append(seq.name)
         for block_id, count in enumerate(self.ref_counts):
             names = holders.get(block_id, [])
@@ -246,7 +261,7 @@ class BlockManager:
                 f"{num_full} are full and computed")
             for i, block_id in enumerate(seq.block_table):
                 entry = self.entry_of[block_id]
-                if entry is None:
+                if entry is None or i < seq.num_released_blocks:
                     continue
                 tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
                 assert entry.tokens == tokens, (

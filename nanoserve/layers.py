@@ -1,96 +1,221 @@
-"""The parts a decoder is made of: RMSNorm, RoPE, Linear, Embedding.
+"""The parts a decoder is made of: RMSNorm, RoPE, Linear, Embedding, and a mixture of experts.
 
 Each part owns its weights *and* how they get there. A checkpoint stores q, k and v (or gate and up)
 as separate matrices, while the engine multiplies with one, because one large product is faster than
-three small ones. So a `Linear` knows its parts by name and `weight_loader` puts each into its rows:
+three small ones; and with tensor parallelism a rank keeps a share of each matrix only. So a part
+knows its pieces by name and `weight_loader` cuts out of each what belongs here:
 
     checkpoint           q_proj (64, 32)   k_proj (16, 32)   v_proj (16, 32)
+                          rows 32..63       rows 8..15        rows 8..15         rank 1 of 2
                               │                 │                 │
-    qkv_proj.weight      rows 0..63        rows 64..79       rows 80..95         (96, 32)
+    qkv_proj.weight      rows 0..31        rows 32..39       rows 40..47         (48, 32)
+
+A Linear that is cut by rows gives a share of the outputs ("column parallel" in the literature,
+which writes the matrix transposed); one that is cut by columns sees a share of the inputs, and the
+ranks' results are summed ("row parallel"). The two alternate: see parallel.py.
 
 Invariant: a weight is written through `weight_loader` or not at all, and the loader proves that
-every part of every parameter was written exactly once. `finish_loading()` is called after the last
-one: the place to repack or quantise a weight without anybody else knowing.
+every piece that `places()` names was written exactly once. `finish_loading()` is called after the
+last one: the place to repack or quantise a weight without anybody else knowing.
 
 The interface is nn.Module's, the memory is not initialised: the loader fills every byte. Road not
 taken: `nn.Linear` and `nn.Embedding`, which spend seconds on random numbers that are overwritten.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.config import RopeConfig
+from nanoserve.model_config import RopeConfig
+from nanoserve.parallel import SOLO, Ranks, Span
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
-def _weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+@dataclass(frozen=True)
+class Placement:
+    """Where weights are kept, and as what: the same for all parts of a model."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ranks: Ranks = SOLO
+
+    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        memory = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(memory, requires_grad=False)
 
 
-def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    if into.shape != tensor.shape:
-        raise ValueError(f"shape {tuple(tensor.shape)} in the file, {tuple(into.shape)} expected")
-    into.copy_(tensor)
+def _copy(into: torch.Tensor, tensor: torch.Tensor, rows: Span, columns: Span | None) -> None:
+    """Copy a share of a checkpoint's tensor. `columns` is None where it has one dimension."""
+    expected = (rows.total,) if columns is None else (rows.total, columns.total)
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
+    share = tensor[rows.start:rows.stop]
+    into.copy_(share if columns is None else share[:, columns.start:columns.stop])
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device):
+    offset: the weight is stored as its distance from 1 (Gemma), and kept in float32, because 1 +
+    weight in bfloat16 would lose most of it.
+    """
+
+    def __init__(self, size: int, eps: float, on: Placement, offset: bool = False):
         super().__init__()
-        self.eps = eps
-        self.weight = _weight(size, dtype=dtype, device=device)
+        self.eps, self.offset = eps, offset
+        self.weight = on.weight(size, dtype=torch.float32 if offset else None)
+
+    def places(self) -> Iterator[tuple[str, str | None]]:
+        yield "weight", None
 
     def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
-        _copy(getattr(self, name), tensor)
+        _copy(self.weight, tensor, Span.whole(len(self.weight)), None)
+
+    def finish_loading(self) -> None:
+        if self.offset:
+            self.weight += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        shape = self.weight.shape
+        return F.rms_norm(x.to(self.weight.dtype), shape, self.weight, self.eps).to(x.dtype)
 
 
 class Linear(nn.Module):
-    """x @ weight.T + bias, its output rows made of named parts.
+    """x @ weight.T + bias, its output rows made of named parts, each of them this rank's share.
 
-    parts: output sizes by name, in order, e.g. {"q": 64, "k": 16, "v": 16}.
+    inputs: the columns that are here. parts: the rows by name, in order, e.g. {"q": Span(32, 64,
+    64), ...}; a part that every rank has whole is a `Span.whole`.
     """
 
-    def __init__(self, in_size: int, parts: dict[str, int], bias: bool, dtype: torch.dtype,
-                 device: torch.device):
+    def __init__(self, inputs: Span, parts: dict[str, Span], bias: bool, on: Placement):
         super().__init__()
-        self.parts = parts
-        self.weight = _weight(sum(parts.values()), in_size, dtype=dtype, device=device)
-        self.bias = _weight(sum(parts.values()), dtype=dtype, device=device) if bias else None
+        self.inputs, self.parts, self.ranks = inputs, parts, on.ranks
+        size = sum(rows.size for rows in parts.values())
+        self.weight = on.weight(size, inputs.size)
+        self.bias = on.weight(size) if bias else None
+
+    def places(self) -> Iterator[tuple[str, str | None]]:
+        """What has to be loaded: (parameter, part), the part None where there is only one."""
+        for name, _ in self.named_parameters(recurse=False):
+            for part in self.parts if len(self.parts) > 1 else [None]:
+                yield name, part
 
     def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
         """Copy one part (the only one, if `part` is None) of "weight" or "bias" into its rows."""
         part = part or next(iter(self.parts))
         start = 0
-        for other, size in self.parts.items():
+        for other, rows in self.parts.items():
             if other == part:
-                _copy(getattr(self, name)[start:start + size], tensor)
-            start += size
+                _copy(getattr(self, name)[start:start + rows.size], tensor, rows,
+                      self.inputs if name == "weight" else None)
+            start += rows.size
 
     def finish_loading(self) -> None:
         """All parts are in place: nothing to repack for a plain product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self.inputs.is_whole:
+            return F.linear(x, self.weight, self.bias)
+        out = self.ranks.all_reduce(F.linear(x, self.weight))
+        # After the sum, or it would be added once a rank (nano-vllm #125).
+        return out if self.bias is None else out + self.bias
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors; with tied weights its matrix is the LM head, too."""
+    """Token ids to vectors; with tied weights its matrix is the LM head, too.
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device):
+    A rank keeps a range of the vocabulary, answers zeros for the other tokens, and the sum over the
+    ranks is the answer.
+    """
+
+    def __init__(self, tokens: Span, hidden_size: int, on: Placement):
         super().__init__()
-        self.weight = _weight(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.tokens, self.ranks = tokens, on.ranks
+        self.weight = on.weight(tokens.size, hidden_size)
+
+    def places(self) -> Iterator[tuple[str, str | None]]:
+        yield "weight", None
 
     def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
-        _copy(getattr(self, name), tensor)
+        _copy(self.weight, tensor, self.tokens, Span.whole(self.weight.shape[1]))
+
+    def finish_loading(self) -> None:
+        """Nothing to repack."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        if self.tokens.is_whole:
+            return F.embedding(ids, self.weight)
+        elsewhere = (ids < self.tokens.start) | (ids >= self.tokens.stop)
+        local = (ids - self.tokens.start).masked_fill(elsewhere, 0)
+        vectors = F.embedding(local, self.weight).masked_fill_(elsewhere[:, None], 0)
+        return self.ranks.all_reduce(vectors)
+
+
+class Experts(nn.Module):
+    """The gated MLPs of a mixture of experts, of which each token uses a few.
+
+    experts: those that are here; hidden_size: of the stream; inner: the share of each expert's
+    width. Either all experts are here with a share of each, or some of them whole.
+    """
+
+    def __init__(self, experts: Span, hidden_size: int, inner: Span, activation: str,
+                 on: Placement):
+        super().__init__()
+        self.experts, self.inner = experts, inner
+        self.act = ACTIVATIONS[activation]
+        self.gate_up_proj = on.weight(experts.size, 2 * inner.size, hidden_size)
+        self.down_proj = on.weight(experts.size, hidden_size, inner.size)
+
+    def places(self) -> Iterator[tuple[str, str | None]]:
+        """Other ranks' experts, too: they must be in the checkpoint, and are passed over."""
+        for expert in range(self.experts.total):
+            yield "gate_up_proj", f"{expert}.gate"
+            yield "gate_up_proj", f"{expert}.up"
+            yield "down_proj", f"{expert}.down"
+
+    def weight_loader(self, name: str, tensor: torch.Tensor, part: str) -> None:
+        expert, kind = part.split(".")
+        expert = int(expert) - self.experts.start
+        if not 0 <= expert < self.experts.size:
+            return
+        hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
+        if kind == "down":
+            _copy(self.down_proj[expert], tensor, hidden, self.inner)
+        else:
+            start = width if kind == "up" else 0
+            _copy(self.gate_up_proj[expert, start:start + width], tensor, self.inner, hidden)
+
+    def finish_loading(self) -> None:
+        """Nothing to repack."""
+
+    def forward(self, hidden: torch.Tensor, weights: torch.Tensor,
+                ids: torch.Tensor) -> torch.Tensor:
+        """hidden (num_tokens, hidden_size); weights and ids (num_tokens, experts per token).
+
+        Returns this rank's share of the sum. Tokens are sorted by expert, and each expert that is
+        hit computes its own in one go. Confessed: counting them waits for the device, which costs
+        nothing on a CPU; a GPU wants one kernel for all experts.
+        """
+        out = torch.zeros_like(hidden)
+        order = ids.flatten().argsort(stable=True)
+        tokens = order // ids.shape[1]
+        weights = weights.flatten()[order][:, None]
+        counts = ids.flatten().bincount(minlength=self.experts.total).tolist()
+        at = sum(counts[:self.experts.start])
+        for expert, count in enumerate(counts[self.experts.start:self.experts.stop]):
+            if count:
+                own = tokens[at:at + count]
+                gate, up = F.linear(hidden[own], self.gate_up_proj[expert]).chunk(2, dim=-1)
+                result = F.linear(self.act(gate) * up, self.down_proj[expert])
+                out.index_add_(0, own, (result * weights[at:at + count]).to(out.dtype))
+            at += count
+        return out
 
 
 class RotaryEmbedding(nn.Module):
@@ -104,6 +229,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies = rope_frequencies(head_dim, rope).to(device)
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.scale = rope.attention_factor
 
     def forward(self, positions: torch.Tensor,
                 dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,23 +239,46 @@ class RotaryEmbedding(nn.Module):
         """
         angles = positions[:, None].float() * self.frequencies  # (num_tokens, head_dim / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     """Radians a position for each pair of dimensions, (head_dim / 2,), in float32.
 
-    "llama3" stretches long waves by `factor`, keeps short ones, and blends in between, so that a
-    model trained on 8,192 positions can be tuned for more (Llama 3.1, rope_type "llama3").
+    To reach further than it was trained, a model's waves are stretched by `factor`: all of them
+    ("linear"), or only the long ones, which never made a full turn in training, with a blend in
+    between. "llama3" blends by the number of turns, "yarn" (Peng et al. 2023) by the index.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta ** exponents
     if rope.rope_type == "default":
         return frequencies
-    waves = rope.original_max_position_embeddings * frequencies / (2 * math.pi)  # turns in training
-    blend = (waves - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blend = blend.clamp(0, 1)  # 0: at most low_freq_factor turns, stretched; 1: short, kept
-    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    keep = _llama3_keep(frequencies, rope) if rope.rope_type == "llama3" else (
+        _yarn_keep(head_dim, rope))
+    return (1 - keep) * frequencies / rope.factor + keep * frequencies
+
+
+def _llama3_keep(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """0 for waves of at most `low_freq_factor` turns in training, 1 from `high_freq_factor` on."""
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return keep.clamp(0, 1)
+
+
+def _yarn_keep(head_dim: int, rope: RopeConfig) -> torch.Tensor:
+    """1 up to the pair that makes `beta_fast` turns, 0 from the one that makes `beta_slow` on."""
+    def pair_with(turns: float) -> float:  # frequency theta^(-2i/d), solved for the index i
+        wave = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_dim * math.log(wave) / (2 * math.log(rope.theta))
+
+    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # the reference's way out of a division by zero
+    return 1 - ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -24,16 +24,19 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from nanoserve.config import EngineConfig, ModelConfig, find_model
-from nanoserve.model_runner import ModelRunner, pick_device
+from nanoserve.config import EngineConfig, find_model
+from nanoserve.model_config import ModelConfig
+from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_rank
+from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams, Sequence
@@ -57,12 +60,10 @@ class LLM:
         folder = find_model(model)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
+        self.runner = None
         self.tokenizer = load_tokenizer(config, folder)
-        self.runner = ModelRunner(config, self.model_config, folder)
-        num_blocks = self.runner.count_kv_blocks()
-        self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
-        self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
-        self.scheduler = Scheduler(self.config, num_blocks)
+        num_blocks = self._start_runner(config, asked.max_model_len, folder)
+        self.scheduler = Scheduler(self.config, num_blocks, self.model_config.window)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its tokens on the device)
@@ -72,6 +73,31 @@ class LLM:
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         _say(self._describe(num_blocks))
+
+    def _start_runner(self, config: EngineConfig, asked_len: int | None, folder: Path) -> int:
+        """Ranks, weights and KV cache; returns how many blocks it has.
+
+        Under torchrun the ranks above 0 come here with the same script. They serve until rank 0
+        shuts down, and then their script ends: what follows in it is rank 0's to do.
+        """
+        config.check_ranks(self.model_config)
+        ranks = start_ranks(config.tensor_parallel_size, config.device,
+                            "nanoserve.model_runner:serve_rank", (config, folder))
+        if ranks.rank > 0:
+            serve_rank(ranks, (config, folder))
+            raise SystemExit(0)
+        # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
+        self.end_ranks = weakref.finalize(self, ranks.close, LAST_WORD)
+        try:
+            self.runner = ModelRunner(config, self.model_config, folder, ranks)
+            num_blocks = self.runner.count_kv_blocks()
+            self.config = _fit_max_model_len(config, asked_len, num_blocks)
+            self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
+            self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
+        except BaseException:
+            ranks.abort("the engine could not be made")
+            raise
+        return num_blocks
 
     # ----------------------------------------------------------- the engine
 
@@ -89,7 +115,9 @@ class LLM:
             with _ctrl_c_held():
                 step = self.scheduler.schedule()
             if step.num_new_tokens:
-                self.in_flight.append((step, self.runner.launch(step)))
+                # Ranks that are stopped in the middle of a step would be out of step for good.
+                with _ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
+                    self.in_flight.append((step, self.runner.launch(step)))
             if len(self.in_flight) > self.depth or not step.num_new_tokens:
                 self._take_result()
         except BaseException:
@@ -345,6 +373,7 @@ class LLM:
     def _check_open(self) -> None:
         if self.runner is None:
             raise RuntimeError("this engine was shut down: make a new LLM")
+        self.runner.ranks.check()
 
     def _describe(self, num_blocks: int) -> str:
         """One line: on what, how, and with how much memory. A slow path is never silent."""

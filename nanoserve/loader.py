@@ -7,15 +7,19 @@ needs the model's size and one tensor, never two models.
     model.layers.0.self_attn.k_proj.weight   the checkpoint's name
           layers.0.self_attn.qkv_proj  "weight"  part "k"      module, parameter, part of its rows
 
+With tensor parallelism each rank reads the same files, and copies from each tensor the share that
+is its own: a file is mapped, so that the rest is never read, and no rank ever holds all weights.
+
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
 place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
 this check answer with random text when a glob finds nothing (nano-vllm #97).
 
-Not known here: devices, ranks, what the weights are for. Road not taken: pickled `.bin`
+Not known here: devices, what a share is, what the weights are for. Road not taken: pickled `.bin`
 checkpoints, which can run code when they are loaded.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,13 +28,20 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
-from nanoserve.config import ModelConfig
-from nanoserve.layers import Embedding, Linear, RMSNorm
+from nanoserve.layers import RMSNorm
+from nanoserve.model_config import ModelConfig
 
 # Projections that the engine multiplies as one: the checkpoint's name -> (module, part).
 FUSED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
          "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up")}
 UNFUSED = {fused: leaf for leaf, fused in FUSED.items()}
+# A mixture's experts are one module here and a module each in the file, and Mixtral has its own
+# names for everything about them.
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)$")
+EXPERT_PARTS = {"gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
+                "down_proj": ("down_proj", "down")}
+EXPERT_PARTS |= {w: EXPERT_PARTS[leaf] for w, leaf in
+                 (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))}
 
 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path) -> None:
@@ -65,42 +76,54 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def load_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Random weights that keep activations at a sensible size; for benchmarks and tests."""
-    generator = None
+    """Random weights that keep activations at a sensible size; for benchmarks and tests.
+
+    Each parameter has a seed of its own, so that what all ranks must have alike (a router) is
+    alike, however their shares of the others differ.
+    """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if generator is None:
-                generator = torch.Generator(parameter.device).manual_seed(seed)
+            seed += 1
             if isinstance(module, RMSNorm):
-                parameter.fill_(1)
+                parameter.fill_(0 if module.offset else 1)
             else:
+                generator = torch.Generator(parameter.device).manual_seed(seed)
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
     _finish(model)
 
 
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that own weights, by name."""
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            assert hasattr(module, "weight_loader"), f"{name} has no weight_loader"
+            yield name, module
+
+
 def _expected(model: nn.Module) -> set[tuple[str, str, str | None]]:
     """Everything that must be written: (module, parameter, part) triples."""
-    places = set()
-    for name, module in model.named_modules():
-        for parameter, _ in module.named_parameters(recurse=False):
-            assert isinstance(module, (Embedding, Linear, RMSNorm)), f"{name} has no weight_loader"
-            parts = list(module.parts) if isinstance(module, Linear) else []
-            for part in parts if len(parts) > 1 else [None]:
-                places.add((name, parameter, part))
-    return places
+    return {(name, *place) for name, module in _parts(model) for place in module.places()}
 
 
 def _place(name: str) -> tuple[str, str, str | None]:
     """Where a checkpoint's tensor belongs, by its name."""
-    path, _, parameter = name.removeprefix("model.").rpartition(".")
+    name = name.removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
+    path, _, parameter = name.rpartition(".")
+    if (expert := EXPERT.match(path)) and expert[3] in EXPERT_PARTS and parameter == "weight":
+        stacked, part = EXPERT_PARTS[expert[3]]
+        return expert[1], stacked, f"{int(expert[2])}.{part}"
     parent, _, leaf = path.rpartition(".")
     module, part = FUSED.get(leaf, (leaf, None))
     return (f"{parent}.{module}" if parent else module), parameter, part
 
 
 def _checkpoint_name(module: str, parameter: str, part: str | None) -> str:
-    """The inverse of `_place`, for messages: users know their checkpoint's names, not ours."""
+    """The inverse of `_place`, for messages: users know their checkpoint's names, not ours. (An
+    expert of Mixtral's is named as the other families would.)"""
     parent, _, leaf = module.rpartition(".")
+    if leaf == "experts":
+        index, part = part.split(".")
+        return f"model.{module}.{index}.{UNFUSED.get((parameter, part), parameter)}.weight"
     path = ".".join(filter(None, (parent, UNFUSED.get((leaf, part), leaf), parameter)))
     return path if leaf == "lm_head" else "model." + path
 
@@ -154,6 +177,5 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _finish(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.finish_loading()
+    for _, module in _parts(model):
+        module.finish_loading()

@@ -1,4 +1,4 @@
-"""One decoder, driven by `ModelConfig`: Llama and Qwen3 differ in flags, not in code.
+"""One decoder, driven by `ModelConfig`: eight families differ in flags, not in code.
 
 Read it top-down like the figure in a paper: tokens are embedded, pass a stack of identical layers
 (each adds what attention and an MLP have to say to the residual stream), are normalised, and become
@@ -11,9 +11,14 @@ Invariant: no hidden inputs. What a forward pass reads stands in its signature: 
 `positions`, the KV cache and the batch. Tokens are the only dimension that varies; there is no
 batch dimension and no padding, because rows are told apart by attention alone.
 
-A flag may switch a line on or off (qk-norm, biases, tied embeddings). Anything that needs another
-algorithm would be another class. Road not taken: one file for each family, as transformers has it,
-where a fix is made as many times as there are files.
+With tensor parallelism every rank runs this same code on its share of the heads, of the MLP's width
+and of the vocabulary, and has the whole residual stream. What is shared how is said here, where the
+layers are made; only `Linear`, `Embedding` and `MoE` know that somebody has to be asked for the
+rest.
+
+A flag may switch a line on or off (qk-norm, biases, a second norm). Anything that needs another
+algorithm is another class, as `MoE` is. Road not taken: one file for each family, as transformers
+has it, where a fix is made as many times as there are files.
 
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
@@ -24,8 +29,18 @@ from torch import nn
 
 from nanoserve.attention import MAX_GATHERED_KEYS, paged_attention, store_kv
 from nanoserve.batch import Batch
-from nanoserve.config import ModelConfig
-from nanoserve.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, apply_rope
+from nanoserve.layers import (
+    ACTIVATIONS,
+    Embedding,
+    Experts,
+    Linear,
+    Placement,
+    RMSNorm,
+    RotaryEmbedding,
+    apply_rope,
+)
+from nanoserve.model_config import ModelConfig
+from nanoserve.parallel import Span, share_heads
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see attention.py
 
@@ -33,19 +48,26 @@ KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see atte
 class Decoder(nn.Module):
     """The whole network: `embed`, `forward` over a range of layers, `compute_logits`."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, dtype, device)
-                                    for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.config, self.ranks = config, on.ranks
+        vocabulary = on.ranks.share(config.vocab_size)
+        self.embed_tokens = Embedding(vocabulary, config.hidden_size, on)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.rotary_local = RotaryEmbedding(
+            config.head_dim, config.rope_local or config.rope, on.device)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, on, expert_parallel)
+                                    for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
         self.lm_head = None if config.tie_word_embeddings else Linear(
-            config.hidden_size, {"all": config.vocab_size}, False, dtype, device)
+            Span.whole(config.hidden_size), {"all": vocabulary}, False, on)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
-        return self.embed_tokens(ids)
+        hidden = self.embed_tokens(ids)
+        if self.config.scale_embedding:  # by a number of the stream's own precision, as trained
+            hidden = hidden * torch.tensor(self.config.hidden_size ** 0.5, dtype=hidden.dtype)
+        return hidden
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, layers: range | None = None,
@@ -56,59 +78,85 @@ class Decoder(nn.Module):
         number as a key, its value becomes that layer's output.
         """
         layers = range(len(self.layers)) if layers is None else layers
-        cos, sin = self.rotary(positions, hidden.dtype)
+        turns = local_turns = self.rotary(positions, hidden.dtype)
+        if self.config.rope_local is not None:
+            local_turns = self.rotary_local(positions, hidden.dtype)
         for i in layers:
+            cos, sin = turns if self.config.windows[i] is None else local_turns
             hidden = self.layers[i](hidden, cos, sin, kv_cache[i], batch)
             if taps is not None and i in taps:
                 taps[i] = hidden
         return self.norm(hidden) if layers.stop == len(self.layers) else hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_rows, hidden_size) -> (num_rows, vocab_size); only rows that sample come here."""
-        if self.lm_head is None:
-            return F.linear(hidden, self.embed_tokens.weight)
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
+        rows that sample come here."""
+        logits = (F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None
+                  else self.lm_head(hidden))
+        logits = self.ranks.gather(logits, self.config.vocab_size)
+        cap = self.config.logits_softcap
+        return logits if cap is None or logits is None else cap * torch.tanh(logits / cap)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm)."""
+    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+    `post_attention_layernorm` is a name with two meanings: for most families the norm in front of
+    the MLP, which Gemma calls `pre_feedforward_layernorm` because it has one behind attention, too.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, on: Placement, expert_parallel: bool):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, dtype, device)
-        self.self_attn = Attention(config, dtype, device)
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
+
+        self.input_layernorm = norm()
+        self.self_attn = Attention(config, index, on)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if config.post_norms else None
+        self.mlp = (MoE(config, on, expert_parallel) if config.moe_layers[index]
+                    else MLP(config, on))
+        self.post_feedforward_layernorm = norm() if config.post_norms else None
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, kv, batch)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, kv, batch)
+        if self.pre_feedforward_layernorm is None:
+            hidden = hidden + attended
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + self.post_attention_layernorm(attended)
+        out = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return hidden + self.post_feedforward_layernorm(out)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV cache, with RoPE and optional qk-norm."""
+    """Grouped-query attention over the paged KV cache, with RoPE and optional qk-norm.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+    A rank has a share of the KV heads with the query heads that read them; `share_heads` says how.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, on: Placement):
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_size = config.num_attention_heads * config.head_dim
-        self.kv_size = config.num_key_value_heads * config.head_dim
-        bias = config.attention_bias
-        self.qkv_proj = Linear(
-            config.hidden_size, {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}, bias,
-            dtype, device)
-        self.o_proj = Linear(self.q_size, {"all": config.hidden_size}, bias, dtype, device)
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.window = config.windows[index]
+        heads, kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads,
+                                      on.ranks)
+        q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
+        self.sizes = (q.size, kv.size, kv.size)
+        stream = Span.whole(config.hidden_size)
+        self.qkv_proj = Linear(stream, {"q": q, "k": kv, "v": kv}, config.qkv_bias, on)
+        self.o_proj = Linear(q, {"all": stream}, config.o_bias, on)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype, device)
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, on, config.norm_offset)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, on, config.norm_offset)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         num_tokens = len(hidden)
-        q, k, v = self.qkv_proj(hidden).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+        q, k, v = self.qkv_proj(hidden).split(self.sizes, dim=-1)
         q = q.view(num_tokens, -1, self.head_dim)  # (num_tokens, num_heads, head_dim)
         k = k.view(num_tokens, -1, self.head_dim)  # (num_tokens, num_kv_heads, head_dim)
         v = v.view(num_tokens, -1, self.head_dim)
@@ -116,23 +164,53 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         store_kv(k, v, *kv, batch.slot_mapping)
-        out = paged_attention(q, *kv, batch, scale=self.head_dim ** -0.5)
+        out = paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj(out.flatten(1))
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), the gated MLP (Shazeer 2020, "GLU Variants")."""
+    """down(act(gate(x)) * up(x)), the gated MLP (Shazeer 2020, "GLU Variants")."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: ModelConfig, on: Placement):
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, {"gate": size, "up": size}, config.mlp_bias,
-                                   dtype, device)
-        self.down_proj = Linear(size, {"all": config.hidden_size}, config.mlp_bias, dtype, device)
+        stream, inner = Span.whole(config.hidden_size), on.ranks.share(config.intermediate_size)
+        self.act = ACTIVATIONS[config.activation]
+        self.gate_up_proj = Linear(stream, {"gate": inner, "up": inner}, config.mlp_bias, on)
+        self.down_proj = Linear(inner, {"all": stream}, config.mlp_bias, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.act(gate) * up)
+
+
+class MoE(nn.Module):
+    """A mixture of experts: a router picks a few MLPs for each token and weighs their answers
+    (Shazeer et al. 2017; Jiang et al. 2024, "Mixtral of Experts").
+
+    Over ranks either each expert is shared out like an MLP, or (`expert_parallel`) the experts are:
+    less is summed in small pieces, but a rank whose experts are popular is waited for.
+    """
+
+    def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool):
+        super().__init__()
+        self.ranks = on.ranks
+        self.experts_per_token = config.num_experts_per_tok
+        self.normalise = config.norm_topk_prob
+        experts, inner = Span.whole(config.num_experts), Span.whole(config.moe_intermediate_size)
+        # Every rank has the router, so that all of them pick the same experts unasked.
+        self.gate = Linear(Span.whole(config.hidden_size), {"all": experts}, False, on)
+        if expert_parallel:
+            experts = on.ranks.share(experts.total)
+        else:
+            inner = on.ranks.share(inner.total)
+        self.experts = Experts(experts, config.hidden_size, inner, config.activation, on)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(hidden).float().softmax(-1)  # (num_tokens, num_experts)
+        weights, ids = scores.topk(self.experts_per_token, dim=-1)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return self.ranks.all_reduce(self.experts(hidden, weights, ids))
 
 
 def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max_model_len: int,
@@ -140,9 +218,12 @@ def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max
     """Memory that a step of `num_tokens` and `num_seqs` takes beside weights and KV cache.
 
     By its largest tensors: the activations of every token in one layer, one group of gathered keys
-    and values in attention, and the sampler's copies of the logits.
+    and values in attention, and the sampler's copies of the logits. Ranks that share the work need
+    less; they are not told apart here.
     """
-    per_token = 4 * config.intermediate_size + 8 * config.hidden_size + 4 * (
+    inner = max(config.intermediate_size,
+                config.moe_intermediate_size * config.num_experts_per_tok)
+    per_token = 4 * inner + 8 * config.hidden_size + 4 * (
         config.num_attention_heads * config.head_dim + config.kv_width)
     keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
     gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32

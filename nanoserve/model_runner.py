@@ -14,6 +14,10 @@ the sampled tokens as a tensor; whoever needs their values asks it (`tolist()`),
 overlap the next step is launched first: its unknown inputs are filled on the device, from that
 tensor, before the host has seen them.
 
+With tensor parallelism rank 0 launches, and on the other ranks `serve` repeats what it does: the
+packed step is broadcast, every rank runs the forward on its share, and rank 0 gathers the logits
+and samples. Only what the others can't know travels: the step, and with overlap the tokens.
+
 Not known here: the queue, text, users. Road not taken: sizing the KV cache by trial until memory is
 exhausted; a laptop that swaps is worse than a small cache.
 """
@@ -23,15 +27,20 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.batch import BatchBuilder
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
+from nanoserve.config import EngineConfig
+from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
 from nanoserve.model import Decoder, KVCache, estimate_step_bytes
+from nanoserve.model_config import ModelConfig
+from nanoserve.parallel import SOLO, Ranks, share_heads
 from nanoserve.sampler import SamplingInputs, sample
 from nanoserve.scheduler import Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free: a laptop's owner has other programs open
 MIN_CACHE_TOKENS = 2 ** 16
+STOP = -1  # in the place of a step's first length: no more steps will come
+LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)
 UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 
 
@@ -45,17 +54,21 @@ def pick_device(device: str) -> str:
 
 
 class ModelRunner:
-    """Weights, KV cache and buffers on one device.
+    """Weights, KV cache and buffers on one device, which is one rank's.
 
     config: resolved, `device` and `dtype` included. folder: the checkpoint's.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
+                 ranks: Ranks = SOLO):
         self.config = config
         self.model_config = model_config
-        self.device = torch.device(config.device)
+        self.ranks = ranks
+        self.device = torch.device(
+            "cuda", ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
         self.dtype = getattr(torch, config.dtype)
-        self.model = Decoder(model_config, self.dtype, self.device)
+        placement = Placement(self.dtype, self.device, ranks)
+        self.model = Decoder(model_config, placement, config.expert_parallel)
         if config.load_format == "dummy":
             load_dummy_weights(self.model, config.seed)
         else:
@@ -68,31 +81,44 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block over all layers."""
+        """Bytes of one KV block over all layers, for the KV heads of this rank."""
         return (self.config.block_size * self.model_config.num_hidden_layers
-                * self.model_config.kv_width * self.dtype.itemsize)
+                * 2 * self._num_kv_heads * self.model_config.head_dim * self.dtype.itemsize)
+
+    @property
+    def _num_kv_heads(self) -> int:
+        config = self.model_config
+        return share_heads(config.num_attention_heads, config.num_key_value_heads,
+                           self.ranks)[1].size
 
     def count_kv_blocks(self) -> int:
-        """How many KV blocks there is room for; allocates nothing.
+        """How many KV blocks there is room for on every rank; allocates nothing.
 
         Raises `ValueError` with the numbers when there is room for none.
         """
-        config = self.config
-        if config.num_gpu_blocks_override is not None:
-            return config.num_gpu_blocks_override
-        budget = config.kv_cache_memory_bytes
-        if budget is None:
-            budget = self._gpu_budget() if self.device.type == "cuda" else int(
-                CPU_MEMORY_SHARE * free_cpu_memory())
-            # Every sequence at its full length; a small engine keeps room to remember prefixes.
-            most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
-            budget = min(budget, -(-most // config.block_size) * self.block_bytes)
-        if budget < self.block_bytes:
+        if self.config.num_gpu_blocks_override is not None:
+            return self.config.num_gpu_blocks_override
+        budget = self._kv_budget()
+        with self.ranks.together():
+            num_blocks = self.ranks.minimum(budget // self.block_bytes)
+        if num_blocks < 1:
             raise ValueError(
                 f"no room for one KV block: {self.block_bytes:,} bytes are needed, {budget:,} are "
                 "to be had: raise kv_cache_memory_bytes or gpu_memory_utilization, lower "
                 "block_size, or end other programs that use the memory")
-        return budget // self.block_bytes
+        return num_blocks
+
+    def _kv_budget(self) -> int:
+        """Bytes for KV on this rank; negative when others have taken more than there was."""
+        config = self.config
+        budget = config.kv_cache_memory_bytes
+        if budget is None:
+            budget = self._gpu_budget() if self.device.type == "cuda" else int(
+                CPU_MEMORY_SHARE * free_cpu_memory() / self.ranks.local_size)
+            # Every sequence at its full length; a small engine keeps room to remember prefixes.
+            most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
+            budget = min(budget, -(-most // config.block_size) * self.block_bytes)
+        return budget
 
     def _gpu_budget(self) -> int:
         """Bytes for KV on the GPU: our share, less what anybody uses already, less what a step
@@ -104,10 +130,17 @@ class ModelRunner:
                                    config.max_num_seqs, config.max_model_len, self.dtype.itemsize)
         return int(total * config.gpu_memory_utilization) - used - step
 
+    def agree_on_cache(self, num_blocks: int = 0, max_model_len: int = 0) -> tuple[int, int]:
+        """What rank 0 has made of the count goes to all, who return it."""
+        agreed = torch.tensor([num_blocks, max_model_len])
+        with self.ranks.together():
+            self.ranks.broadcast_host(agreed)
+        return tuple(agreed.tolist())
+
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config, model = self.config, self.model_config
-        shape = (num_blocks, config.block_size, model.num_key_value_heads, model.head_dim)
+        shape = (num_blocks, config.block_size, self._num_kv_heads, model.head_dim)
         try:
             self.kv_cache = [
                 (torch.zeros(shape, dtype=self.dtype, device=self.device),
@@ -125,19 +158,53 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> torch.Tensor:
         """Run one step. Returns the token of each of `step.sampling`, (s,), on the device."""
-        for source, target in step.block_copies:
+        buffer = self.builder.take_buffer()
+        self.builder.pack(step, buffer)
+        inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
+        with self.ranks.together():
+            if self.ranks.size > 1:
+                self._broadcast(buffer)
+            logits = self._forward(self.builder.unpack(buffer))
+            self.last_sampled = sample(logits, inputs)
+            if self.config.async_scheduling:  # the next step's inputs, before the host knows them
+                self.ranks.broadcast(self.last_sampled)
+        return self.last_sampled
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        """Rank 0's packed step to all. Its length stands in its header, so that a long one takes a
+        second broadcast; most fit into the first, with some 8,000 tokens and table entries."""
+        self.ranks.broadcast_host(buffer[:MIN_BUFFER])
+        if buffer[0] != STOP and packed_length(buffer) > MIN_BUFFER:
+            self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
+
+    def _forward(self, batch: Batch) -> torch.Tensor | None:
+        """The logits of the rows that sample, (s, vocab_size), on rank 0; None on the others."""
+        if batch.block_copies.numel():
+            source, target = batch.block_copies
             for k, v in self.kv_cache:
                 k[target], v[target] = k[source], v[source]
-        batch = self.builder.build(step)
         if len(batch.unknown_indices):
             batch.input_ids[batch.unknown_indices] = self.last_sampled[
                 batch.unknown_sources].to(torch.int32)
         hidden = self.model.embed(batch.input_ids)
         hidden = self.model(hidden, batch.positions, self.kv_cache, batch)
-        logits = self.model.compute_logits(hidden[batch.logits_indices])
-        inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
-        self.last_sampled = sample(logits, inputs)
-        return self.last_sampled
+        return self.model.compute_logits(hidden[batch.logits_indices])
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """A rank above 0: repeat rank 0's launches until it says STOP."""
+        while True:
+            buffer = self.builder.take_buffer()
+            with self.ranks.together():
+                self._broadcast(buffer)
+                if buffer[0] == STOP:
+                    return
+                batch = self.builder.unpack(buffer)
+                self._forward(batch)
+                if self.config.async_scheduling:
+                    self.last_sampled = torch.empty(
+                        len(batch.logits_indices), dtype=torch.int64, device=self.device)
+                    self.ranks.broadcast(self.last_sampled)
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""
@@ -145,12 +212,23 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Give all memory back, to the system and not only to torch's pool."""
+        """End the other ranks; give all memory back, to the system and not only to torch's pool."""
         self.synchronize()
+        self.ranks.close(LAST_WORD)
         self.model = self.builder = self.last_sampled = None
         self.kv_cache = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path]) -> None:
+    """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
+    config, folder = payload
+    model_config = ModelConfig.from_folder(folder, config.hf_overrides)
+    runner = ModelRunner(config, model_config, folder, ranks)
+    runner.count_kv_blocks()
+    runner.allocate_kv_cache(*runner.agree_on_cache())
+    runner.serve()
 
 
 def free_cpu_memory() -> int:

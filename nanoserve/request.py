@@ -23,8 +23,9 @@ from pathlib import Path
 import xxhash
 from transformers import AutoTokenizer
 
-from nanoserve.config import EngineConfig, ModelConfig, find_model
+from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import Detokenizer
+from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import (
     CompletionOutput,
     RequestOutput,

@@ -67,10 +67,12 @@ class Step:
 class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
-    config: a resolved `EngineConfig`. num_blocks: KV blocks there are.
+    config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: how many keys a
+    query sees at most, if that is so in every layer.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int):
+    def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):
+        self.window = window
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
@@ -278,6 +280,8 @@ class Scheduler:
                 self._drain(seq)
             elif num_new > 1 or seq.num_computed_tokens % block_size == 0:
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
+                if self.window is not None:  # the next query is at num_computed_tokens
+                    self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
         for seq in grown:
             token_id = seq.token_ids[-1]
             if token_id in seq.stop_ids:

@@ -191,6 +191,7 @@ class Sequence:
     # Memory: changed by the block manager alone.
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chained hashes of its full blocks
+    num_released_blocks: int = 0  # leading blocks given back: no window reaches them any more
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: object = None  # the cache's entry for the last committed block
 

@@ -15,23 +15,27 @@ PACKAGE = Path(__file__).parent.parent / "nanoserve"
 
 # Bottom up: a module may import only what its row allows.
 MAY_IMPORT = {
-    "config": [],
+    "model_config": [],
+    "config": ["model_config"],
     "sequence": [],
     "block_manager": ["sequence"],
     "scheduler": ["config", "sequence", "block_manager"],
     "batch": ["sequence", "scheduler"],
     "attention": ["batch", "kernels"],
-    "layers": ["config", "kernels"],
-    "model": ["config", "batch", "attention", "layers"],
-    "loader": ["config", "layers"],
+    "parallel": [],
+    "layers": ["model_config", "parallel", "kernels"],
+    "model": ["model_config", "batch", "attention", "parallel", "layers"],
+    "loader": ["model_config", "layers"],
     "sampler": ["sequence", "kernels"],
-    "model_runner": ["config", "sequence", "scheduler", "batch", "layers", "model", "loader",
-                     "sampler"],
+    "processes": ["parallel"],
+    "model_runner": ["model_config", "config", "sequence", "scheduler", "batch", "parallel",
+                     "layers", "model", "loader", "sampler"],
     "detokenizer": ["sequence"],
-    "request": ["config", "sequence", "detokenizer"],
-    "llm": ["config", "sequence", "scheduler", "model_runner", "request", "extras"],
+    "request": ["model_config", "config", "sequence", "detokenizer"],
+    "llm": ["model_config", "config", "sequence", "scheduler", "processes", "model_runner",
+            "request", "extras"],
 }
-PURE = ["config", "sequence", "block_manager", "scheduler"]
+PURE = ["model_config", "config", "sequence", "block_manager", "scheduler"]
 HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import
 OPTIONAL = {"huggingface_hub"}  # may be imported inside a function: needed for hub ids alone
 

@@ -21,10 +21,12 @@ from transformers.models.llama.modeling_llama import (
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
-from nanoserve.config import RopeConfig
-from nanoserve.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, apply_rope
+from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, apply_rope
+from nanoserve.model_config import RopeConfig
+from nanoserve.parallel import Span
 
 CPU = torch.device("cpu")
+HERE = Placement(torch.float32, CPU)
 POISON = torch.tensor([float("nan"), float("inf"), float("-inf")])
 
 # ------------------------------------------------------------ the naive twin
@@ -57,7 +59,7 @@ def make_batch(tables, query_lens, seq_lens) -> Batch:
         input_ids=torch.zeros(sum(query_lens), dtype=torch.int32), positions=nothing,
         slot_mapping=nothing, cu_seqlens_q=cu_seqlens_q, logits_indices=nothing,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), unknown_indices=nothing,
-        unknown_sources=nothing, num_decodes=sum(n == 1 for n in query_lens),
+        unknown_sources=nothing, block_copies=nothing, num_decodes=sum(n == 1 for n in query_lens),
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
         query_lens=list(query_lens), seq_lens_host=list(seq_lens))
 
@@ -176,14 +178,14 @@ def greedy(qwen3):
         llm = LLM(qwen3, **dict(num_gpu_blocks_override=64) | options)
         for k, v in llm.runner.kv_cache:
             k.fill_(float("nan")), v.fill_(float("nan"))
-        positions, build = [], llm.runner.builder.build
+        positions, unpack = [], llm.runner.builder.unpack
 
-        def recording_build(step):
-            batch = build(step)
+        def recording_unpack(buffer):
+            batch = unpack(buffer)
             positions.append(batch.positions.tolist())
             return batch
 
-        llm.runner.builder.build = recording_build
+        llm.runner.builder.unpack = recording_unpack
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         outputs = [llm.generate([p], params, use_tqdm=False)[0] for p in prompts]
         return outputs, positions
@@ -230,7 +232,7 @@ def test_chunks_in_a_cache_of_nan_give_the_reference_text(greedy, references):
 def test_rms_norm_equals_transformers(shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
     weight = torch.linspace(0.5, 2, shape[-1]).to(dtype)
-    ours = RMSNorm(shape[-1], 0.1, dtype, CPU)  # an eps that shows where it is added
+    ours = RMSNorm(shape[-1], 0.1, Placement(dtype, CPU))  # an eps that shows where it is added
     ours.weight_loader("weight", weight)
     theirs = LlamaRMSNorm(shape[-1], 0.1)
     theirs.weight.data = weight
@@ -258,7 +260,7 @@ def test_rope_equals_transformers(dtype):
 def test_linear_puts_each_part_into_its_rows():
     """Biases as well: their loader crashed, or left them out (nano-vllm #125, #203)."""
     sizes = {"q": 4, "k": 2, "v": 2}
-    linear = Linear(3, sizes, True, torch.float32, CPU)
+    linear = Linear(Span.whole(3), {part: Span.whole(n) for part, n in sizes.items()}, True, HERE)
     weights = {part: torch.randn(n, 3) for part, n in sizes.items()}
     biases = {part: torch.randn(n) for part, n in sizes.items()}
     for part in ("v", "q", "k"):  # checkpoints are in no particular order
@@ -271,7 +273,7 @@ def test_linear_puts_each_part_into_its_rows():
 
 
 def test_a_linear_of_one_part_needs_no_name():
-    linear = Linear(2, {"all": 3}, False, torch.float32, CPU)
+    linear = Linear(Span.whole(2), {"all": Span.whole(3)}, False, HERE)
     weight = torch.randn(3, 2)
     linear.weight_loader("weight", weight)
     assert linear.bias is None and torch.equal(linear(torch.eye(2)), weight.T)
@@ -281,7 +283,7 @@ def test_a_linear_of_one_part_needs_no_name():
                                          ((1, 3), "q"), ((4, 1), "q"), ((12,), "q")])
 def test_linear_refuses_a_wrong_shape(shape, part):
     """Also one that torch would broadcast: (1, 3) into four rows copies without a complaint."""
-    linear = Linear(3, {"q": 4, "k": 2}, False, torch.float32, CPU)
+    linear = Linear(Span.whole(3), {"q": Span.whole(4), "k": Span.whole(2)}, False, HERE)
     expected = (4, 3) if part == "q" else (2, 3)
     with pytest.raises(ValueError) as error:
         linear.weight_loader("weight", torch.zeros(shape), part)
@@ -290,6 +292,6 @@ def test_linear_refuses_a_wrong_shape(shape, part):
 
 def test_embedding_and_norm_refuse_a_wrong_shape():
     with pytest.raises(ValueError, match=r"\(5, 4\) in the file, \(6, 4\) expected"):
-        Embedding(6, 4, torch.float32, CPU).weight_loader("weight", torch.zeros(5, 4))
+        Embedding(Span.whole(6), 4, HERE).weight_loader("weight", torch.zeros(5, 4))
     with pytest.raises(ValueError, match=r"\(1,\) in the file, \(4,\) expected"):
-        RMSNorm(4, 1e-6, torch.float32, CPU).weight_loader("weight", torch.zeros(1))
+        RMSNorm(4, 1e-6, HERE).weight_loader("weight", torch.zeros(1))

@@ -65,6 +65,7 @@ def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -
         if seq in unknown:
             out["unknown_indices"].append(unknown[seq])
             out["unknown_sources"].append(last_sampling.index(seq))
+    out["block_copies"] = [[a for a, _ in step.block_copies], [b for _, b in step.block_copies]]
     return out
 
 

@@ -19,8 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams, model_runner
-from nanoserve.config import EngineConfig, ModelConfig, RopeConfig
+from nanoserve.config import EngineConfig
 from nanoserve.layers import rope_frequencies
+from nanoserve.model_config import ModelConfig, RopeConfig
 from nanoserve.model_runner import ModelRunner, free_cpu_memory, pick_device
 
 SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -61,8 +62,7 @@ def assert_serves(llm: LLM) -> None:
     (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),
     (dict(gpu_memory_utilization=float("nan")), ["gpu_memory_utilization", "(0, 1]", "got nan"]),
     (dict(hf_overrides=["x"]), ["hf_overrides", "dict", "['x']"]),
-    (dict(tensor_parallel_size=2), ["tensor_parallel_size=2", "not supported",
-                                    "tensor_parallel_size=1"]),
+    (dict(tensor_parallel_size=0), ["tensor_parallel_size", "at least 1", "got 0"]),
     (dict(max_num_batched_tokens=8, max_num_seqs=9),
      ["max_num_batched_tokens=8", "max_num_seqs=9", "raise the first or lower the second"]),
 ], ids=str)
@@ -307,7 +307,8 @@ def test_defaults_of_left_out_entries_are_transformers():
             num_attention_heads=32))
         for field in ("head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
                       "attention_bias"):
-            assert getattr(ours, field) == getattr(theirs, field), (family, field)
+            mine = ours.o_bias if field == "attention_bias" else getattr(ours, field)
+            assert mine == getattr(theirs, field), (family, field)
         assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
     assert ModelConfig.from_dict(LLAMA | dict(num_key_value_heads=None)).num_key_value_heads == 4
     assert not ModelConfig.from_dict(LLAMA).qk_norm and ModelConfig.from_dict(QWEN3).qk_norm
@@ -337,19 +338,25 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, arc
     with pytest.raises(ValueError) as error:
         start(dummy)
     assert (architectures or ["mamba"])[0] in str(error.value)
-    assert "LlamaForCausalLM, Qwen3ForCausalLM" in str(error.value)
+    assert "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM" in str(error.value)
 
 
 @pytest.mark.parametrize("config, words", [
     (dict(hidden_act="gelu"), "hidden_act='gelu'.*silu"),
-    (dict(use_sliding_window=True, sliding_window=128), "use_sliding_window=True"),
+    (dict(use_sliding_window=True, sliding_window=0), "sliding_window.*at least 1, got 0"),
+    (dict(use_sliding_window=True, layer_types=["full_attention"]), "layer_types=.*each of 2"),
+    (dict(use_sliding_window=True, layer_types=["full_attention", "chunked_attention"]),
+     "layer_types=.*full_attention or sliding_attention"),
+    (dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
      "partial_rotary_factor=0.5"),
     (dict(quantization_config=dict(quant_method="awq")), "quantization_config.*unquantised"),
-    (dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear'.*llama3"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "'yarn'.*llama3"),
-    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "'dynamic'.*llama3"),
+    (dict(rope_scaling=dict(type="linear")), "linear RoPE scaling lacks factor"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor="4")), "factor must be a number, got '4'"),
+    (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "'longrope'.*llama3"),
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+     "'dynamic'.*longest sequence of the batch.*llama3"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=2.0, low_freq_factor=1.0)),
      "llama3.*lacks high_freq_factor, original_max_position_embeddings"),
     (dict(rope_scaling="llama3"), "rope_scaling='llama3' must be an object"),

@@ -1,0 +1,377 @@
+"""What a checkpoint is: `ModelConfig`, read from a Hugging Face `config.json`.
+
+Eight families are one decoder with different flags, and here is where the flags come from. Files
+come in dialects: old and new spellings of the RoPE settings, `torch_dtype` or `dtype`, sizes that
+are left out when they can be derived or when they are the default of the family's class. Every
+dialect is absorbed here; the rest of the engine asks "is there a q-norm?", never "is it a Qwen3?".
+
+    config.json            {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1000000, ...}
+      over FAMILIES[...]   what the family's files leave out, or never say because it is always so
+      becomes              ModelConfig(qk_norm=True, windows=(None, ...), rope=RopeConfig(...), ...)
+
+Invariant: a feature that is not implemented is refused by name. Left out without a word it would
+give fluent wrong text, which is worse than none.
+
+Not known here: torch, tensors, options of the engine. Road not taken: transformers' own
+`AutoConfig`. It would spare us the dialects and cost an import of several seconds, and a feature
+that we do not have would pass through it unseen.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+# What each family's config.json may leave out (the defaults of its class in transformers) and
+# what it never says because it is always so. Everything else about a family is read from the file.
+_GEMMA = dict(hidden_activation="gelu_pytorch_tanh", head_dim=256, norm_offset=True,
+              scale_embedding=True, post_norms=True, tie_word_embeddings=True, sliding_window=4096,
+              num_key_value_heads=4, query_pre_attn_scalar=256)
+FAMILIES: dict[str, dict] = {
+    "LlamaForCausalLM": dict(max_position_embeddings=2048),
+    "MistralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
+                               sliding_window=4096),
+    "Qwen2ForCausalLM": dict(max_position_embeddings=32768, qkv_bias=True, sliding_window=4096,
+                             use_sliding_window=False, max_window_layers=28),
+    "Qwen3ForCausalLM": dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
+                             sliding_window=4096, use_sliding_window=False, max_window_layers=28),
+    "MixtralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
+                               sliding_window=None, rms_norm_eps=1e-5, rope_theta=1e6,
+                               num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
+    "Qwen3MoeForCausalLM": dict(max_position_embeddings=32768, qk_norm=True, num_key_value_heads=4,
+                                sliding_window=4096, use_sliding_window=False, num_experts=128,
+                                num_experts_per_tok=8, norm_topk_prob=False,
+                                moe_intermediate_size=768),
+    "Gemma2ForCausalLM": dict(_GEMMA, max_position_embeddings=8192, sliding_window_pattern=2,
+                              attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "Gemma3ForCausalLM": dict(_GEMMA, max_position_embeddings=131072, sliding_window_pattern=6,
+                              qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
+}
+# Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
+OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: "default", or with one of three ways to reach further.
+
+    "linear" stretches every wave by `factor`, "llama3" and "yarn" only the long ones, each with its
+    own idea of where to begin; yarn also scales cos and sin by `attention_factor`.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192  # llama3 and yarn
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only network, as flags and sizes. Read it with `from_folder` or `from_dict`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # fewer than the attention heads: grouped-query attention
+    head_dim: int  # need not be hidden_size / num_attention_heads
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool  # the LM head is the embedding matrix
+    qkv_bias: bool  # biases on the q, k and v projections ...
+    o_bias: bool  # ... and on the output projection: Qwen2 has the first without the second
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each head of q and k before RoPE (Qwen3, Gemma 3)
+    dtype: str  # the checkpoint's own
+    eos_token_ids: tuple[int, ...]  # every one of them ends a sequence
+    generation_defaults: dict  # the sampling entries of generation_config.json
+    # Sliding windows: how many keys a query sees in each layer, its own included; None: all.
+    windows: tuple[int | None, ...]
+    # Mixture of experts: which layers have one, and its sizes.
+    moe_layers: tuple[bool, ...]
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool  # the chosen experts' weights are made to sum to 1
+    # Gemma's ways.
+    activation: str  # "silu" or "gelu_tanh"
+    norm_offset: bool  # RMSNorm multiplies by 1 + weight
+    scale_embedding: bool  # embeddings times sqrt(hidden_size)
+    post_norms: bool  # a norm behind attention and MLP as well
+    attention_scale: float  # scores are q * k times this
+    attention_softcap: float | None  # scores are squeezed into (-cap, cap)
+    logits_softcap: float | None
+    rope_local: RopeConfig | None  # RoPE of the layers with a window, where it differs
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, overrides: dict | None = None) -> "ModelConfig":
+        """Read `config.json` and, where there is one, `generation_config.json`.
+
+        Raises `ValueError` naming the file, the architecture or the entry that is not supported.
+        """
+        folder, overrides = Path(folder), overrides or {}
+        config = _read_json(folder / "config.json", required=True) | overrides
+        if config.get("rope_parameters") and "rope_parameters" not in overrides:
+            _override_new_spelling(config, overrides)
+        if "torch_dtype" in overrides:
+            config["dtype"] = overrides["torch_dtype"]
+        generation = _read_json(folder / "generation_config.json")
+        return cls.from_dict(config, generation | {
+            name: overrides[name] for name in ("eos_token_id",) if name in overrides})
+
+    @classmethod
+    def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
+        """The same from the files' contents."""
+        architecture = config.get("architectures") or config.get("model_type", "unknown")
+        if isinstance(architecture, list):
+            architecture = architecture[0]
+        if architecture not in FAMILIES:
+            raise ValueError(f"the architecture {architecture} is not supported: choose one of "
+                             f"{', '.join(FAMILIES)}")
+        family = FAMILIES[architecture]
+        config = family | {k: v for k, v in config.items() if v is not None or k in OFF_WHEN_NULL}
+        _refuse_what_is_not_implemented(config)
+        sizes = _read_sizes(config)
+        generation = generation or {}
+        eos = generation.get("eos_token_id")
+        rope, rope_local = _read_ropes(config)
+        bias = bool(config.get("attention_bias", False))
+        scale = _number("query_pre_attn_scalar",
+                        config.get("query_pre_attn_scalar", sizes["head_dim"])) ** -0.5
+        return cls(
+            architecture=architecture, **sizes, **_read_experts(config, family, sizes),
+            rms_norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+            rope=rope, rope_local=rope_local,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=bias or "qkv_bias" in family, o_bias=bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm="qk_norm" in family, norm_offset="norm_offset" in family,
+            scale_embedding="scale_embedding" in family, post_norms="post_norms" in family,
+            windows=_read_windows(config, sizes["num_hidden_layers"]) if "sliding_window" in family
+            else (None,) * sizes["num_hidden_layers"],
+            activation=ACTIVATIONS[_activation(config)], attention_scale=scale,
+            attention_softcap=_softcap(config, "attn_logit_softcapping"),
+            logits_softcap=_softcap(config, "final_logit_softcapping"),
+            dtype=_read_dtype(config),
+            eos_token_ids=_as_ids(config.get("eos_token_id") if eos is None else eos),
+            generation_defaults=generation)
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers one token keeps in one layer's KV cache: a key and a value per KV head."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def window(self) -> int | None:
+        """Keys further back than this are never read again, in no layer; None: all may be."""
+        return None if None in self.windows else max(self.windows)
+
+
+# ------------------------------------------------------- reading, entry by entry
+
+
+def _read_json(path: Path, required: bool = False) -> dict:
+    if not path.exists() and not required:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: a model folder needs its config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _read_sizes(config: dict) -> dict[str, int]:
+    num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    sizes = dict(
+        vocab_size=_size(config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_hidden_layers=_size(config, "num_hidden_layers"),
+        num_attention_heads=num_heads,
+        num_key_value_heads=_size(config, "num_key_value_heads", num_heads),
+        head_dim=_size(config, "head_dim", hidden_size // num_heads),
+        intermediate_size=_size(config, "intermediate_size"),
+        max_position_embeddings=_size(config, "max_position_embeddings"))
+    if num_heads % sizes["num_key_value_heads"]:
+        raise ValueError(f"num_attention_heads={num_heads} is not a multiple of "
+                         f"num_key_value_heads={sizes['num_key_value_heads']} in config.json")
+    if sizes["head_dim"] % 2:
+        raise ValueError(f"head_dim={sizes['head_dim']} in config.json is odd: RoPE turns "
+                         "pairs of dimensions")
+    return sizes
+
+
+def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
+    """Mixtral and transformers 5 say `num_local_experts`, Qwen says `num_experts`."""
+    num_layers = sizes["num_hidden_layers"]
+    if "num_experts" not in family:
+        return dict(moe_layers=(False,) * num_layers, num_experts=0, num_experts_per_tok=0,
+                    moe_intermediate_size=0, norm_topk_prob=False)
+    num_experts = _size(config, "num_local_experts", config["num_experts"])
+    per_token = _size(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ValueError(f"config.json: num_experts_per_tok={per_token} is above the number of "
+                         f"experts, {num_experts}")
+    # Every `decoder_sparse_step`-th layer has experts, but for those that are named as dense.
+    every, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    return dict(
+        moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
+        num_experts=num_experts, num_experts_per_tok=per_token,
+        moe_intermediate_size=_size(config, "moe_intermediate_size", sizes["intermediate_size"]),
+        norm_topk_prob=bool(config["norm_topk_prob"]))
+
+
+def _read_windows(config: dict, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer. A file names the layers' types, or a rule: every n-th sees
+    everything (Gemma), the first n do (Qwen), or none does (Mistral)."""
+    if config["sliding_window"] is None or not config.get("use_sliding_window", True):
+        return (None,) * num_layers
+    window = _size(config, "sliding_window")
+    every, first = config.get("sliding_window_pattern"), config.get("max_window_layers", 0)
+    types = config.get("layer_types") or [
+        "full_attention" if i < first or (every and (i + 1) % every == 0) else "sliding_attention"
+        for i in range(num_layers)]
+    if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"config.json: layer_types={types!r} must name full_attention or "
+                         f"sliding_attention for each of {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
+    """RoPE of all layers, and of those with a window where the file tells them apart (Gemma 3).
+
+    transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, ..}
+                     or one such object each for "full_attention" and "sliding_attention"
+    before:          "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, ..} or null
+    """
+    entries, local = _rope_entries(config), None
+    if "rope_local_base_freq" in config:  # in the family's defaults, so always for Gemma 3
+        local = {"rope_theta": config["rope_local_base_freq"]}
+    if "full_attention" in entries or "sliding_attention" in entries:
+        local = (local or {}) | (entries.get("sliding_attention") or {})
+        entries = entries.get("full_attention") or {}
+    return _read_rope(config, entries), None if local is None else _read_rope(config, local)
+
+
+def _rope_entries(config: dict) -> dict:
+    entries: dict = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise ValueError(f"config.json: {name}={config[name]!r} must be an object")
+        entries |= config.get(name) or {}
+    return entries
+
+
+def _read_rope(config: dict, entries: dict) -> RopeConfig:
+    entries = {name: value for name, value in entries.items() if value is not None}
+    rope_type = entries.get("rope_type", entries.get("type", "default"))
+    needed = {"default": (), "linear": ("factor",), "yarn": ("factor",),
+              "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                         "original_max_position_embeddings")}
+    if rope_type not in needed:
+        reason = ("its angles depend on the longest sequence of the batch, and text must not; "
+                  if rope_type == "dynamic" else "")
+        raise ValueError(f"config.json: RoPE scaling {rope_type!r} is not supported: {reason}"
+                         f"choose one of {', '.join(needed)}")
+    partial = entries.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+    if partial != 1:
+        raise ValueError(f"config.json: partial_rotary_factor={partial!r} is not supported: only 1 "
+                         "is")
+    theta = _number("rope_theta", entries.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if missing := [name for name in needed[rope_type] if name not in entries]:
+        raise ValueError(f"config.json: {rope_type} RoPE scaling lacks {', '.join(missing)}")
+    if rope_type == "yarn":
+        entries = _yarn_defaults(config, entries)
+    names = [f.name for f in fields(RopeConfig) if f.name in entries]
+    return RopeConfig(theta, rope_type) if rope_type == "default" else RopeConfig(
+        theta, rope_type, **{name: bool(entries[name]) if name == "truncate" else
+                             _number(name, entries[name]) for name in names if name != "rope_type"})
+
+
+def _yarn_defaults(config: dict, entries: dict) -> dict:
+    """YaRN (Peng et al. 2023) sharpens attention the more it stretches: by 0.1 ln(factor) + 1."""
+    def sharpness(strength: float) -> float:
+        return 0.1 * strength * math.log(factor) + 1 if factor > 1 else 1.0
+
+    factor = _number("factor", entries["factor"])
+    whole, part = entries.get("mscale"), entries.get("mscale_all_dim")
+    sharp = sharpness(whole) / sharpness(part) if whole and part else sharpness(1)
+    return {"attention_factor": sharp, "original_max_position_embeddings":
+            config["max_position_embeddings"]} | entries
+
+
+def _override_new_spelling(config: dict, overrides: dict) -> None:
+    """An override in the old spelling must win over a file in the new one."""
+    new = dict(overrides.get("rope_scaling") or {})
+    if "rope_scaling" in overrides:
+        new["rope_type"] = new.get("rope_type", new.get("type", "default"))
+    if "rope_theta" in overrides:
+        new["rope_theta"] = overrides["rope_theta"]
+    rope = config["rope_parameters"]
+    if isinstance(rope.get("full_attention"), dict):
+        new = {"full_attention": rope["full_attention"] | new}
+    config["rope_parameters"] = rope | new
+
+
+def _activation(config: dict) -> str:
+    """Gemma's files carry both names, and only the second one is true."""
+    return config.get("hidden_activation", config.get("hidden_act", "silu"))
+
+
+def _softcap(config: dict, name: str) -> float | None:
+    return None if config.get(name) is None else _number(name, config[name])
+
+
+def _read_dtype(config: dict) -> str:
+    """transformers 5 writes `dtype`, earlier versions `torch_dtype`; neither means float32."""
+    return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
+
+
+def _size(config: dict, name: str, default: int | None = None) -> int:
+    value = config.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"config.json: {name} must be a number, got {value!r}")
+    return value
+
+
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` is a number, a list of numbers, or absent."""
+    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if any(type(i) is not int for i in ids):
+        raise ValueError(f"eos_token_id={value!r} must be a token id or a list of them: see "
+                         "config.json and generation_config.json")
+    return ids
+
+
+def _refuse_what_is_not_implemented(config: dict) -> None:
+    """The entries that would change the network in a way that nothing here computes."""
+    if _activation(config) not in ACTIVATIONS:
+        name = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+        raise ValueError(f"config.json: {name}={_activation(config)!r} is not supported: choose "
+                         f"one of {', '.join(ACTIVATIONS)}")
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
+                         "generated causally")
+    if "quantization_config" in config:
+        raise ValueError("config.json: quantization_config: quantised checkpoints are not "
+                         "supported; use the unquantised one")

@@ -1,0 +1,203 @@
+"""Tensor parallelism: one network on several ranks, each with its share of every matrix.
+
+How a weight reaches its rank:
+
+    checkpoint    gate_proj (6 x 4)      down_proj (4 x 6)          q_proj: rows, by whole heads
+                  ┌─────────┐ rank 0     ┌──────┬──────┐            o_proj: columns, by whole heads
+                  │ rows 0-2│            │ cols │ cols │            embedding: rows, by token
+                  ├─────────┤            │ 0-2  │ 3-5  │            experts: each like these two,
+                  │ rows 3-5│ rank 1     └──────┴──────┘            or dealt out whole
+                  └─────────┘             rank 0  rank 1            norms, router: on every rank
+    a step        h ──► gate(h), 3 of 6 ──► down's share of the sum ──► all_reduce ──► h, on all
+
+A matrix cut by rows gives a share of the outputs, one cut by columns takes a share of the inputs
+and gives a part of each sum; one after the other they need a single `all_reduce` (Shoeybi et al.
+2019, "Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the packed step, run
+the same forward.
+
+Invariants: all ranks call the same collectives in the same order; whoever fails in between says so
+and never takes part again. Nothing here is global: a group belongs to its engine, so that two
+engines, or a user's own process group, don't meet.
+
+Not known here: where the ranks come from and how their deaths are noticed (processes.py), weights,
+steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
+"""
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+class Span(NamedTuple):
+    """A share, [start, stop) of `total`: rows, columns, heads, experts or tokens."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> "Span":
+        return cls(0, total, total)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.total
+
+    def times(self, n: int) -> "Span":
+        """The same share in smaller units. Heads 1..2 of 4, 64 numbers each: 64..128 of 256."""
+        return Span(self.start * n, self.stop * n, self.total * n)
+
+
+def share_heads(num_heads: int, num_kv_heads: int, ranks: "Ranks") -> tuple[Span, Span]:
+    """A rank's query heads and the KV heads that they read.
+
+    With fewer KV heads than ranks a KV head is kept by several ranks, which share its query heads:
+    8 heads, 2 KV heads and 4 ranks give rank 1 heads 2..3 and KV head 0, as rank 0 has it.
+    """
+    group = num_heads // num_kv_heads
+    if ranks.size <= num_kv_heads:
+        kv_heads = ranks.share(num_kv_heads)
+        return kv_heads.times(group), kv_heads
+    copies = ranks.size // num_kv_heads
+    kv_head, copy = divmod(ranks.rank, copies)
+    first = kv_head * group
+    heads = Span(first + group * copy // copies, first + group * (copy + 1) // copies, num_heads)
+    return heads, Span(kv_head, kv_head + 1, num_kv_heads)
+
+
+class Ranks:
+    """All ranks as one of them sees them: its share of things, and the collectives.
+
+    With a single rank there is no group, and every collective is the identity.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank = rank
+        self.size = size
+        self.local_rank = rank  # on its machine: which GPU is its own
+        self.local_size = size
+        self.control = None  # gloo, between the hosts: the packed steps
+        self.group = None  # between the devices: gloo again, or NCCL
+        self.watch = None  # processes.Watch
+        self.busy = False  # inside `together`: a rank that is hung would hang us
+        self.broken: str | None = None  # why the ranks can't go on
+
+    def share(self, total: int) -> Span:
+        """Shares differ by one at most: 10 over 4 ranks are 2, 3, 2, 3."""
+        return Span(total * self.rank // self.size, total * (self.rank + 1) // self.size, total)
+
+    # ------------------------------------------------------------ collectives
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place, on every rank."""
+        if self.size > 1:
+            self._run(self.group.allreduce, [x])
+        return x
+
+    def gather(self, x: torch.Tensor, total: int) -> torch.Tensor | None:
+        """Columns shared out by `share(total)`: (rows, share) -> (rows, total) on rank 0, None on
+        the others. Collectives want equal sizes, so a smaller share is padded on its way."""
+        if self.size == 1:
+            return x
+        widest = -(-total // self.size)
+        x = F.pad(x, (0, widest - x.shape[1])).contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._run(self.group.gather, [parts] if parts else [], [x], options)
+        if self.rank:
+            return None
+        sizes = [Ranks(rank, self.size).share(total).size for rank in range(self.size)]
+        return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Rank 0's numbers to all, between the devices."""
+        if self.size > 1:
+            self._run(self.group.broadcast, [x], _from_rank_0())
+
+    def broadcast_host(self, x: torch.Tensor) -> None:
+        """The same between the hosts: idle ranks wait here, which keeps no GPU busy."""
+        if self.size > 1:
+            self._run(self.control.broadcast, [x], _from_rank_0())
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' numbers."""
+        if self.size == 1:
+            return value
+        tensor, options = torch.tensor([value]), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._run(self.control.allreduce, [tensor], options)
+        return int(tensor)
+
+    def _run(self, collective, *args) -> None:
+        try:
+            collective(*args).wait()
+        except RuntimeError as error:
+            raise ConnectionError(f"rank {self.rank} lost the others: {error}") from error
+
+    # ------------------------------------------------------- living and dying
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if the ranks can't go on."""
+        if self.broken is not None:
+            raise RuntimeError(f"{self.broken}. This engine has ended: make a new LLM")
+
+    @contextmanager
+    def together(self):
+        """What all ranks do at the same time. An error inside leaves them out of step for good: it
+        is the last thing this group does, and it names who died, if somebody did."""
+        if self.size == 1:
+            yield
+            return
+        self.check()
+        self.busy = True
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, ConnectionError):
+                self.watch.find_the_dead()
+            self.broken = self.broken or f"rank {self.rank} failed in the middle of a step: {error}"
+            self.watch.kill_children()
+            if isinstance(error, ConnectionError):
+                raise RuntimeError(f"{self.broken}. This engine has ended: make a new LLM") \
+                    from error
+            raise
+        finally:
+            self.busy = False
+
+    def abort(self, reason: str) -> None:
+        """End the others without asking: they may wait for something that will not come."""
+        if self.watch is not None:
+            self.broken = self.broken or reason
+            self.watch.kill_children()
+            self.close()
+
+    def close(self, last_word: torch.Tensor | None = None) -> None:
+        """End this rank's part. last_word: what rank 0 tells the others, so that they end, too."""
+        if self.watch is None:
+            return
+        self.watch.stopped.set()  # from here on it is no death when a rank ends
+        if last_word is not None and self.rank == 0 and self.broken is None:
+            try:
+                self.broadcast_host(last_word)
+            except ConnectionError:
+                pass  # they have ended already
+        self.broken = self.broken or "the engine was shut down"
+        self.watch.close()
+        self.control = self.group = self.watch = None
+
+
+SOLO = Ranks()
+
+
+def _from_rank_0() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options

@@ -1,0 +1,268 @@
+"""Where the ranks come from, and how none of them waits for ever for one that died.
+
+`LLM(tensor_parallel_size=2)` starts its own ranks as child processes on this machine; under
+`torchrun` the ranks exist already, maybe on several machines, and are joined.
+
+    user's script     LLM(...) ─► start_ranks ─► schedule, broadcast, forward, ... ─► shutdown()
+                                   │ stdin: what to do          │ store: pulses          │
+    child, rank 1                  └► run_child ─► serve: receive, forward, ... ─────────┴► exits
+
+Each rank counts up its own pulse in a shared store, and watches the others'. A pulse is compared
+with itself only, never with a clock: a rank is dead when its pulse stood still during 15 beats of
+one's own, so that a laptop that was suspended kills nobody. Mostly it is known sooner: a child's
+exit by its parent, a closed connection by whoever is in a collective, and a parent's end by its
+children, whose standard input ends with it.
+
+Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
+shared memory outlives the engine. Between requests nobody waits with a time-out, so that an engine
+may idle for hours.
+
+Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
+user's script again in every child and so wants a `__main__` guard in it.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from nanoserve.parallel import Ranks
+
+START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
+FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
+PULSE_SECONDS = 1.0
+MAX_MISSED_PULSES = 15
+GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
+
+# A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
+CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+         "from nanoserve.processes import run_child; run_child()")
+
+
+# ----------------------------------------------------------------- starting
+
+
+def under_torchrun() -> bool:
+    """Whether ranks exist already, to be joined."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
+    """Start the other ranks and return rank 0; under torchrun, join them and return one's own.
+
+    device: "cpu" or "cuda". entry: what a child runs, as "module:function"; it is called with its
+    `Ranks` and the payload, which can be pickled. Raises `ValueError` for a size that can't be,
+    `RuntimeError` if a rank doesn't come up.
+    """
+    if size == 1:
+        return Ranks()
+    if under_torchrun():
+        return _join_torchrun(size, device)
+    if device == "cuda" and torch.cuda.device_count() < size:
+        raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, torch sees "
+                         f"{torch.cuda.device_count()}")
+    # Port 0: the system picks one that is free, and nobody can take it in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                          timeout=START_TIMEOUT)
+    threads = max(1, torch.get_num_threads() // size)
+    children: list[subprocess.Popen] = []
+    try:
+        for rank in range(1, size):
+            boot = (rank, size, store.port, device, threads, entry, payload)
+            children.append(_spawn(boot))
+        return _connect(Ranks(0, size), store, device, children)
+    except BaseException:
+        _kill(children)
+        raise
+
+
+def _spawn(boot: tuple) -> subprocess.Popen:
+    """A fresh interpreter with the same import path. Its standard input first brings what it is to
+    do, and then stays open for as long as rank 0 lives. What it prints goes to standard error."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
+                             env=os.environ | {"PYTHONPATH": path})
+    try:
+        pickle.dump(boot, child.stdin)
+        child.stdin.flush()
+    except OSError:
+        pass  # it has ended already, which `Watch.wait_for_all` finds out
+    return child
+
+
+def run_child() -> None:
+    """What a started rank runs, from its first line to its end."""
+    rank, size, port, device, threads, entry, payload = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_rank_0, args=(rank,), daemon=True).start()
+    torch.set_num_threads(threads)
+    module, _, function = entry.partition(":")
+    serve = getattr(import_module(module), function)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
+        ranks = _connect(Ranks(rank, size), store, device, [])
+        serve(ranks, payload)
+        ranks.close()
+        os._exit(0)  # there is nothing left to do, and torch takes a second for it
+    except Exception as error:
+        # In one line, because rank 0 mostly says the same. Then the process ends at once: the
+        # others are to hear of it from its sockets and not from its silence.
+        _end(rank, f"{type(error).__name__}: {error}")
+
+
+def _end_with_rank_0(rank: int) -> None:
+    sys.stdin.buffer.read()  # returns when rank 0 has closed it, or has died
+    time.sleep(GRACE_SECONDS)  # a proper end was announced, and is quicker than this
+    _end(rank, "rank 0 died")
+
+
+def _end(rank: int, reason: str) -> None:
+    print(f"nanoserve: rank {rank} ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _join_torchrun(size: int, device: str) -> Ranks:
+    world = int(os.environ["WORLD_SIZE"])
+    if size != world:
+        raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world} ranks: make "
+                         "the two equal")
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
+    store = dist.PrefixStore("nanoserve", store)
+    if store.add(f"engines/{rank}", 1) > 1:
+        raise RuntimeError("torchrun's ranks have served an engine already and are gone: make one "
+                           "engine a run")
+    ranks = Ranks(rank, size)
+    ranks.local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    ranks.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return _connect(ranks, store, device, [])
+
+
+def _connect(ranks: Ranks, store: dist.Store, device: str, children: list) -> Ranks:
+    """Make the groups, and start to watch. Waits until all ranks are there."""
+    ranks.watch = Watch(ranks, store.clone(), children)
+    ranks.watch.wait_for_all()
+    host_store = dist.PrefixStore("host", store)
+    ranks.control = dist.ProcessGroupGloo(host_store, ranks.rank, ranks.size, FOR_EVER)
+    ranks.group = ranks.control
+    if device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+        ranks.group = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), ranks.rank,
+                                            ranks.size, dist.ProcessGroupNCCL.Options())
+    ranks.watch.start()
+    ranks.watch.store_server = store  # rank 0's own serves the others for as long as it is kept
+    return ranks
+
+
+# ----------------------------------------------------------- living and dying
+
+
+class Watch(threading.Thread):
+    """Counts up this rank's pulse, looks at the others', and ends what has to end.
+
+    store: a connection of its own, because another's calls may block. children: on a rank 0 that
+    has started the others, their processes, rank 1 first.
+    """
+
+    def __init__(self, ranks: Ranks, store: dist.Store, children: list[subprocess.Popen]):
+        super().__init__(name="nanoserve-watch", daemon=True)
+        self.ranks, self.store, self.children = ranks, store, children
+        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
+        self.pulses = dict.fromkeys(others, 0)
+        self.missed = dict.fromkeys(others, 0)
+        self.stopped = threading.Event()
+        self.store_server: dist.Store | None = None
+
+    def wait_for_all(self) -> None:
+        """Until every rank has a pulse. Raises `RuntimeError` naming the one that doesn't come."""
+        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+        self.store.add(f"pulse/{self.ranks.rank}", 1)
+        for rank in self.pulses:
+            while not self.store.add(f"pulse/{rank}", 0):
+                reason = self._ended_child()
+                if reason is None and time.monotonic() > deadline:
+                    reason = f"rank {rank} did not start within {START_TIMEOUT}"
+                if reason is not None:
+                    raise RuntimeError(f"{reason}, before the engine was up")
+                time.sleep(0.02)
+
+    def run(self) -> None:
+        while not self.stopped.wait(PULSE_SECONDS):
+            reason = self._look()
+            if reason is not None and not self.stopped.is_set():
+                self._end_all(reason)
+                return
+
+    def find_the_dead(self) -> None:
+        """After a collective has failed: wait until it is known who died, if anybody did."""
+        deadline = time.monotonic() + MAX_MISSED_PULSES * PULSE_SECONDS + GRACE_SECONDS
+        while self.ranks.broken is None and time.monotonic() < deadline:
+            self.ranks.broken = self._ended_child()
+            time.sleep(0.05)
+
+    def kill_children(self) -> None:
+        _kill(self.children)
+
+    def close(self) -> None:
+        """The engine has ended. Children leave by themselves, or are made to."""
+        self.stopped.set()
+        if self.is_alive():
+            self.join()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for child in self.children:
+            child.stdin.close()
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _kill(self.children)
+        self.store = self.store_server = None
+
+    def _look(self) -> str | None:
+        """One beat. Returns who died, if somebody did."""
+        try:
+            self.store.add(f"pulse/{self.ranks.rank}", 1)
+            for rank in self.pulses:
+                pulse = self.store.add(f"pulse/{rank}", 0)
+                self.missed[rank] = 0 if pulse != self.pulses[rank] else self.missed[rank] + 1
+                self.pulses[rank] = pulse
+        except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
+            return "rank 0 died, and its store with it"
+        for rank, missed in self.missed.items():
+            if missed >= MAX_MISSED_PULSES:
+                return f"rank {rank} died: no pulse for {missed * PULSE_SECONDS:.0f} s"
+        return self._ended_child()
+
+    def _ended_child(self) -> str | None:
+        for rank, child in enumerate(self.children, 1):
+            if child.poll() is not None:
+                return f"rank {rank} (process {child.pid}) died: exit code {child.returncode}"
+        return None
+
+    def _end_all(self, reason: str) -> None:
+        """Rank 0 hears of it in its next call, or in this one: killing the children breaks the
+        collective that it may be waiting in. A rank without children can only end."""
+        ranks = self.ranks
+        ranks.broken = reason
+        print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
+        if self.children:
+            self.kill_children()
+            if ranks.group is not ranks.control:
+                ranks.group.abort()
+            return
+        if ranks.rank == 0:
+            time.sleep(GRACE_SECONDS)  # the collective may have noticed, and be raising by now
+            if not ranks.busy:
+                return
+        _end(ranks.rank, reason)
+
+
+def _kill(children: list[subprocess.Popen]) -> None:
+    for child in children:
+        child.kill()
+    for child in children:
+        child.wait()
