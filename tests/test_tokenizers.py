@@ -465,6 +465,7 @@ SAID = f"the harbour 😀日本語, {FAMILY} नमस्ते"
     (["日本語", "日本", "日"], "日"),  # of those at the same place, the shortest
     (["नमस्तेx", "ते", "मस्ते!"], "ते"),  # others begin earlier, and come to nothing
     (["語", "harbour"], "harbour"),
+    (["日本語,", "語x"], "日本語,"),  # two may have begun: the longer beginning is held back
     (["日語", "the  "], None),
 ], ids=ascii)
 def test_stop_strings_of_many_bytes(name, stop, found, include):
