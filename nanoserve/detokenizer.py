@@ -78,12 +78,20 @@ class Detokenizer:
 
     def _context(self, prompt_token_ids: list[int]) -> list[int]:
         """The end of the prompt, from the beginning of a character: 3 tokens further back at most,
-        because a decoder with byte tokens spoils a whole run of them if it begins in the middle. A
-        prompt that ends in half a character gives none: the output stands on its own."""
+        because a decoder with byte tokens spoils a whole run of them if it begins in the middle.
+
+        A prompt that ends in U+FFFD can't be told from an output that waits for half a character.
+        There the last token that reads well takes its place, because a decoder that strips the
+        first space must not see the output's.
+        """
         for length in range(CONTEXT, CONTEXT + 4):
             ids = prompt_token_ids[-length:]
             if not self._decode(ids).endswith("\ufffd"):
                 return ids
+        for token_id in reversed(prompt_token_ids):
+            text = self._decode([token_id])
+            if text and not text.endswith("\ufffd"):
+                return [token_id]
         return []
 
     def _decode(self, ids: list[int]) -> str:
