@@ -85,6 +85,7 @@ class LLM:
                             "nanoserve.model_runner:serve_rank", (config, folder))
         if ranks.rank > 0:
             serve_rank(ranks, (config, folder))
+            ranks.close()
             raise SystemExit(0)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         self.end_ranks = weakref.finalize(self, ranks.close, LAST_WORD)
@@ -378,7 +379,8 @@ class LLM:
     def _describe(self, num_blocks: int) -> str:
         """One line: on what, how, and with how much memory. A slow path is never silent."""
         c = self.config
-        return (f"{Path(c.model).name}: {c.device}, {c.dtype}, torch attention, no graphs | "
+        ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
+        return (f"{Path(c.model).name}: {c.device}, {c.dtype}{ranks}, torch attention, no graphs | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "

@@ -44,7 +44,8 @@ EXPERT_PARTS |= {w: EXPERT_PARTS[leaf] for w, leaf in
                  (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))}
 
 
-def load_weights(model: nn.Module, config: ModelConfig, folder: Path) -> None:
+def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
+                 show_progress: bool = True) -> None:
     """Fill `model` from the safetensors files in `folder`.
 
     The books are kept in one set: all places there are, from which each tensor takes its own. What
@@ -53,7 +54,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path) -> None:
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
     missing = _expected(model)
-    for file, name, tensor in _tensors(folder):
+    for file, name, tensor in _tensors(folder, show_progress):
         if _is_redundant(name, config):
             continue
         place = _place(name)
@@ -135,14 +136,15 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
         config.tie_word_embeddings and name == "lm_head.weight")
 
 
-def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def _tensors(folder: Path, show_progress: bool) -> Iterator[tuple[Path, str, torch.Tensor]]:
     """All tensors of a checkpoint with their files, one in memory at a time.
 
     The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
     place, and the system may drop them again at once.
     """
     files = _weight_files(folder)
-    for file in tqdm(files, desc="Loading weights", unit="file", disable=len(files) == 1):
+    hide = len(files) == 1 or not show_progress
+    for file in tqdm(files, desc="Loading weights", unit="file", disable=hide):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():

@@ -72,7 +72,7 @@ class ModelRunner:
         if config.load_format == "dummy":
             load_dummy_weights(self.model, config.seed)
         else:
-            load_weights(self.model, model_config, folder)
+            load_weights(self.model, model_config, folder, show_progress=ranks.rank == 0)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_sampled: torch.Tensor | None = None

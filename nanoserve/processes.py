@@ -77,7 +77,11 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
         for rank in range(1, size):
             boot = (rank, size, store.port, device, threads, entry, payload)
             children.append(_spawn(boot))
-        return _connect(Ranks(0, size), store, device, children)
+        ranks = _connect(Ranks(0, size), store, device, children)
+        if device == "cpu":  # ranks that fight for cores are slower than one
+            ranks.watch.threads_before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+        return ranks
     except BaseException:
         _kill(children)
         raise
@@ -177,6 +181,7 @@ class Watch(threading.Thread):
         self.missed = dict.fromkeys(others, 0)
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
+        self.threads_before: int | None = None
 
     def wait_for_all(self) -> None:
         """Until every rank has a pulse. Raises `RuntimeError` naming the one that doesn't come."""
@@ -211,7 +216,7 @@ class Watch(threading.Thread):
     def close(self) -> None:
         """The engine has ended. Children leave by themselves, or are made to."""
         self.stopped.set()
-        if self.is_alive():
+        if self.is_alive() and threading.current_thread() is not self:  # whoever collects an engine
             self.join()
         deadline = time.monotonic() + GRACE_SECONDS
         for child in self.children:
@@ -220,6 +225,8 @@ class Watch(threading.Thread):
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _kill(self.children)
+        if self.threads_before is not None:
+            torch.set_num_threads(self.threads_before)
         self.store = self.store_server = None
 
     def _look(self) -> str | None:
