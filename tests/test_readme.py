@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench
 from nanoserve import EngineConfig, sequence
+from nanoserve.model_config import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,6 +48,16 @@ def test_the_example_prints_what_the_readme_shows():
 def test_the_step_trace_is_real():
     shown = block_after("<!-- printed by: python -m nanoserve.extras.trace -->")
     assert run("-m", "nanoserve.extras.trace") == shown
+
+
+def test_the_parity_matrix_is_real():
+    shown = block_after("<!-- printed by: python -m nanoserve.extras.verify -->")
+    command = re.search(r"`python (-m nanoserve.extras.verify nanoserve/.*?)`", README)[1]
+    assert run(*command.split()) == shown
+
+
+def test_the_families_are_those_that_can_be_read():
+    assert re.findall(r"^\| `(\w+For\w+)` \|", README, re.M) == list(FAMILIES)
 
 
 def test_the_map_lists_every_file_with_its_lines():
