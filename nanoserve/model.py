@@ -27,6 +27,7 @@ from nanoserve.batch import Batch
 from nanoserve.config import ModelConfig
 from nanoserve.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, apply_rope
 
+MAX_SCORED_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see attention.py
 
 
@@ -146,5 +147,6 @@ def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max
         config.num_attention_heads * config.head_dim + config.kv_width)
     keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
     gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32
-    logits = 16 * num_seqs * config.vocab_size  # four copies in float32
+    num_rows = max(num_seqs, MAX_SCORED_ROWS)
+    logits = 16 * num_rows * config.vocab_size  # four copies in float32
     return (num_tokens * per_token + gathered) * itemsize + logits

@@ -26,8 +26,8 @@ import torch
 from nanoserve.batch import BatchBuilder
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.model import Decoder, KVCache, estimate_step_bytes
-from nanoserve.sampler import SamplingInputs, sample
+from nanoserve.model import MAX_SCORED_ROWS, Decoder, KVCache, estimate_step_bytes
+from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, sample, score
 from nanoserve.scheduler import Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free: a laptop's owner has other programs open
@@ -123,8 +123,9 @@ class ModelRunner:
     # ------------------------------------------------------------------ step
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> torch.Tensor:
-        """Run one step. Returns the token of each of `step.sampling`, (s,), on the device."""
+    def launch(self, step: Step) -> SamplerOutput:
+        """Run one step. Returns the token of each of `step.sampling`, and whatever logprobs are
+        wanted, on the device."""
         for source, target in step.block_copies:
             for k, v in self.kv_cache:
                 k[target], v[target] = k[source], v[source]
@@ -136,8 +137,28 @@ class ModelRunner:
         hidden = self.model(hidden, batch.positions, self.kv_cache, batch)
         logits = self.model.compute_logits(hidden[batch.logits_indices])
         inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
-        self.last_sampled = sample(logits, inputs)
-        return self.last_sampled
+        output = sample(logits, inputs)
+        output.prompt_logprobs = self._score_prompts(hidden, batch.scored_indices, step)
+        self.last_sampled = output.token_ids
+        return output
+
+    def _score_prompts(self, hidden: torch.Tensor, indices: torch.Tensor,
+                       step: Step) -> list[Logprobs]:
+        """Prompt logprobs of `step.scoring`'s positions; each is about the token that follows.
+
+        Slice by slice: the logits of a whole prompt would be larger than the model. hidden:
+        (num_tokens, hidden_size), indices: (p,) its rows.
+        """
+        following = [token_id for seq, positions in step.scoring.items()
+                     for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
+        token_ids = torch.tensor(following, dtype=torch.int64).to(self.device, non_blocking=True)
+        num_top = max((seq.params.prompt_logprobs for seq in step.scoring), default=0)
+        parts = []
+        for start in range(0, len(indices), MAX_SCORED_ROWS):
+            piece = slice(start, start + MAX_SCORED_ROWS)
+            logits = self.model.compute_logits(hidden[indices[piece]])
+            parts.append(score(logits, token_ids[piece], num_top))
+        return parts
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""

@@ -24,11 +24,13 @@ MAY_IMPORT = {
     "layers": ["config", "kernels"],
     "model": ["config", "batch", "attention", "layers"],
     "loader": ["config", "layers"],
-    "sampler": ["sequence", "kernels"],
+    "controls": ["sequence"],
+    "sampler": ["sequence", "controls", "kernels"],
     "model_runner": ["config", "sequence", "scheduler", "batch", "layers", "model", "loader",
                      "sampler"],
     "detokenizer": ["sequence"],
-    "request": ["config", "sequence", "detokenizer"],
+    "logprobs": ["sequence"],
+    "request": ["config", "sequence", "detokenizer", "logprobs"],
     "llm": ["config", "sequence", "scheduler", "model_runner", "request", "extras"],
 }
 PURE = ["config", "sequence", "block_manager", "scheduler"]
