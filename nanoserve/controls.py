@@ -16,9 +16,9 @@ for the tokens it names, not for the vocabulary. A grammar would be one more set
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. That
 something is left of every row is checked when the request is made (`request.py`).
 
-The lists grow with the text, but a step looks only at the tokens that are new: what was counted
-before stays with the sequence (`Sequence.sampler_state`). Road not taken: a (rows, vocabulary)
-table of counts on the device, vLLM's way; 256 rows of 151,936 tokens are 156 MB.
+The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
+that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not
+taken: tables of counts on the device, vLLM's way; 256 rows of 151,936 tokens are 156 MB each.
 
 Not known here: temperature, filters, the draw.
 """
@@ -55,7 +55,7 @@ class Edits:
         if self.closed is not None:
             rows, ids = self.open
             kept = logits[rows, ids]
-            logits[self.closed] = float("-inf")
+            logits.index_fill_(0, self.closed, float("-inf"))
             logits[rows, ids] = kept
         if self.biased is not None:
             rows, ids = self.biased
@@ -141,21 +141,24 @@ def gather_edits(rows: list[tuple[int, Sequence]], put: Callable) -> Edits | Non
     if not edited:
         return None
 
-    def pairs(tokens: dict[int, list]) -> torch.Tensor:
-        places = np.repeat(list(tokens), [len(ids) for ids in tokens.values()])
-        ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in tokens.values()])
-        return put(np.stack([places, ids]), torch.int64)
-
     edits = Edits(put(edited, torch.int64))
     if closed:
-        edits.closed, edits.open = put(closed, torch.int64), pairs(open_ids)
+        edits.closed = put(closed, torch.int64)
+        edits.open = put(_pairs(open_ids), torch.int64)
     if biased:
-        edits.biased = pairs(biased)
+        edits.biased = put(_pairs(biased), torch.int64)
         edits.biases = put(np.concatenate([states[r].biases for r in biased]))
     if banned:
-        edits.banned = pairs(banned)
+        edits.banned = put(_pairs(banned), torch.int64)
     if seen:
-        edits.seen = pairs(seen)
+        edits.seen = put(_pairs(seen), torch.int64)
         edits.counts = put(np.concatenate([states[r].counts for r in seen]))
         edits.penalties = put([state.penalties for state in states])
     return edits
+
+
+def _pairs(tokens: dict[int, list]) -> np.ndarray:
+    """{row: its tokens} -> (2, n): every token beside its row."""
+    rows = np.repeat(list(tokens), [len(ids) for ids in tokens.values()])
+    return np.stack([rows, np.concatenate(
+        [np.asarray(ids, dtype=np.int64) for ids in tokens.values()])])

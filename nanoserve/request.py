@@ -336,8 +336,8 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: 
     if num_left <= 0:
         raise ValueError(
             f"allowed_token_ids={str(params.allowed_token_ids):.80}, bad_words="
-            f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that is "
-            "always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
+            f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that "
+            "is always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
             "token): allow another token")
 
 

@@ -136,7 +136,8 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SamplerOutput:
     output = SamplerOutput(choose(logits, inputs))
     if inputs.scored:
         rows = inputs.scored_rows
-        output.logprobs = score(logits[rows], output.token_ids[rows], inputs.num_logprobs)
+        output.logprobs = score(
+            logits.index_select(0, rows), output.token_ids[rows], inputs.num_logprobs)
         output.scored = inputs.scored
     return output
 
@@ -145,7 +146,7 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     """logits (s, vocab_size) -> token ids (s,), int64, on the same device."""
     greedy, edits = logits.argmax(-1), inputs.edits
     if edits is not None:
-        edited = edits.apply(logits[edits.rows].float())
+        edited = edits.apply(logits.index_select(0, edits.rows).float())
         greedy[edits.rows] = edited.argmax(-1)
     if inputs.temperature is None or len(logits) == 0:
         return greedy
@@ -153,7 +154,7 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     divisor = torch.where(is_greedy, 1.0, inputs.temperature)[:, None]
     scaled = logits.float() / divisor
     if edits is not None:
-        scaled[edits.rows] = edited / divisor[edits.rows]
+        scaled.index_copy_(0, edits.rows, edited / divisor[edits.rows])
     scaled = apply_filters(scaled, inputs)
     return torch.where(is_greedy, greedy, draw(scaled.softmax(-1), inputs.uniform))
 
