@@ -181,8 +181,8 @@ def _token_ids(name: str, values: Iterable) -> list[int]:
     values = list(values)
     for value in values:
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name}={str(values):.80}: {value!r} is no token id, which is a whole "
-                             "number of at least 0")
+            raise ValueError(f"{name}={str(values):.80}: {value!r} is no token id, which is a "
+                             "whole number of at least 0")
     return [int(value) for value in values]
 
 
