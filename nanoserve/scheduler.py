@@ -225,9 +225,8 @@ class Scheduler:
         return self.waiting[0][1] if self.waiting else None
 
     def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
-        if not self.pending_keys or num_hits == self.blocks.max_hits(seq):
-            return False
-        return self.blocks.keys(seq)[num_hits] in self.pending_keys
+        return bool(self.pending_keys) and num_hits < self.blocks.max_hits(seq) and (
+            self.blocks.keys(seq)[num_hits] in self.pending_keys)
 
     def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
         self.blocks.share(seq, hits)

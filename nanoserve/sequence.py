@@ -13,6 +13,7 @@ The glossary. These words mean one thing each, everywhere:
     num_inflight_tokens  how many more a launched, unfinished step is computing
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
+    num_scored_tokens    how many leading prompt positions are to give a prompt logprob
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
@@ -213,7 +214,7 @@ class Sequence:
     bad_word_ids: list[list[int]] = field(default_factory=list)  # tokens that may not come together
     max_num_tokens: int = 0  # prompt plus output never grow beyond this
     num_prompt_tokens: int = field(init=False)
-    num_scored_tokens: int = field(init=False)  # leading positions that give prompt logprobs
+    num_scored_tokens: int = field(init=False)
     needs_output_tokens: bool = field(init=False)  # must know a token to sample the next one
     has_controls: bool = field(init=False)  # the sampler must look closer at it
 

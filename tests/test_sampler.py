@@ -439,16 +439,20 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
     """Asking a tensor for a value waits for the device, and a step must not: which rows use which
     filter is known on the host."""
     params = [SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=.9, min_p=.1),
-              SamplingParams(top_p=.5), SamplingParams(top_k=7)]
-    seqs = [Sequence(str(i), [1, 2], p, num_unknown_tokens=1) for i, p in enumerate(params)]
+              SamplingParams(top_p=.5), SamplingParams(top_k=7),
+              SamplingParams(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1),
+              SamplingParams(allowed_token_ids=[4, 5], logit_bias={5: 1}, logprobs=3),
+              SamplingParams(temperature=0, min_tokens=3, bad_words=["a"], logprobs=0)]
+    seqs = [Sequence(str(i), [1, 2], p, num_unknown_tokens=1, late_ids=frozenset([7]),
+                     bad_word_ids=[[3]] if p.bad_words else []) for i, p in enumerate(params)]
 
     def waits(*args, **kinds):
         raise AssertionError("this waits for the device")
 
     for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    output = sample(torch.randn(4, 64), SamplingInputs.of(seqs, 64, torch.device("cpu")))
-    assert output.token_ids.shape == (4,)
+    output = sample(torch.randn(7, 64), SamplingInputs.of(seqs, 64, torch.device("cpu")))
+    assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
 
 
 def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():
