@@ -250,7 +250,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_controls_equal_the_naive_loop(qwen3, cases, mode):
     """Sixteen requests in one engine, each with its own controls: none knows of the others."""
-    llm = LLM(qwen3, dtype="float32", device="cpu", **dict(num_gpu_blocks_override=64) | MODES[mode])
+    llm = LLM(qwen3, dtype="float32", device="cpu",
+              **dict(num_gpu_blocks_override=64) | MODES[mode])
     steps, schedule = [], llm.scheduler.schedule
     llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
     outs = llm.generate([PROMPT] * len(cases), [params for params, _, _ in cases], use_tqdm=False)
@@ -409,8 +410,8 @@ def test_min_tokens_keeps_eos_away_even_where_it_ends_nothing(llm):
     ("cd", 3, "abab", 6), ("cd", 6, "ababcdabababababab", 18),
     ("dabab", 9, "ababc", 10), ("dabab", 10, "ababcdabababababab", 18),
 ], ids=str)
-def test_stop_strings_are_not_looked_for_before_min_tokens(llm, stop, min_tokens, text, num_tokens,
-                                                           kind, monkeypatch):
+def test_stop_strings_are_not_looked_for_before_min_tokens(
+        llm, stop, min_tokens, text, num_tokens, kind, monkeypatch):
     """vLLM's rule: a stop string may begin within the first min_tokens tokens, but not end there.
     The model says ab ab cd ab ab ..., one letter a token: 18 of them."""
     words = ids_of("ababcdabababababab")
