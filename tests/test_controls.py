@@ -138,7 +138,7 @@ def test_a_sequence_is_counted_as_it_grows():
 
 
 def test_penalties_by_hand():
-    """2.0 divided by 2 is 1.0, -2.0 times 2 is -4.0; a token that came three times loses 3 * 0.5 and
+    """2.0 divided by 2 is 1.0, -2.0 times 2 is -4.0; what came three times loses 3 * 0.5 and
     1.5 once; the prompt's tokens know of repetition only."""
     seq = Sequence("1", [0, 1], SamplingParams(
         repetition_penalty=2, frequency_penalty=.5, presence_penalty=1.5), num_unknown_tokens=1)
