@@ -27,12 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanoserve.scheduler import Step
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import Sequence, Step
 
 # The header: the length of each section, in this order.
 SECTIONS = ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices",
-            "unknown_indices", "unknown_sources", "block_copies", "block_tables")
+            "scored_indices", "unknown_indices", "unknown_sources", "block_copies", "block_tables")
 NUM_DECODES = len(SECTIONS)  # one more header entry: rows with a single new token
 HEADER = len(SECTIONS) + 1
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
@@ -48,6 +47,7 @@ class Batch:
     cu_seqlens_q: torch.Tensor  # (b + 1,)
     seq_lens: torch.Tensor  # (b,)
     logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
+    scored_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
     unknown_indices: torch.Tensor  # (u,) places in input_ids that the last step's samples fill ...
     unknown_sources: torch.Tensor  # (u,) ... and which of those samples
     block_copies: torch.Tensor  # (2, c) blocks to copy from and to, before anything is written
@@ -95,7 +95,7 @@ class BatchBuilder:
         self.device = device
         width = -(-max_model_len // block_size)
         # Each running sequence may copy a block, which is two numbers.
-        size = HEADER + 3 * max_num_batched_tokens + 7 * max_num_seqs + 1 + max_num_seqs * width
+        size = HEADER + 4 * max_num_batched_tokens + 7 * max_num_seqs + 1 + max_num_seqs * width
         size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
@@ -147,6 +147,7 @@ class BatchBuilder:
             cu_seqlens_q,
             starts + query_lens,
             [last_token_of[seq] for seq in step.sampling],
+            self._scored_tokens(step, last_token_of),
             unknown,
             sources,
             np.array(step.block_copies, dtype=np.int32).reshape(-1, 2).T.reshape(-1),
@@ -169,6 +170,14 @@ class BatchBuilder:
             row = seq.token_ids[start:start + n]
             ids += row + [0] * (n - len(row))
         return ids
+
+    def _scored_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
+        """Places in the batch of `step.scoring`'s positions, which begin where their rows do."""
+        indices: list[int] = []
+        for seq, positions in step.scoring.items():
+            first = last_token_of[seq] - step.num_new_tokens[seq] + 1
+            indices += range(first, first + len(positions))
+        return indices
 
     def _unknown_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> tuple[list, list]:
         """Overlap: rows whose last token is still being sampled by the step before this one.

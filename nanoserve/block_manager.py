@@ -90,18 +90,25 @@ class BlockManager:
             keys.append(xxhash.xxh3_128_digest(parent + tokens))
         return keys
 
-    def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
-        """Look up the longest cached prefix of `seq`; takes nothing, so it can be asked freely.
+    def max_hits(self, seq: Sequence) -> int:
+        """How many blocks of `seq` may come from the cache at all.
 
         At least one token is always left to compute: without it there would be no logits to sample
-        from. With blocks of 16, a fully cached prompt of 32 tokens hits 1 block, not 2.
+        from. With blocks of 16, a fully cached prompt of 32 tokens hits 1 block, not 2. And where
+        every position's logits are wanted, no position may be skipped.
         """
+        if not self.enable_prefix_caching or seq.needs_all_positions:
+            return 0
+        return (len(seq.token_ids) - 1) // self.block_size
+
+    def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
+        """Look up the longest cached prefix of `seq`; takes nothing, so it can be asked freely."""
         if not self.enable_prefix_caching:
             return []
         hits: list[CacheEntry] = []
         parent, size, token_ids, cached = None, self.block_size, seq.token_ids, self.cached
         keys = self.keys(seq)
-        for i in range((len(token_ids) - 1) // size):
+        for i in range(self.max_hits(seq)):
             entry = cached.get(keys[i])
             if (entry is None or entry.parent is not parent
                     or entry.tokens != token_ids[i * size:(i + 1) * size]):

@@ -36,6 +36,7 @@ class Detokenizer:
         self.params = params
         self.text = ""  # everything decoded so far, up to a stop string
         self.ids = self._context(prompt_token_ids)
+        self.num_context = len(self.ids)
         self.window = 0  # decoding starts here ...
         self.read = len(self.ids)  # ... and text up to here has been emitted
         self.stop_string: str | None = None
@@ -103,6 +104,8 @@ class Detokenizer:
         self.window, self.read = self.read, len(self.ids)
         start = len(self.text)
         self.text += new_text
+        if len(self.ids) - self.num_context <= self.params.min_tokens:
+            return None  # as in vLLM: a stop string may begin in here, but not end
         # A stop string may begin in older text, at most its length minus one character back.
         found = [(at, stop) for stop in self.params.stop
                  if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]

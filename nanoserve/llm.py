@@ -39,7 +39,7 @@ from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_ra
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams, Sequence
+from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams, Sequence, Step
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
@@ -66,7 +66,7 @@ class LLM:
         self.scheduler = Scheduler(self.config, num_blocks, self.model_config.window)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
-        self.in_flight: deque = deque()  # (step, its tokens on the device)
+        self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
         self.lock = threading.RLock()  # threads may share an engine: they take turns step by step
         self.inbox: list[RequestOutput] = []  # of requests added by hand: for the next step()
@@ -143,15 +143,24 @@ class LLM:
         if not self.in_flight:
             assert not self.requests, f"stuck: nothing can be scheduled for {list(self.requests)}"
             return
-        step, sampled = self.in_flight[0]
-        token_ids = sampled.tolist()
+        step, output = self.in_flight[0]
+        token_ids, logprobs, prompt_logprobs = output.tolist()
         with _ctrl_c_held():
             self.in_flight.popleft()
-            self._collect(self.scheduler.update(step, token_ids))
+            self._keep_prompt_logprobs(step, prompt_logprobs)
+            self._collect(self.scheduler.update(step, token_ids),
+                          {step.sampling[row]: entries for row, entries in logprobs.items()})
         if self.check_every_step:
             self.scheduler.check()
 
-    def _collect(self, grown: list[Sequence]) -> None:
+    def _keep_prompt_logprobs(self, step: Step, logprobs: list[list]) -> None:
+        """Hand them to their requests, but for those that were aborted meanwhile."""
+        for seq, positions in step.scoring.items():
+            entries, logprobs = logprobs[:len(positions)], logprobs[len(positions):]
+            if seq.finish_reason is None:
+                self.requests[seq.request_id].history.add_prompt(positions, entries)
+
+    def _collect(self, grown: list[Sequence], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
         `update` has counted the tokens already, so an error here must not keep any of them from its
@@ -162,7 +171,7 @@ class LLM:
         for seq in grown:
             request = touched[seq.request_id] = self.requests[seq.request_id]
             try:
-                stop_string = request.add_token(seq)
+                stop_string = request.add_token(seq, logprobs.get(seq))
             except Exception as error:
                 errors.append(error)
                 self.scheduler.finish(seq, "abort")

@@ -42,6 +42,7 @@ from nanoserve.layers import (
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import Span, share_heads
 
+MAX_SCORED_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see attention.py
 
 
@@ -227,5 +228,6 @@ def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max
         config.num_attention_heads * config.head_dim + config.kv_width)
     keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
     gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32
-    logits = 16 * num_seqs * config.vocab_size  # four copies in float32
+    num_rows = max(num_seqs, MAX_SCORED_ROWS)
+    logits = 16 * num_rows * config.vocab_size  # four copies in float32
     return (num_tokens * per_token + gathered) * itemsize + logits

@@ -23,6 +23,7 @@ exhausted; a laptop that swaps is worse than a small cache.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,11 +32,11 @@ from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.model import Decoder, KVCache, estimate_step_bytes
+from nanoserve.model import MAX_SCORED_ROWS, Decoder, KVCache, estimate_step_bytes
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
-from nanoserve.sampler import SamplingInputs, sample
-from nanoserve.scheduler import Step
+from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, sample, score
+from nanoserve.sequence import Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free: a laptop's owner has other programs open
 MIN_CACHE_TOKENS = 2 ** 16
@@ -156,8 +157,9 @@ class ModelRunner:
     # ------------------------------------------------------------------ step
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> torch.Tensor:
-        """Run one step. Returns the token of each of `step.sampling`, (s,), on the device."""
+    def launch(self, step: Step) -> SamplerOutput:
+        """Run one step. Returns the token of each of `step.sampling`, and whatever logprobs are
+        wanted, on the device."""
         buffer = self.builder.take_buffer()
         self.builder.pack(step, buffer)
         inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
@@ -165,10 +167,12 @@ class ModelRunner:
             if self.ranks.size > 1:
                 self._broadcast(buffer)
             logits = self._forward(self.builder.unpack(buffer))
-            self.last_sampled = sample(logits, inputs)
+            output = sample(next(logits), inputs)
+            output.prompt_logprobs = self._score_prompts(logits, step)
+            self.last_sampled = output.token_ids
             if self.config.async_scheduling:  # the next step's inputs, before the host knows them
                 self.ranks.broadcast(self.last_sampled)
-        return self.last_sampled
+        return output
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's packed step to all. Its length stands in its header, so that a long one takes a
@@ -177,10 +181,14 @@ class ModelRunner:
         if buffer[0] != STOP and packed_length(buffer) > MIN_BUFFER:
             self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
 
-    def _forward(self, batch: Batch) -> torch.Tensor | None:
-        """The logits of the rows that sample, (s, vocab_size), on rank 0; None on the others."""
+    def _forward(self, batch: Batch) -> Iterator[torch.Tensor | None]:
+        """Yields logits, (rows, vocab_size), on rank 0, and None on the others: first of the rows
+        that sample, then of the prompt positions that are scored, slice by slice, because the
+        logits of a whole prompt would be larger than the model."""
         if batch.block_copies.numel():
             source, target = batch.block_copies
+            for k, v in self.kv_cache:
+                k[target], v[target] = k[source], v[source]
             for k, v in self.kv_cache:
                 k[target], v[target] = k[source], v[source]
         if len(batch.unknown_indices):
@@ -188,7 +196,19 @@ class ModelRunner:
                 batch.unknown_sources].to(torch.int32)
         hidden = self.model.embed(batch.input_ids)
         hidden = self.model(hidden, batch.positions, self.kv_cache, batch)
-        return self.model.compute_logits(hidden[batch.logits_indices])
+        yield self.model.compute_logits(hidden[batch.logits_indices])
+        for indices in batch.scored_indices.split(MAX_SCORED_ROWS):
+            if len(indices):
+                yield self.model.compute_logits(hidden[indices])
+
+    def _score_prompts(self, logits: Iterator[torch.Tensor], step: Step) -> list[Logprobs]:
+        """Prompt logprobs of `step.scoring`'s positions; each is about the token that follows."""
+        following = [token_id for seq, positions in step.scoring.items()
+                     for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
+        token_ids = torch.tensor(following, dtype=torch.int64).to(self.device, non_blocking=True)
+        num_top = max((seq.params.prompt_logprobs for seq in step.scoring), default=0)
+        parts = zip(logits, token_ids.split(MAX_SCORED_ROWS))
+        return [score(rows, ids, num_top) for rows, ids in parts]
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -200,7 +220,8 @@ class ModelRunner:
                 if buffer[0] == STOP:
                     return
                 batch = self.builder.unpack(buffer)
-                self._forward(batch)
+                for _ in self._forward(batch):
+                    pass  # rank 0 has gathered the logits
                 if self.config.async_scheduling:
                     self.last_sampled = torch.empty(
                         len(batch.logits_indices), dtype=torch.int64, device=self.device)

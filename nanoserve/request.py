@@ -25,9 +25,11 @@ from transformers import AutoTokenizer
 
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import Detokenizer
+from nanoserve.logprobs import LogprobHistory
 from nanoserve.model_config import ModelConfig
 from nanoserve.sequence import (
     CompletionOutput,
+    Logprob,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -52,12 +54,16 @@ class Request:
     params: SamplingParams
     priority: int
     max_num_tokens: int  # prompt and output
-    eos_ids: frozenset[int]
+    eos_ids: frozenset[int]  # what ends it; none with ignore_eos
+    late_ids: frozenset[int]  # what may not come before `min_tokens`
+    bad_word_ids: list[list[int]]
     tokenizer: object  # None: no text is made
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
     told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) a sample
+    history: LogprobHistory = field(init=False)
+    num_told_of_prompt: int = 0  # prompt logprobs that a DELTA has carried
     inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
@@ -74,27 +80,37 @@ class Request:
                 self.request_id, list(ids), params, arrival, self.priority, index,
                 seed=xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
                 stop_ids=self.eos_ids | frozenset(params.stop_token_ids), eos_ids=self.eos_ids,
+                late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
                 max_num_tokens=self.max_num_tokens))
             if params.detokenize and self.tokenizer is not None:
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))
         self.num_read = [len(ids)] * params.n
         self.told = [(0, 0)] * params.n
+        self.history = LogprobHistory(params, self.tokenizer if params.detokenize else None)
         return self.sequences
 
     @property
     def finished(self) -> bool:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
-    def add_token(self, seq: Sequence) -> str | None:
-        """Turn what is new of `seq` into text; returns the stop string that now is in it."""
+    def add_token(self, seq: Sequence, logprobs: list[tuple] | None = None) -> str | None:
+        """Turn what is new of `seq` into text; returns the stop string that now is in it.
+
+        logprobs: the new token's, where they are wanted. They are kept before any text is made, so
+        that tokens and logprobs stay in step when a tokenizer fails.
+        """
+        if logprobs is not None:
+            self.history.add(seq.index, logprobs)
         if not self.detokenizers:
             return None
+        self.history.decode()
         detokenizer, stop_string = self.detokenizers[seq.index], None
         new = seq.token_ids[self.num_read[seq.index]:]
         self.num_read[seq.index] = len(seq.token_ids)
         # The token that ended it, EOS say, is no text, unless the caller wants to see it.
-        if seq.finish_reason != "stop" or self.params.include_stop_str_in_output:
-            stop_string = detokenizer.add(new)
+        if seq.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            new = new[:-1]
+        stop_string = detokenizer.add(new)
         if seq.finish_reason is not None:
             stop_string = detokenizer.flush() or stop_string
         return stop_string
@@ -110,22 +126,39 @@ class Request:
         While a sample runs only its `visible_text` is shown, which never shrinks; so a DELTA can be
         cut out by counting the characters that were told before.
         """
-        completions = []
+        params, completions = self.params, []
         for seq in self.sequences:
             text, token_ids = "", seq.output_token_ids
             if self.detokenizers:
                 detokenizer = self.detokenizers[seq.index]
                 done = seq.finish_reason is not None
                 text = detokenizer.text if done else detokenizer.visible_text
-            if self.params.output_kind is RequestOutputKind.DELTA:
+            num_told = 0
+            if params.output_kind is RequestOutputKind.DELTA:
                 told, self.told[seq.index] = self.told[seq.index], (len(text), len(token_ids))
-                text, token_ids = text[told[0]:], token_ids[told[1]:]
-            completions.append(CompletionOutput(
-                seq.index, text, token_ids, finish_reason=seq.finish_reason,
-                stop_reason=seq.stop_reason))
+                text, token_ids, num_told = text[told[0]:], token_ids[told[1]:], told[1]
+            completion = CompletionOutput(seq.index, text, token_ids,
+                                          finish_reason=seq.finish_reason,
+                                          stop_reason=seq.stop_reason)
+            if params.logprobs is not None:
+                completion.logprobs = self.history.samples[seq.index][num_told:]
+                completion.cumulative_logprob = self.history.cumulative[seq.index]
+                assert len(completion.logprobs) == len(token_ids), (
+                    f"sequence {seq.name} has {len(completion.logprobs)} logprobs for "
+                    f"{len(token_ids)} tokens")
+            completions.append(completion)
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, None, completions, self.finished,
-            num_cached_tokens=self.sequences[0].num_cached_tokens)
+            self.request_id, self.prompt, self.prompt_token_ids, self._prompt_logprobs(),
+            completions, self.finished, num_cached_tokens=self.sequences[0].num_cached_tokens)
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """As many as there are: all, but for a request that was aborted in its prompt."""
+        if self.params.prompt_logprobs is None:
+            return None
+        start, prompt = self.num_told_of_prompt, self.history.prompt
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            self.num_told_of_prompt = len(prompt)
+        return prompt[start:]
 
 
 class InputProcessor:
@@ -161,9 +194,47 @@ class InputProcessor:
                 "kv_cache_memory_bytes, if the KV cache is what limits it)")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
+        self._check_vocabulary(params)
+        bad_word_ids = self._bad_word_ids(params.bad_words or [])
+        # EOS too early is no use even where it ends nothing (ignore_eos), says vLLM.
+        vocab_size = self.model_config.vocab_size  # some configs name an EOS beyond it, or -1
+        late_ids = frozenset(i for i in (*params.stop_token_ids, *self._eos_ids())
+                             if 0 <= i < vocab_size)
+        _check_something_is_left(params, vocab_size, late_ids, bad_word_ids)
         longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
-        return Request(request_id, text, ids, params, priority, longest, eos_ids, self.tokenizer)
+        return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
+                       bad_word_ids, self.tokenizer)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        """What is indexed with must be there: on a GPU a wrong index ends the whole process."""
+        size = self.model_config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= size:
+                    raise ValueError(f"{name} names token {token_id}, which is outside the "
+                                     f"vocabulary of {size} (0 to {size - 1}): leave it out")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > size:
+                raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary has: "
+                                 f"use at most {size}")
+
+    def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """Each word as tokens, bare and with a space in front, which is another token for most
+        tokenizers. (vLLM passes over the second where it has another number of tokens; here it is
+        passed over only where it ends with the first, which bans it anyway.)"""
+        found: list[list[int]] = []
+        for word in words:
+            encode = self.tokenizer_for(f"bad_words={words!r}").encode
+            bare = encode(word.lstrip(), add_special_tokens=False)
+            spaced = encode(" " + word.lstrip(), add_special_tokens=False)
+            if not bare or max(bare + spaced) >= self.model_config.vocab_size:
+                raise ValueError(f"bad_words={words!r}: {word!r} is no text of the model's tokens, "
+                                 "leave it out")
+            found.append(bare)
+            if spaced[-len(bare):] != bare:
+                found.append(spaced)
+        return found
 
     def default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
@@ -248,6 +319,28 @@ class InputProcessor:
             return self.model_config.eos_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)
         return () if eos is None else (eos,)
+
+
+def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: frozenset[int],
+                             bad_word_ids: list[list[int]]) -> None:
+    """In every situation some token must be possible, or the model would have to make one up.
+
+    A bad word is counted as if its last token were banned all the time, unless it contains a token
+    that is not allowed. That is too much: two allowed tokens, each banned behind the other, would
+    do. But it is simple, and always safe.
+    """
+    allowed = set(params.allowed_token_ids or ())
+    words = [word for word in bad_word_ids if not allowed or allowed.issuperset(word)]
+    banned = {word[-1] for word in words}
+    if params.min_tokens:
+        banned |= late_ids
+    num_left = len(allowed - banned) if allowed else vocab_size - len(banned)
+    if num_left <= 0:
+        raise ValueError(
+            f"allowed_token_ids={str(params.allowed_token_ids):.80}, bad_words="
+            f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that "
+            "is always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
+            "token): allow another token")
 
 
 def _content(message: dict) -> str | None:

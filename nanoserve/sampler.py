@@ -1,4 +1,4 @@
-"""Logits to tokens: greedy, or drawn with temperature, top-k, top-p and min-p.
+"""Logits to tokens, the likeliest or a drawn one, and their logprobs.
 
 Invariant: **randomness is a function.** The number that decides a token is computed from the
 request's seed and the token's position, by a counter-based generator (Salmon et al. 2011, "Parallel
@@ -16,8 +16,9 @@ a chunk of the vocabulary is found by the sums of the chunks, then the token ins
 Everything is vectorised over the batch, and rows that ask for nothing pay nothing: a batch of
 greedy rows is an argmax, and the filters touch only the rows that use them.
 
-Order, as in vLLM: temperature, min-p, top-k, top-p. Road not taken: Gumbel-max, one pass on a GPU
-but an exponential a logit on a CPU, thirty times slower than this there.
+Order, as in vLLM: constraints and penalties (`controls`), temperature, min-p, top-k, top-p.
+Logprobs are the model's own, before any of these. Road not taken: Gumbel-max, one pass on a GPU but
+an exponential a logit on a CPU, thirty times slower than this there.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanoserve.controls import Edits, gather_edits
 from nanoserve.sequence import Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2^64 / golden ratio, odd
@@ -43,6 +45,10 @@ class SamplingInputs:
     max_top_k: int = 0  # on the host, because it is the shape of a result
     top_p_rows: torch.Tensor | None = None  # (r,)
     top_p: torch.Tensor | None = None  # (r, 1) float32
+    edits: Edits | None = None
+    scored: list[int] | None = None  # rows that want logprobs ...
+    scored_rows: torch.Tensor | None = None  # (r,) ... the same on the device
+    num_logprobs: int = 0  # the most that any of them asks for
 
     @classmethod
     def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> "SamplingInputs":
@@ -53,14 +59,22 @@ class SamplingInputs:
         """
         params = [seq.params for seq in seqs]
         temperatures = [p.temperature for p in params]
+        inputs = cls()
+
+        def put(values: list | np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
+            inputs.edits = gather_edits([(i, seqs[i]) for i in rows], put)
+            inputs.scored = [i for i in rows if params[i].logprobs is not None]
+            if inputs.scored:
+                inputs.scored_rows = put(inputs.scored, torch.int64)
+                inputs.num_logprobs = max(params[i].logprobs for i in inputs.scored)
         if not any(temperatures):
-            return cls()
-
-        def put(values: list, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
+            return inputs
         uniform = uniforms([seq.seed for seq in seqs], [seq.num_tokens - 1 for seq in seqs])
-        inputs = cls(put(temperatures), torch.from_numpy(uniform).to(device, non_blocking=True))
+        inputs.temperature = put(temperatures)
+        inputs.uniform = put(uniform, torch.float64)
         if any(p.min_p for p in params):
             inputs.min_p = put([p.min_p for p in params])
         if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
@@ -73,15 +87,85 @@ class SamplingInputs:
         return inputs
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+@dataclass
+class Logprobs:
+    """Log-probabilities of p tokens, each beside the k likeliest ones of its position."""
+
+    ids: torch.Tensor  # (p,)
+    values: torch.Tensor  # (p,) float32
+    ranks: torch.Tensor  # (p,) 1: no other token is likelier
+    top_ids: torch.Tensor  # (p, k)
+    top_values: torch.Tensor  # (p, k) falling
+
+    def tolist(self) -> list[list[tuple[int, float, int]]]:
+        """For each position (token id, logprob, rank): of the token, then of the likeliest. Waits
+        for the device. Equal logprobs have equal ranks: -1 -2 -2 -3 are 1 2 2 4."""
+        positions = []
+        for *token, top_ids, top_values in zip(
+                self.ids.tolist(), self.values.tolist(), self.ranks.tolist(),
+                self.top_ids.tolist(), self.top_values.tolist(), strict=True):
+            entries, rank = [tuple(token)], 1
+            for i, (token_id, value) in enumerate(zip(top_ids, top_values, strict=True)):
+                rank = rank if i and value == top_values[i - 1] else i + 1
+                entries.append((token_id, value, rank))
+            positions.append(entries)
+        return positions
+
+
+@dataclass
+class SamplerOutput:
+    """What a step has to say, still on the device."""
+
+    token_ids: torch.Tensor  # (s,) int64
+    logprobs: Logprobs | None = None  # of the rows that want them ...
+    scored: list[int] | None = None  # ... which are these
+    prompt_logprobs: list[Logprobs] | None = None  # of `Step.scoring`'s positions, in slices
+
+    def tolist(self) -> tuple[list[int], dict[int, list], list[list]]:
+        """Wait for the device. Returns the token ids, `Logprobs.tolist()` by row, and the same of
+        the prompts, position by position."""
+        logprobs = {} if self.logprobs is None else dict(
+            zip(self.scored, self.logprobs.tolist(), strict=True))
+        prompt_logprobs = [entries for part in self.prompt_logprobs or []
+                           for entries in part.tolist()]
+        return self.token_ids.tolist(), logprobs, prompt_logprobs
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SamplerOutput:
+    """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows."""
+    output = SamplerOutput(choose(logits, inputs))
+    if inputs.scored:
+        rows = inputs.scored_rows
+        output.logprobs = score(
+            logits.index_select(0, rows), output.token_ids[rows], inputs.num_logprobs)
+        output.scored = inputs.scored
+    return output
+
+
+def choose(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     """logits (s, vocab_size) -> token ids (s,), int64, on the same device."""
-    greedy = logits.argmax(-1)
+    greedy, edits = logits.argmax(-1), inputs.edits
+    if edits is not None:
+        edited = edits.apply(logits.index_select(0, edits.rows).float())
+        greedy[edits.rows] = edited.argmax(-1)
     if inputs.temperature is None or len(logits) == 0:
         return greedy
     is_greedy = inputs.temperature == 0
-    scaled = logits.float() / torch.where(is_greedy, 1.0, inputs.temperature)[:, None]
+    divisor = torch.where(is_greedy, 1.0, inputs.temperature)[:, None]
+    scaled = logits.float() / divisor
+    if edits is not None:
+        scaled.index_copy_(0, edits.rows, edited / divisor[edits.rows])
     scaled = apply_filters(scaled, inputs)
     return torch.where(is_greedy, greedy, draw(scaled.softmax(-1), inputs.uniform))
+
+
+def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
+    """Logprobs of `token_ids` (p,) and of the `num_top` likeliest. logits: (p, vocab_size)."""
+    logprobs = logits.float().log_softmax(-1)
+    values = logprobs.gather(-1, token_ids[:, None])  # (p, 1)
+    ranks = 1 + (logprobs > values).sum(-1)
+    top = logprobs.topk(num_top, dim=-1)
+    return Logprobs(token_ids, values[:, 0], ranks, top.indices, top.values)
 
 
 def apply_filters(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:

@@ -28,40 +28,11 @@ moves more bytes than recomputing the few blocks that the prefix cache lost.
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.sequence import Sequence
-
-
-@dataclass(eq=False)
-class Step:
-    """One step's plan. `print(step)` shows it; an empty step is legal."""
-
-    index: int
-    num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)  # position of each row's first new token
-    sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
-    preempted: list[Sequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
-    pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_new_tokens.values())
-
-    def __str__(self) -> str:
-        """A line like `step 3: 9 tokens | A 17 ↦ | B 0..8 | preempted C`."""
-        parts = [f"step {self.index}: {self.num_tokens} tokens"]
-        sampling = set(self.sampling)
-        for (seq, n), start in zip(self.num_new_tokens.items(), self.starts, strict=True):
-            span = f"{start}" if n == 1 else f"{start}..{start + n}"
-            parts.append(f"{seq.name} {span}{' ↦' if seq in sampling else ''}")
-        if self.preempted:
-            parts.append("preempted " + " ".join(seq.name for seq in self.preempted))
-        return " | ".join(parts)
+from nanoserve.sequence import Sequence, Step
 
 
 class Scheduler:
@@ -109,8 +80,7 @@ class Scheduler:
     def check_fits(self, num_tokens: int) -> None:
         """Refuse what could never run: a clear error now is better than waiting for ever.
 
-        The last token of a sequence is sampled but never computed: a cache of 64 slots is enough
-        for 65 tokens.
+        The last token is sampled but never computed: 64 slots are enough for 65 tokens.
         """
         capacity = self.blocks.num_blocks * self.blocks.block_size
         if num_tokens - 1 > capacity:
@@ -150,8 +120,9 @@ class Scheduler:
             seq = running[i]
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
-            if seq.num_unknown_tokens and seq.num_tokens >= seq.max_num_tokens:
-                num_new = 0  # 7 known, 1 in flight, at most 8: it ends, whatever the eighth is
+            if seq.num_unknown_tokens and (seq.needs_output_tokens
+                                           or seq.num_tokens >= seq.max_num_tokens):
+                num_new = 0  # its sample is looked at first; or 7 known, 1 in flight, at most 8
             if num_new > budget:
                 num_new = budget
             end = done + num_new
@@ -226,9 +197,8 @@ class Scheduler:
         return self.waiting[0][1] if self.waiting else None
 
     def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
-        if not self.pending_keys or num_hits == (len(seq.token_ids) - 1) // self.blocks.block_size:
-            return False  # nothing more could be hit: at least one token is always computed
-        return self.blocks.keys(seq)[num_hits] in self.pending_keys
+        return bool(self.pending_keys) and num_hits < self.blocks.max_hits(seq) and (
+            self.blocks.keys(seq)[num_hits] in self.pending_keys)
 
     def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
         self.blocks.share(seq, hits)
@@ -246,6 +216,8 @@ class Scheduler:
             keys = self.blocks.keys(seq)[start // size:(start + num_new) // size]
             step.pending_keys += keys
             self.pending_keys.update(keys)
+        if start < seq.num_scored_tokens and seq.needs_all_positions:
+            step.scoring[seq] = range(start, min(start + num_new, seq.num_scored_tokens))
         seq.num_inflight_tokens += num_new
         if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
             step.sampling.append(seq)  # an unfinished chunk samples nothing

@@ -1,4 +1,4 @@
-"""The nouns: what a request asks for, what the engine keeps about it, what the caller gets back.
+"""The nouns: what a request asks for, what the engine keeps and plans, what the caller gets back.
 
 **A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
 KV in the cache.** A step gives some sequences a share of the token budget to close the gap. Chunked
@@ -13,6 +13,7 @@ The glossary. These words mean one thing each, everywhere:
     num_inflight_tokens  how many more a launched, unfinished step is computing
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
+    num_scored_tokens    how many leading prompt positions are to give a prompt logprob
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
@@ -35,6 +36,9 @@ from enum import Enum
 from numbers import Integral, Real
 
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
+MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
+# Far beyond any use, and such that a logit times it, or divided by it, is a float32.
+REPETITION_PENALTIES = (1e-6, 1e6)
 
 
 class RequestOutputKind(Enum):
@@ -49,14 +53,15 @@ class RequestOutputKind(Enum):
 class SamplingParams:
     """How to turn logits into tokens and when to stop; names, defaults and meaning are vLLM's.
 
-    Raises `ValueError` naming the field and its value for whatever can't be honoured, including
-    fields this version does not implement: a control that is accepted and ignored is a lie.
+    Raises `ValueError` naming the field and its value for whatever can't be honoured: a control
+    that is accepted and ignored is a lie. What only the model knows (its vocabulary, its tokenizer)
+    is checked when the request is made.
     """
 
     n: int = 1  # samples of one prompt
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken off every token that is in the output
+    frequency_penalty: float = 0.0  # taken off a token as often as it is in the output
+    repetition_penalty: float = 1.0  # divides the logits of the prompt's tokens and the output's
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
@@ -66,16 +71,16 @@ class SamplingParams:
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the model's maximum length
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: int = 0  # no EOS, stop token or stop string before so many
+    logprobs: int | None = None  # of each token, and of so many of the likeliest
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: dict[int, float] | None = None  # added to the logits
+    allowed_token_ids: list[int] | None = None  # no others
+    bad_words: list[str] | None = None  # not in the output, with or without a space in front
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -88,7 +93,7 @@ class SamplingParams:
             self.seed = None
         self._check_numbers()
         self._check_stopping()
-        self._refuse_what_is_not_implemented()
+        self._check_constraints()
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(f"temperature={self.temperature} is raised to {MIN_TEMPERATURE}: smaller "
                           "values overflow; use 0 for greedy", stacklevel=3)
@@ -98,7 +103,7 @@ class SamplingParams:
         self._check_number("n", 1, whole=True)
         self._check_number("presence_penalty", -2, 2)
         self._check_number("frequency_penalty", -2, 2)
-        self._check_number("repetition_penalty", 0, above=True)
+        self._check_number("repetition_penalty", *REPETITION_PENALTIES)
         self._check_number("temperature", 0, 2)
         self._check_number("top_p", 0, 1, above=True)
         self._check_number("top_k", -1, whole=True)
@@ -142,24 +147,54 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} with detokenize=False: stop strings are found in "
                              "the text, leave detokenize=True or use stop_token_ids")
-        for token_id in self.stop_token_ids:
-            if not isinstance(token_id, Integral) or token_id < 0:
-                raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
-        self.stop_token_ids = [int(token_id) for token_id in self.stop_token_ids]
-        for word in self.bad_words or []:
-            if not isinstance(word, str) or not word.strip():
-                raise ValueError(f"bad_words={self.bad_words!r}: a bad word must not be empty")
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 
-    def _refuse_what_is_not_implemented(self) -> None:
-        neutral = dict(presence_penalty=(0,), frequency_penalty=(0,), repetition_penalty=(1,),
-                       min_tokens=(0,), logprobs=(None,), prompt_logprobs=(None,),
-                       logit_bias=(None, {}), allowed_token_ids=(None,), bad_words=(None, []))
-        for name, accepted in neutral.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported yet: leave it "
-                                 f"at {accepted[0]!r}")
+    def _check_constraints(self) -> None:
+        words, allowed = self.bad_words, self.allowed_token_ids
+        if words is not None:
+            if isinstance(words, str) or not isinstance(words, Iterable):
+                raise ValueError(f"bad_words={words!r} must be a list of words")
+            self.bad_words = list(words)
+        for word in self.bad_words or []:
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words={self.bad_words!r}: a bad word must not be empty")
+        if allowed is not None:
+            if isinstance(allowed, (str, dict)) or not isinstance(allowed, Iterable):
+                raise ValueError(f"allowed_token_ids={allowed!r} must be a list of token ids")
+            self.allowed_token_ids = _token_ids("allowed_token_ids", allowed)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids=[] leaves nothing to generate: name the tokens "
+                                 "that are allowed, or use None for all")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ValueError(f"logit_bias={self.logit_bias!r} must be a dict of numbers by "
+                                 "token id")
+            # JSON knows only str keys: as in vLLM's server, "5" is token 5.
+            self.logit_bias = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias
+                               for key, bias in self.logit_bias.items()}
+            ids = _token_ids("logit_bias", self.logit_bias)
+            self.logit_bias = dict(zip(ids, map(_bias, self.logit_bias.values()), strict=True))
+
+
+def _token_ids(name: str, values: Iterable) -> list[int]:
+    values = list(values)
+    for value in values:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name}={str(values):.80}: {value!r} is no token id, which is a "
+                             "whole number of at least 0")
+    return [int(value) for value in values]
+
+
+def _bias(value: object) -> float:
+    """A bias beyond the bound is refused and not clamped in silence, as vLLM's server does."""
+    if (isinstance(value, bool) or not isinstance(value, Real)
+            or not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS):
+        raise ValueError(f"logit_bias has a value of {value!r}: it must be a number in "
+                         f"[-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}]; to rule a token in or out use "
+                         "allowed_token_ids or bad_words")
+    return float(value)
 
 
 @dataclass(eq=False, slots=True)
@@ -175,8 +210,13 @@ class Sequence:
     seed: int = 0  # 64 bits; with the position it fixes the random number of each token
     stop_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end it
     eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
+    late_ids: frozenset[int] = frozenset()  # what may not come before params.min_tokens
+    bad_word_ids: list[list[int]] = field(default_factory=list)  # tokens that may not come together
     max_num_tokens: int = 0  # prompt plus output never grow beyond this
     num_prompt_tokens: int = field(init=False)
+    num_scored_tokens: int = field(init=False)
+    needs_output_tokens: bool = field(init=False)  # must know a token to sample the next one
+    has_controls: bool = field(init=False)  # the sampler must look closer at it
 
     # Progress: changed by the scheduler alone.
     num_computed_tokens: int = 0
@@ -195,8 +235,20 @@ class Sequence:
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: object = None  # the cache's entry for the last committed block
 
+    sampler_state: object = None  # changed by the sampler alone: what it counts for penalties
+
     def __post_init__(self):
+        params = self.params
         self.num_prompt_tokens = len(self.token_ids)
+        # One of the samples is enough; and what follows the last position is not the prompt's.
+        scores = params.prompt_logprobs is not None and self.index == 0
+        self.num_scored_tokens = self.num_prompt_tokens - 1 if scores else 0
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.needs_output_tokens = penalties != (1, 0, 0) or any(
+            len(word) > 1 for word in self.bad_word_ids)
+        self.has_controls = bool(
+            self.needs_output_tokens or self.bad_word_ids or params.logit_bias
+            or params.allowed_token_ids or params.min_tokens or params.logprobs is not None)
 
     @property
     def num_tokens(self) -> int:
@@ -208,6 +260,12 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens - self.num_inflight_tokens
 
     @property
+    def needs_all_positions(self) -> bool:
+        """Whether every token must really be computed, and none come from the prefix cache, which
+        keeps no logits (until an output token is known: by then the prompt has its logprobs)."""
+        return self.num_scored_tokens > 0 and len(self.token_ids) == self.num_prompt_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens:]
 
@@ -215,6 +273,35 @@ class Sequence:
     def name(self) -> str:
         """For traces and messages: "7", or "7.2" for the third of several samples."""
         return self.request_id if self.params.n == 1 else f"{self.request_id}.{self.index}"
+
+
+@dataclass(eq=False)
+class Step:
+    """One step's plan. `print(step)` shows it; an empty step is legal."""
+
+    index: int
+    num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)  # position of each row's first new token
+    sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
+    scoring: dict[Sequence, range] = field(default_factory=dict)  # positions for prompt logprobs
+    preempted: list[Sequence] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
+    pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens.values())
+
+    def __str__(self) -> str:
+        """A line like `step 3: 9 tokens | A 17 ↦ | B 0..8 | preempted C`."""
+        parts = [f"step {self.index}: {self.num_tokens} tokens"]
+        sampling = set(self.sampling)
+        for (seq, n), start in zip(self.num_new_tokens.items(), self.starts, strict=True):
+            span = f"{start}" if n == 1 else f"{start}..{start + n}"
+            parts.append(f"{seq.name} {span}{' ↦' if seq in sampling else ''}")
+        if self.preempted:
+            parts.append("preempted " + " ".join(seq.name for seq in self.preempted))
+        return " | ".join(parts)
 
 
 # ------------------------------------------------------------ what comes out

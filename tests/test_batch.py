@@ -12,8 +12,8 @@ import torch
 
 from nanoserve.batch import HEADER, NUM_DECODES, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig
-from nanoserve.scheduler import Scheduler, Step
-from nanoserve.sequence import SamplingParams, Sequence
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import SamplingParams, Sequence, Step
 
 CPU = torch.device("cpu")
 MAX_LEN = 64
@@ -27,8 +27,8 @@ def make_engine(block_size=4, num_blocks=24, max_num_seqs=6, budget=24):
             BatchBuilder(max_num_seqs, budget, MAX_LEN, block_size, CPU))
 
 
-def make_sequence(name, token_ids, max_tokens=8) -> Sequence:
-    return Sequence(str(name), list(token_ids), SamplingParams(), arrival=int(name),
+def make_sequence(name, token_ids, max_tokens=8, **params) -> Sequence:
+    return Sequence(str(name), list(token_ids), SamplingParams(**params), arrival=int(name),
                     max_num_tokens=min(MAX_LEN, len(token_ids) + max_tokens))
 
 
@@ -45,9 +45,10 @@ def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -
     rows = [r for r in rows if r[0][1] == 1] + [r for r in rows if r[0][1] > 1]
     out = {name: [] for name in SECTIONS}
     out["cu_seqlens_q"].append(0)
-    last_token, unknown = {}, {}
+    last_token, unknown, place = {}, {}, {}
     for (seq, num_new), start in rows:
         for position in range(start, start + num_new):
+            place[seq, position] = len(out["input_ids"])
             if position < len(seq.token_ids):
                 out["input_ids"].append(seq.token_ids[position])
             else:
@@ -61,6 +62,12 @@ def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -
         out["seq_lens"].append(start + num_new)
         out["block_tables"].append(list(seq.block_table))
     out["logits_indices"] = [last_token[seq] for seq in step.sampling]
+    # Of a prompt's tokens all but the last are followed by another one of the prompt.
+    out["scored_indices"] = [
+        place[seq, position] for (seq, num_new), start in zip(
+            step.num_new_tokens.items(), step.starts, strict=True)
+        if seq.params.prompt_logprobs is not None and not seq.output_token_ids
+        for position in range(start, start + num_new) if position < seq.num_prompt_tokens - 1]
     for seq in step.sampling:
         if seq in unknown:
             out["unknown_indices"].append(unknown[seq])
@@ -98,13 +105,16 @@ def random_prompt(rng: random.Random) -> list[int]:
 
 def run_workload(seed: int, depth: int, *sizes: int) -> dict[str, int]:
     """Schedule, build, compare; results are taken `depth` steps late. Returns what was met."""
-    rng, met = random.Random(seed), dict(mixed=0, hits=0, preempted=0, reused=0, unknown=0)
+    rng, met = random.Random(seed), dict.fromkeys(
+        ("mixed", "hits", "preempted", "reused", "unknown", "scored"), 0)
     scheduler, builder = make_engine(*sizes)
     block_size, num_blocks = sizes[:2]
     owners, in_flight, arrived, last = {}, [], 0, []
     while arrived < 40 or scheduler.has_unfinished():
         while arrived < 40 and rng.random() < 0.6:
-            scheduler.add(make_sequence(arrived, random_prompt(rng), rng.randrange(1, 12)))
+            scored = 1 if rng.random() < 0.3 else None
+            scheduler.add(make_sequence(arrived, random_prompt(rng), rng.randrange(1, 12),
+                                        prompt_logprobs=scored))
             arrived += 1
         step = scheduler.schedule()
         if step.num_new_tokens:
@@ -115,6 +125,7 @@ def run_workload(seed: int, depth: int, *sizes: int) -> dict[str, int]:
             met["mixed"] += 0 < batch.num_decodes < batch.num_rows
             met["preempted"] += len(step.preempted)
             met["unknown"] += len(batch.unknown_indices)
+            met["scored"] += len(batch.scored_indices)
             for seq in step.num_new_tokens:
                 met["reused"] += owners.get(seq.row, seq) is not seq
                 met["hits"] += owners.get(seq.row) is not seq and bool(seq.num_cached_tokens)
@@ -137,7 +148,7 @@ def test_every_step_of_a_random_workload_equals_the_twin(depth, sizes):
             total[name] = total.get(name, 0) + count
     # The workload is worth nothing if it never meets what it is for.
     assert total["mixed"] and total["reused"] and total["preempted"], total
-    assert total["hits"], total
+    assert total["hits"] and total["scored"], total
     assert (total["unknown"] > 0) == (depth > 0), total
 
 
@@ -241,6 +252,19 @@ def test_the_largest_step_fits_into_the_buffer():
         batch = builder.build(Step(unknown, {seq: 1 for seq in seqs}, starts, sampling=seqs))
     assert batch.block_tables.tolist() == [seq.block_table for seq in seqs]
     assert batch.unknown_indices.tolist() == batch.unknown_sources.tolist() == list(range(num_seqs))
+
+
+def test_a_step_whose_every_token_is_scored_fits_into_the_buffer():
+    """The budget in prompt tokens, split over rows whose last chunks don't come yet."""
+    num_seqs, width = 6, MAX_LEN // 4
+    _, builder = make_engine(max_num_seqs=num_seqs, budget=60)
+    seqs = [make_sequence(i, range(MAX_LEN - 1), prompt_logprobs=1) for i in range(num_seqs)]
+    for row, seq in enumerate(seqs):
+        seq.row, seq.block_table = row, list(range(row * width, (row + 1) * width))
+    step = Step(0, {seq: 10 for seq in seqs}, [20] * num_seqs,
+                scoring={seq: range(20, 30) for seq in seqs})
+    assert builder.build(step).scored_indices.tolist() == list(range(60))
+    assert builder.buffers[0].numel() >= HEADER + 4 * 60 + 5 * num_seqs + 1 + num_seqs * width
 
 
 def test_unknown_tokens_point_at_the_samples_of_the_step_before():

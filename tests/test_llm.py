@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Detokenizer
+from nanoserve.sampler import SamplerOutput
 
 MAX_MODEL_LEN = 64
 TOKENIZER = byte_tokenizer()
@@ -89,7 +90,7 @@ def say(llm, monkeypatch):
             at = [seq.num_tokens - 1 - seq.num_prompt_tokens for seq in step.sampling]
             llm.runner.last_sampled = torch.tensor([words[i] if i < len(words) else EOS
                                                     for i in at], dtype=torch.int64)
-            return llm.runner.last_sampled
+            return SamplerOutput(llm.runner.last_sampled)
         monkeypatch.setattr(llm.runner, "launch", spoken)
     return script
 
@@ -817,8 +818,9 @@ def test_samples_that_end_at_different_times(qwen3, monkeypatch):
 
     def by_index(step):  # sample i says i letters, then EOS
         launch(step)
-        return torch.tensor([65 if seq.num_tokens - 1 - seq.num_prompt_tokens < seq.index else EOS
-                             for seq in step.sampling])
+        return SamplerOutput(torch.tensor(
+            [65 if seq.num_tokens - 1 - seq.num_prompt_tokens < seq.index else EOS
+             for seq in step.sampling]))
     monkeypatch.setattr(llm.runner, "launch", by_index)
     outs = list(llm.stream("Hello", SamplingParams(n=3, max_tokens=2)))
     assert [out.finished for out in outs] == [False] * (len(outs) - 1) + [True]

@@ -30,7 +30,7 @@ class LateTokens:
     def __init__(self, device: "LateDevice", index: int):
         self.device, self.index, self.values = device, index, None
 
-    def tolist(self) -> list[int]:
+    def tolist(self) -> tuple:
         self.device.log.append(f"read {self.index}")
         self.device.catch_up(self.index)
         return self.values.tolist()

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from nanoserve import LLM, SamplingParams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.scheduler import Scheduler, Step
-from nanoserve.sequence import Sequence
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence, Step
 
 VOCAB_SIZE, EOS, STOP = 16, 0, 1
 STOP_STRING = "###"
@@ -354,6 +354,10 @@ ENGINES = [
          async_scheduling=True),
 ]
 PLAIN = dict(num_gpu_blocks_override=64, enable_prefix_caching=False)  # one request at a time
+# No min_tokens: a request that is cut short would be another request.
+CONTROLS = [dict(), dict(), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0),
+            dict(presence_penalty=-1.0, logit_bias={7: 4.0, 9: -3.0}), dict(bad_words=["a", "bc"]),
+            dict(allowed_token_ids=list(range(30)) + [200, 201], presence_penalty=2.0)]
 engines: dict[int | str, LLM] = {}
 
 
@@ -375,9 +379,13 @@ def forget_the_engines():
 
 @st.composite
 def engine_asks(draw) -> dict:
-    """Greedy ones, which transformers can answer, and seeded samples, which only we can."""
+    """Greedy ones, which transformers can answer, and seeded samples, which only we can; some of
+    either want logprobs, and some samples have controls."""
     greedy = draw(st.booleans())
     return dict(
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        controls=0 if greedy else draw(st.integers(0, len(CONTROLS) - 1)),
         prompt=draw(st.integers(0, len(PROMPTS) - 1)), max_tokens=draw(st.integers(1, LONGEST)),
         n=1 if greedy else draw(st.integers(1, 3)),
         seed=None if greedy else draw(st.integers(0, 1)),
@@ -387,12 +395,14 @@ def engine_asks(draw) -> dict:
 
 
 def params_of(ask: dict, greedy_text: list[int]) -> SamplingParams:
+    extras = dict(logprobs=ask["logprobs"], prompt_logprobs=ask["prompt_logprobs"],
+                  detokenize=False)
     if ask["seed"] is None:
         stop = [] if ask["stop_at"] is None else greedy_text[ask["stop_at"] - 1:ask["stop_at"]]
         return SamplingParams(temperature=0, max_tokens=ask["max_tokens"], stop_token_ids=stop,
-                              detokenize=False)
+                              **extras)
     return SamplingParams(temperature=1, max_tokens=ask["max_tokens"], seed=ask["seed"], n=ask["n"],
-                          detokenize=False)
+                          **extras, **CONTROLS[ask["controls"]])
 
 
 def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
@@ -417,13 +427,14 @@ def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
 def test_random_workloads_of_the_engine(qwen3, references):
     """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
     plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
-    seen, samples_alone = Counter(), {}
+    seen, samples_alone, prompts_alone = Counter(), {}, {}
 
     def sample_alone(ask: dict) -> list[list[int]]:
-        key = (ask["prompt"], ask["seed"], ask["n"])
+        key = (ask["prompt"], ask["seed"], ask["n"], ask["controls"])
         if key not in samples_alone:
             output, = engine(qwen3, "plain").generate(
-                PROMPTS[ask["prompt"]], params_of(ask | dict(max_tokens=LONGEST), []),
+                PROMPTS[ask["prompt"]],
+                params_of(ask | dict(max_tokens=LONGEST, logprobs=None, prompt_logprobs=None), []),
                 use_tqdm=False)
             samples_alone[key] = [sample.token_ids for sample in output.outputs]
         return samples_alone[key]
@@ -431,6 +442,7 @@ def test_random_workloads_of_the_engine(qwen3, references):
     def check(ask: dict, params: SamplingParams, output, where: str) -> None:
         text, gaps = references("qwen3", PROMPTS[ask["prompt"]], LONGEST)
         texts = [text] if ask["seed"] is None else sample_alone(ask)
+        check_logprobs(ask, output, where)
         for sample, expected in zip(output.outputs, texts, strict=True):
             ends = [i + 1 for i, token in enumerate(expected) if token in params.stop_token_ids]
             expected = expected[:min([*ends, params.max_tokens])]
@@ -441,6 +453,27 @@ def test_random_workloads_of_the_engine(qwen3, references):
                 assert_same_text(sample.token_ids, expected, gaps, where)
             else:
                 assert sample.token_ids == expected, where
+
+    def check_logprobs(ask: dict, output, where: str) -> None:
+        """One entry for each token; what they say is test_logprobs' business, but for the prompt's,
+        which may not depend on anything."""
+        for sample in output.outputs:
+            assert (sample.logprobs is None) == (ask["logprobs"] is None), where
+            entries = zip(sample.token_ids, sample.logprobs or [], strict=bool(sample.logprobs))
+            assert all(next(iter(entry)) == token for token, entry in entries), where
+        if ask["prompt_logprobs"] is None or output.outputs[0].finish_reason == "abort":
+            return
+        prompt = PROMPTS[ask["prompt"]]
+        if ask["prompt"] not in prompts_alone:
+            params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+            out, = engine(qwen3, "plain").generate(prompt, params, use_tqdm=False)
+            prompts_alone[ask["prompt"]] = out.prompt_logprobs
+        expected = prompts_alone[ask["prompt"]]
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
+        for token, ours, theirs in zip(prompt[1:], output.prompt_logprobs[1:], expected[1:],
+                                       strict=True):
+            assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4), where
+            seen["scored"] += 1
 
     @settings(derandomize=True, deadline=None, max_examples=100)
     @given(st.integers(0, len(ENGINES) - 1), st.lists(engine_asks(), min_size=1, max_size=5))
@@ -458,7 +491,7 @@ def test_random_workloads_of_the_engine(qwen3, references):
         seen["hit"] += sum(bool(seq.num_cached_tokens) for seq in sequences)
 
     run_one()
-    expected = ["preemption", "hit", "stop", "length", "abort"]
+    expected = ["preemption", "hit", "stop", "length", "abort", "scored"]
     assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
 
 

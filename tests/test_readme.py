@@ -89,6 +89,13 @@ def test_the_options_are_all_there_with_their_defaults():
         f"`{f.name}={f.default!r}`" for f in fields(EngineConfig) if f.name != "model")
 
 
+def test_the_sampling_controls_are_all_there_with_their_defaults():
+    listed = re.search(r"`SamplingParams`, with their defaults: (.*?`)\.", README, re.S)[1]
+    assert re.sub(r"\s+", " ", listed) == ", ".join(
+        f"`{f.name}={f.default if f.name == 'output_kind' else repr(f.default)}`"
+        for f in fields(sequence.SamplingParams))
+
+
 def test_the_bookkeeping_table_has_the_cases_that_the_command_measures():
     rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \|(?: [\d.,]+ \|){4}$", README, re.M)
     assert [tuple(int(n.replace(",", "")) for n in row) for row in rows] == bench.CASES

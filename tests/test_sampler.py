@@ -162,7 +162,7 @@ def test_top_p_keeps_the_token_that_crosses_it():
     p = .6 only .4 was left, although .3 belongs to the smallest set that holds .6, too."""
     logits = torch.tensor([.1, .2, .3, .4]).log().repeat(2000, 1)
     rows = [SamplingParams(top_p=.6)] * 2000
-    tokens = sample(logits, inputs_for(rows, 4)).numpy()
+    tokens = sample(logits, inputs_for(rows, 4)).token_ids.numpy()
     assert_distributed(tokens, [0, 0, 3 / 7, 4 / 7])
 
 
@@ -213,7 +213,7 @@ def test_samples_follow_the_exact_distribution(kinds, stream):
     where = (dict(seeds=[2024] * DRAWS, positions=counter) if stream == "positions"
              else dict(seeds=counter, positions=[17] * DRAWS))
     inputs = inputs_for([SamplingParams(**kinds)] * DRAWS, len(PROBS), **where)
-    tokens = sample(torch.tensor(logits).expand(DRAWS, -1), inputs).numpy()
+    tokens = sample(torch.tensor(logits).expand(DRAWS, -1), inputs).token_ids.numpy()
     assert_distributed(tokens, reference_probs(logits, **kinds))
 
 
@@ -319,11 +319,11 @@ def test_greedy_rows_stand_beside_sampled_ones():
             SamplingParams(temperature=1.2), SamplingParams(temperature=0, top_p=.5, top_k=2),
             SamplingParams(min_p=.3), SamplingParams(top_p=.4)] * 10
     before = logits.clone()
-    together = sample(logits, inputs_for(rows, 50)).tolist()
+    together = sample(logits, inputs_for(rows, 50)).token_ids.tolist()
     assert torch.equal(logits, before)
     assert together[0] == 11 and together[6] == 5
     for i, params in enumerate(rows):
-        alone = sample(logits[i:i + 1], inputs_for([params], 50, seeds=[i]))
+        alone = sample(logits[i:i + 1], inputs_for([params], 50, seeds=[i])).token_ids
         assert together[i] == int(alone)
         if params.temperature == 0:
             assert together[i] == max(range(50), key=lambda t: logits[i, t])
@@ -334,8 +334,8 @@ def test_bfloat16_logits_are_sampled_in_float32():
     logits = torch.tensor([.05, .1, .15, .2, .5]).log().to(torch.bfloat16)
     rows = [SamplingParams(temperature=.7)] * DRAWS
     inputs = inputs_for(rows, 5)
-    tokens = sample(logits.expand(DRAWS, -1), inputs)
-    assert torch.equal(tokens, sample(logits.float().expand(DRAWS, -1), inputs))
+    tokens = sample(logits.expand(DRAWS, -1), inputs).token_ids
+    assert torch.equal(tokens, sample(logits.float().expand(DRAWS, -1), inputs).token_ids)
     assert_distributed(tokens.numpy(), reference_probs(logits.tolist(), temperature=.7))
 
 
@@ -348,7 +348,7 @@ def test_what_no_row_asks_for_costs_nothing():
 
 def test_a_step_that_samples_nothing_is_legal():
     """A step of nothing but unfinished chunks has no row to sample."""
-    assert sample(torch.empty(0, 50), inputs_for([], 50)).tolist() == []
+    assert sample(torch.empty(0, 50), inputs_for([], 50)).tolist() == ([], {}, [])
 
 
 # ---------------------------------------------------------------- the engine
@@ -439,15 +439,20 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
     """Asking a tensor for a value waits for the device, and a step must not: which rows use which
     filter is known on the host."""
     params = [SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=.9, min_p=.1),
-              SamplingParams(top_p=.5), SamplingParams(top_k=7)]
-    seqs = [Sequence(str(i), [1, 2], p, num_unknown_tokens=1) for i, p in enumerate(params)]
+              SamplingParams(top_p=.5), SamplingParams(top_k=7),
+              SamplingParams(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1),
+              SamplingParams(allowed_token_ids=[4, 5], logit_bias={5: 1}, logprobs=3),
+              SamplingParams(temperature=0, min_tokens=3, bad_words=["a"], logprobs=0)]
+    seqs = [Sequence(str(i), [1, 2], p, num_unknown_tokens=1, late_ids=frozenset([7]),
+                     bad_word_ids=[[3]] if p.bad_words else []) for i, p in enumerate(params)]
 
     def waits(*args, **kinds):
         raise AssertionError("this waits for the device")
 
     for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    assert sample(torch.randn(4, 64), SamplingInputs.of(seqs, 64, torch.device("cpu"))).shape == (4,)
+    output = sample(torch.randn(7, 64), SamplingInputs.of(seqs, 64, torch.device("cpu")))
+    assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
 
 
 def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():
@@ -455,5 +460,5 @@ def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():
     params = SamplingParams(top_p=1e-46)
     seqs = [Sequence("a", [1], params, num_unknown_tokens=1, seed=s) for s in range(20)]
     logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    tokens = sample(logits, SamplingInputs.of(seqs, 64, torch.device("cpu")))
+    tokens = sample(logits, SamplingInputs.of(seqs, 64, torch.device("cpu"))).token_ids
     assert tokens.tolist() == logits.argmax(-1).tolist()

@@ -11,8 +11,8 @@ import zlib
 import pytest
 
 from nanoserve.config import EngineConfig
-from nanoserve.scheduler import Scheduler, Step
-from nanoserve.sequence import SamplingParams, Sequence
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import SamplingParams, Sequence, Step
 
 EOS, STOP = 5000, 5001
 

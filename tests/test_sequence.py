@@ -55,7 +55,17 @@ OUT_OF_RANGE = [
     (dict(stop="###", detokenize=False), "stop"),
     (dict(stop_token_ids=[-1]), "stop_token_ids"), (dict(stop_token_ids=["</s>"]),
                                                      "stop_token_ids"),
+    (dict(repetition_penalty=math.inf), "repetition_penalty"),
+    (dict(repetition_penalty=1e-40), "repetition_penalty"),  # 0 in float32: 1 / 0 is no number
     (dict(bad_words=[""]), "bad_words"), (dict(bad_words=["fine", " "]), "bad_words"),
+    (dict(bad_words="word"), "bad_words"), (dict(bad_words=[7]), "bad_words"),
+    (dict(bad_words=7), "bad_words"),
+    (dict(allowed_token_ids=[]), "allowed_token_ids"),
+    (dict(allowed_token_ids=7), "allowed_token_ids"),
+    (dict(allowed_token_ids=[1, -1]), "allowed_token_ids"),
+    (dict(allowed_token_ids=["1"]), "allowed_token_ids"),
+    (dict(allowed_token_ids=[True]), "allowed_token_ids"),
+    (dict(logprobs=True), "logprobs"), (dict(logprobs=1.5), "logprobs"),
     (dict(output_kind="DELTA"), "output_kind"),
 ]
 
@@ -85,15 +95,53 @@ def test_values_on_the_edge_of_what_is_allowed_are_accepted(arguments):
 @pytest.mark.parametrize("arguments", [
     dict(presence_penalty=0.5), dict(frequency_penalty=-0.5), dict(repetition_penalty=1.1),
     dict(min_tokens=2), dict(logprobs=0), dict(logprobs=5), dict(prompt_logprobs=1),
-    dict(logit_bias={5: 1.0}), dict(allowed_token_ids=[1, 2]), dict(allowed_token_ids=[]),
-    dict(bad_words=["word"]),
+    dict(logit_bias={5: 1.0}), dict(allowed_token_ids=[1, 2]), dict(bad_words=["word"]),
 ], ids=str)
-def test_what_is_not_implemented_is_refused_not_ignored(arguments):
-    """mini-sglang accepted `stop`, `n` and penalties and ignored them: the text was simply not what
-    had been asked for. A control without an effect must raise."""
+def test_every_control_is_kept_as_it_was_given(arguments):
     [(field, value)] = arguments.items()
-    with pytest.raises(ValueError, match=rf"{field}={re.escape(repr(value))} is not supported"):
-        SamplingParams(**arguments)
+    assert getattr(SamplingParams(**arguments), field) == value
+
+
+def test_keys_of_json_are_token_ids():
+    """A JSON object has no other keys than strings; vLLM's server takes them for numbers, too."""
+    params = SamplingParams(logit_bias={"5": 1, np.int64(7): np.float32(-2.5)})
+    assert params.logit_bias == {5: 1.0, 7: -2.5}
+    assert all(type(key) is int and type(bias) is float for key, bias in params.logit_bias.items())
+
+
+@pytest.mark.parametrize(("params", "index", "bad_words", "waits", "controls", "num_scored"), [
+    (dict(), 0, [], False, False, 0),
+    (dict(repetition_penalty=1.5), 0, [], True, True, 0),
+    (dict(presence_penalty=-1), 0, [], True, True, 0),
+    (dict(frequency_penalty=1), 0, [], True, True, 0),
+    (dict(min_tokens=3), 0, [], False, True, 0),  # it is a count, which is known in advance
+    (dict(logprobs=0), 0, [], False, True, 0),
+    (dict(logit_bias={3: 1}), 0, [], False, True, 0),
+    (dict(allowed_token_ids=[3]), 0, [], False, True, 0),
+    (dict(bad_words=["a"]), 0, [[3], [4]], False, True, 0),
+    (dict(bad_words=["a"]), 0, [[3], [4, 5]], True, True, 0),
+    (dict(prompt_logprobs=0), 0, [], False, False, 3),  # what follows token 3 is not the prompt's
+    (dict(prompt_logprobs=2, n=2), 1, [], False, False, 0),
+], ids=str)
+def test_what_a_sequence_needs(params, index, bad_words, waits, controls, num_scored):
+    """Whether its next token depends on the value of the last one decides if it may be ahead of the
+    host; and a sample without controls must not cost the sampler a look."""
+    seq = Sequence("7", [1, 2, 3, 4], SamplingParams(**params), index=index, bad_word_ids=bad_words)
+    assert (seq.needs_output_tokens, seq.has_controls, seq.num_scored_tokens) == (
+        waits, controls, num_scored)
+    assert seq.needs_all_positions == (num_scored > 0)
+    seq.token_ids.append(5)  # its prompt has been scored by now
+    assert not seq.needs_all_positions
+
+
+@pytest.mark.parametrize(("bias", "named"), [
+    ([5], "[5]"), ({-1: 1}, "-1"), ({1.5: 1}, "1.5"), ({"x": 1}, "'x'"), ({True: 1}, "True"),
+    ({5: math.nan}, "nan"), ({5: math.inf}, "inf"), ({5: -math.inf}, "-inf"), ({5: 100.1}, "100.1"),
+    ({5: -101}, "-101"), ({5: "1"}, "'1'"), ({5: True}, "True"), ({5: None}, "None"),
+], ids=str)
+def test_a_bad_logit_bias_is_refused_by_key_or_value(bias, named):
+    with pytest.raises(ValueError, match=rf"logit_bias.*{re.escape(named)}"):
+        SamplingParams(logit_bias=bias)
 
 
 def test_unknown_fields_raise():

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Detokenizer
+from nanoserve.sampler import SamplerOutput
 
 UNFINISHED = "\ufffd"
 no_clock = settings(deadline=None, derandomize=True, max_examples=60,
@@ -571,7 +572,7 @@ class Speaker:
             at = seq.num_tokens - 1 - seq.num_prompt_tokens
             sampled.append(output[at] if at < len(output) else 7)
         self.llm.runner.last_sampled = torch.tensor(sampled, dtype=torch.int64)
-        return self.llm.runner.last_sampled
+        return SamplerOutput(self.llm.runner.last_sampled)
 
     def encode(self, *parts: str | int) -> list[int]:
         return sum(([part] if isinstance(part, int) else encode(self.name, part)

@@ -102,12 +102,12 @@ def wrong_token(llm: LLM) -> None:
     launch = llm.runner.launch
 
     def wrong_launch(step):
-        sampled = launch(step)
+        output = launch(step)
         for i, seq in enumerate(step.sampling):
             if seq.name == "2" and seq.num_tokens - 1 - seq.num_prompt_tokens == 5:
                 with torch.inference_mode():
-                    sampled[i] = (sampled[i] + 1) % 256
-        return sampled
+                    output.token_ids[i] = (output.token_ids[i] + 1) % 256
+        return output
 
     if llm.depth:
         llm.runner.launch = wrong_launch
@@ -144,17 +144,17 @@ def test_positions_that_restart_behind_a_prefix_are_found(capsys, monkeypatch, c
     those in chunks or behind a hit are not."""
 
     def fault(llm):
-        build = llm.runner.builder.build
+        unpack = llm.runner.builder.unpack
 
-        def wrong_build(step):
-            batch = build(step)
+        def wrong_unpack(buffer):
+            batch = unpack(buffer)
             ends = batch.cu_seqlens_q.tolist()
-            for start, first, end in zip(step.starts, ends, ends[1:]):
+            for first, end in zip(ends, ends[1:]):
                 if end - first > 1:
-                    batch.positions[first:end] -= start
+                    batch.positions[first:end] -= int(batch.positions[first])
             return batch
 
-        llm.runner.builder.build = wrong_build
+        llm.runner.builder.unpack = wrong_unpack
 
     use_modes(monkeypatch, "alone", "batched", "chunks of 7", "prefix-cached")
     sabotage(monkeypatch, fault)

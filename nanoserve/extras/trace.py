@@ -21,8 +21,8 @@ can hit each other's blocks. A cell of the table is what a request gets in that 
 import argparse
 
 from nanoserve.config import EngineConfig
-from nanoserve.scheduler import Scheduler, Step
-from nanoserve.sequence import SamplingParams, Sequence
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import SamplingParams, Sequence, Step
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 

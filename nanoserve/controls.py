@@ -1,0 +1,164 @@
+"""What a request may do to its logits before a token is chosen: constraints and penalties.
+
+A constraint says which tokens may come (`allowed_token_ids`), may not (`bad_words`; EOS and stop
+tokens before `min_tokens`), or are favoured (`logit_bias`). A penalty makes a token less likely
+that has been there before: repetition (Keskar et al. 2019, "CTRL") divides a logit, or multiplies
+it where it is negative; frequency and presence are OpenAI's, and about the output alone.
+
+    logits of a row     1.0    3.0   -2.0    0.5
+    bad word: token 1   1.0   -inf   -2.0    0.5
+    bias: 1 on token 3  1.0   -inf   -2.0    1.5
+    penalties           0.5   -inf   -4.0    1.5     repetition 2, tokens 0 and 2 were there
+
+All of them are lists of (row, token) pairs, so that the batch is edited in one go, and a row pays
+for the tokens it names, not for the vocabulary. A grammar would be one more set of allowed pairs.
+
+Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. That
+something is left of every row is checked when the request is made (`request.py`).
+
+The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
+that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not
+taken: tables of counts on the device, vLLM's way; 256 rows of 151,936 tokens are 156 MB each.
+
+Not known here: temperature, filters, the draw.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoserve.sequence import Sequence
+
+
+@dataclass
+class Edits:
+    """What is done to the logits of r rows before anything is chosen; `None`: nothing of the kind.
+
+    Tokens are given as pairs, (2, n) int64: which of the r rows, and which token.
+    """
+
+    rows: torch.Tensor  # (r,) which of the batch's rows
+    closed: torch.Tensor | None = None  # (c,) those that allow nothing but ...
+    open: torch.Tensor | None = None  # (2, o)
+    biased: torch.Tensor | None = None  # (2, b)
+    biases: torch.Tensor | None = None  # (b,) float32
+    banned: torch.Tensor | None = None  # (2, x)
+    seen: torch.Tensor | None = None  # (2, m) tokens to be penalised, each pair once
+    counts: torch.Tensor | None = None  # (m,) float32, how often each is in the output
+    penalties: torch.Tensor | None = None  # (r, 3) float32: repetition, frequency, presence
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Edit the logits of `rows`, in place. logits: (r, vocab_size) float32."""
+        if self.closed is not None:
+            rows, ids = self.open
+            kept = logits[rows, ids]
+            logits.index_fill_(0, self.closed, float("-inf"))
+            logits[rows, ids] = kept
+        if self.biased is not None:
+            rows, ids = self.biased
+            logits[rows, ids] += self.biases
+        if self.banned is not None:
+            rows, ids = self.banned
+            logits[rows, ids] = float("-inf")
+        if self.seen is not None:
+            rows, ids = self.seen
+            repetition, frequency, presence = self.penalties[rows].unbind(-1)  # (m,) each
+            values = logits[rows, ids]
+            values = torch.where(values > 0, values / repetition, values * repetition)
+            values = values - frequency * self.counts - presence * (self.counts > 0)
+            logits[rows, ids] = values
+        return logits
+
+
+class RowState:
+    """What the sampler keeps about a sequence from step to step: its constraints as arrays, and the
+    tokens that its penalties are about. A step looks only at the tokens that are new."""
+
+    def __init__(self, seq: Sequence):
+        params, bias = seq.params, seq.params.logit_bias or {}
+        self.open_ids = np.array(params.allowed_token_ids or (), dtype=np.int64)
+        self.biased_ids = np.array(list(bias), dtype=np.int64)
+        self.biases = np.array(list(bias.values()), dtype=np.float32)
+        self.penalties = (
+            params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self.has_penalties = self.penalties != (1, 0, 0)
+        # Only a repetition penalty is about the prompt, whose tokens then count 0 times.
+        self.ids = array("q", set(seq.token_ids[:seq.num_prompt_tokens])
+                         if params.repetition_penalty != 1 else ())
+        self.counts = array("f", [0] * len(self.ids))  # exact up to 2^24
+        self.place_of = {token_id: i for i, token_id in enumerate(self.ids)}
+        self.num_read = seq.num_prompt_tokens
+
+    def read(self, seq: Sequence) -> None:
+        """Count the output tokens that are new."""
+        for token_id in seq.token_ids[self.num_read:]:
+            place = self.place_of.setdefault(token_id, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token_id)
+                self.counts.append(0)
+            self.counts[place] += 1
+        self.num_read = len(seq.token_ids)
+
+
+def banned_ids(seq: Sequence) -> list[int]:
+    """Tokens that may not come next. A word of several tokens bans its last one, and only where the
+    output ends with the others: of "a b c", c is banned behind "a b"."""
+    num_output = seq.num_tokens - 1 - seq.num_prompt_tokens  # without the one that is sampled now
+    banned = list(seq.late_ids) if num_output < seq.params.min_tokens else []
+    for *start, last in seq.bad_word_ids:
+        n = len(start)
+        if n <= num_output and (n == 0 or seq.token_ids[-n:] == start):
+            banned.append(last)
+    return banned
+
+
+def gather_edits(rows: list[tuple[int, Sequence]], put: Callable) -> Edits | None:
+    """Look through the rows that have controls, given with their sequences; `put` makes tensors."""
+    edited, closed, open_ids, biased, banned, seen = [], [], {}, {}, {}, {}
+    states: list[RowState] = []
+    for i, seq in rows:
+        assert not seq.needs_output_tokens or seq.num_unknown_tokens == 1, (
+            f"sequence {seq.name} samples a token before the host has seen the one before it")
+        state = seq.sampler_state = seq.sampler_state or RowState(seq)
+        bans, r = banned_ids(seq), len(edited)
+        if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties):
+            continue  # logprobs only, or min_tokens that have been reached
+        edited.append(i)
+        states.append(state)
+        if len(state.open_ids):
+            closed.append(r)
+            open_ids[r] = state.open_ids
+        if len(state.biases):
+            biased[r] = state.biased_ids
+        if bans:
+            banned[r] = bans
+        if state.has_penalties:
+            state.read(seq)
+            seen[r] = state.ids
+    if not edited:
+        return None
+
+    edits = Edits(put(edited, torch.int64))
+    if closed:
+        edits.closed = put(closed, torch.int64)
+        edits.open = put(_pairs(open_ids), torch.int64)
+    if biased:
+        edits.biased = put(_pairs(biased), torch.int64)
+        edits.biases = put(np.concatenate([states[r].biases for r in biased]))
+    if banned:
+        edits.banned = put(_pairs(banned), torch.int64)
+    if seen:
+        edits.seen = put(_pairs(seen), torch.int64)
+        edits.counts = put(np.concatenate([states[r].counts for r in seen]))
+        edits.penalties = put([state.penalties for state in states])
+    return edits
+
+
+def _pairs(tokens: dict[int, list]) -> np.ndarray:
+    """{row: its tokens} -> (2, n): every token beside its row."""
+    rows = np.repeat(list(tokens), [len(ids) for ids in tokens.values()])
+    return np.stack([rows, np.concatenate(
+        [np.asarray(ids, dtype=np.int64) for ids in tokens.values()])])

@@ -1,0 +1,65 @@
+"""What the model thought of the tokens: the logprobs of one request, as its caller gets them.
+
+A step says of a token: its id, its logprob, its rank, and the same of the likeliest tokens of that
+position. Here these become vLLM's `dict[token_id, Logprob]`, one for each token, the token itself
+first. A request that wants 2 gets 2 of however many its batch has looked up:
+
+    chosen 7    likeliest 3 7 9 (of which it wants 2)    ->    {7: rank 2, 3: rank 1}
+    chosen 9    likeliest 3 7 9                          ->    {9: rank 3, 3: rank 1, 7: rank 2}
+
+Of a prompt, position i says what the model thought of token i + 1; the first token has no logprob,
+hence the `None` in front.
+
+Invariant: one dict for each token, whatever else happens. So a dict is kept first, which can't
+fail, and gets the text of its tokens afterwards, which can: a tokenizer is somebody else's code.
+
+Not known here: tensors, steps, when an output is made.
+"""
+
+from nanoserve.sequence import Logprob, SamplingParams
+
+Entry = tuple[int, float, int]  # token id, logprob, rank
+
+
+class LogprobHistory:
+    """Everything one request has been told and will be told. tokenizer: None makes no text."""
+
+    def __init__(self, params: SamplingParams, tokenizer):
+        self.params = params
+        self.tokenizer = tokenizer
+        self.samples: list[list[dict[int, Logprob]]] = [[] for _ in range(params.n)]
+        self.cumulative = [0.0] * params.n  # the sum over a sample's tokens
+        self.prompt: list[dict[int, Logprob] | None] = [None]
+        self.undecoded: list[dict[int, Logprob]] = []
+        self.texts: dict[int, str] = {}  # of tokens: the likely ones come again and again
+
+    def add(self, index: int, entries: list[Entry]) -> None:
+        """One more token of a sample. entries: the token, then the likeliest."""
+        self.samples[index].append(self._as_dict(entries, self.params.logprobs))
+        self.cumulative[index] += entries[0][1]
+
+    def add_prompt(self, positions: range, entries: list[list[Entry]]) -> None:
+        """What a step's positions of the prompt say. After a preemption they are computed again:
+        what is known already is passed over."""
+        for position, one in zip(positions, entries, strict=True):
+            if position + 1 == len(self.prompt):
+                self.prompt.append(self._as_dict(one, self.params.prompt_logprobs))
+
+    def decode(self) -> None:
+        """Write to everything new the text of its tokens, each token on its own."""
+        if self.tokenizer is None:
+            return
+        for logprobs in self.undecoded:
+            for token_id, logprob in logprobs.items():
+                if token_id not in self.texts:
+                    self.texts[token_id] = self.tokenizer.decode(
+                        [token_id], clean_up_tokenization_spaces=False)
+                logprob.decoded_token = self.texts[token_id]
+        self.undecoded.clear()
+
+    def _as_dict(self, entries: list[Entry], num_top: int) -> dict[int, Logprob]:
+        logprobs = {token_id: Logprob(value, rank)
+                    for token_id, value, rank in entries[:num_top + 1]}
+        if self.tokenizer is not None:
+            self.undecoded.append(logprobs)
+        return logprobs
