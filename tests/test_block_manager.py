@@ -727,7 +727,8 @@ class Twin:
 
     def release(self, i: int, position: int) -> None:
         seq = self.live[i % len(self.live)]
-        self.blocks.release(seq, min(position, seq.num_computed_tokens - 1))  # a window of 2 or more
+        last = seq.num_computed_tokens - 1  # with a window of 2 at least
+        self.blocks.release(seq, min(position, last))
 
     def end(self, i: int) -> None:
         self.blocks.free(self.live.pop(i % len(self.live)))

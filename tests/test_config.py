@@ -379,7 +379,8 @@ def test_every_family_has_what_its_network_has():
            for family in CONFIGS}
     gemma = {"norm_offset", "scale_embedding", "post_norms"}
     assert has == dict(Llama=set(), Mistral=set(), Qwen2={"qkv_bias"}, Qwen3={"qk_norm"},
-                       Mixtral=set(), Qwen3Moe={"qk_norm"}, Gemma2=gemma, Gemma3=gemma | {"qk_norm"})
+                       Mixtral=set(), Qwen3Moe={"qk_norm"}, Gemma2=gemma,
+                       Gemma3=gemma | {"qk_norm"})
     assert list(FAMILIES) == [f"{family}ForCausalLM" for family in CONFIGS]
 
 

@@ -271,7 +271,8 @@ def test_fp32_logits_equal_transformers(checkpoints, prompts, name):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "llama-bias", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3.1", "llama-bias", "qwen3", "mistral", "mixtral",
+                                  "gemma2", "gemma3"])
 def test_bf16_is_as_good_as_transformers_bf16(checkpoints, prompts, name):
     """Two correct bf16 engines round differently, so tokens can't be compared. But both must stay
     equally close to the fp32 logits of the same rounded weights, along the same texts."""
