@@ -146,6 +146,31 @@ def test_windows_in_blocks_of_any_size(checkpoints, prompts, reference_of, name,
     assert bool(preempted) == (llm.scheduler.blocks.num_blocks == 6)
 
 
+@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True, max_num_batched_tokens=9)],
+                         ids=str)
+def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references, options):
+    """Eight texts of up to 200 tokens, 350 blocks of 4 in all, in a pool of 64: a window of 13 needs
+    5 of each, and one or two more while a step runs. Nobody is preempted."""
+    llm = start(checkpoints["mistral"], block_size=4, num_gpu_blocks_override=64, **options)
+    preempted, schedule, most = count_preemptions(llm), llm.scheduler.schedule, 0
+
+    def watching_schedule():
+        nonlocal most
+        step = schedule()
+        decodes = [seq for seq in step.num_new_tokens
+                   if seq.num_computed_tokens > seq.num_prompt_tokens + 4]
+        most = max([most] + [len(seq.block_table) - seq.num_released_blocks for seq in decodes])
+        return step
+
+    llm.scheduler.schedule = watching_schedule
+    prompts = [prompt for prompt in prompts if 15 <= len(prompt) <= 48]
+    length = 130  # some end before, at an EOS
+    outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=length))
+    assert_parity(outputs, prompts, lambda p: references("mistral", p, length), f"long, {options}")
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 400
+    assert not preempted and 4 <= most <= 7
+
+
 # -------------------------------------------------------- tensor parallelism
 
 
