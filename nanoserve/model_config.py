@@ -221,7 +221,8 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
     if "num_experts" not in family:
         return dict(moe_layers=(False,) * num_layers, num_experts=0, num_experts_per_tok=0,
                     moe_intermediate_size=0, norm_topk_prob=False)
-    num_experts = _size(config, "num_local_experts", config["num_experts"])
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    num_experts = _size(config, name)
     per_token = _size(config, "num_experts_per_tok")
     if per_token > num_experts:
         raise ValueError(f"config.json: num_experts_per_tok={per_token} is above the number of "
@@ -315,16 +316,22 @@ def _yarn_defaults(config: dict, entries: dict) -> dict:
 
 
 def _override_new_spelling(config: dict, overrides: dict) -> None:
-    """An override in the old spelling must win over a file in the new one."""
-    new = dict(overrides.get("rope_scaling") or {})
+    """An override in the old spelling must win over a file in the new one. A scaling replaces the
+    file's whole: 64 positions that llama3 was trained for say nothing about yarn."""
+    new, local = dict(overrides.get("rope_scaling") or {}), {}
+    rope = config["rope_parameters"]
+    both = isinstance(rope.get("full_attention"), dict)  # one for each kind of layers (Gemma 3)
+    old = rope["full_attention"] if both else rope
     if "rope_scaling" in overrides:
         new["rope_type"] = new.get("rope_type", new.get("type", "default"))
+        old = {k: v for k, v in old.items() if k in ("rope_theta", "partial_rotary_factor")}
     if "rope_theta" in overrides:
         new["rope_theta"] = overrides["rope_theta"]
-    rope = config["rope_parameters"]
-    if isinstance(rope.get("full_attention"), dict):
-        new = {"full_attention": rope["full_attention"] | new}
-    config["rope_parameters"] = rope | new
+    if both and "rope_local_base_freq" in overrides:
+        local["rope_theta"] = overrides["rope_local_base_freq"]
+    config["rope_parameters"] = old | new if not both else {
+        "full_attention": old | new,
+        "sliding_attention": (rope.get("sliding_attention") or {}) | local}
 
 
 def _activation(config: dict) -> str:

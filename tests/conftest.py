@@ -1,11 +1,12 @@
 """Checkpoints written by transformers itself, and the reference: its own greedy text.
 
-The weights are random but large, so that outputs vary and near-ties are rare. They are made once a
-session, in a temporary folder; nothing is downloaded.
+The weights are random but large, so that outputs vary and near-ties are rare. Each is made once a
+session, when it is first asked for, in a temporary folder; nothing is downloaded.
 """
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
-    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
@@ -49,43 +54,89 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(model, folder: Path, **options) -> Path:
-    """Randomise a transformers model so that its greedy text is lively, and write it out."""
+    """Randomise a transformers model so that its greedy text is lively, and write it out.
+
+    Gemma multiplies its embedding by sqrt(hidden_size) and has it as LM head as well: were it not
+    small beside what the layers add, every text would be the prompt's last token, for ever. A large
+    last norm makes up for it in the logits.
+    """
     generator = torch.Generator().manual_seed(1)
+    embedding, last_norm = (0.02, 9.0) if "gemma" in model.config.model_type else (1.0, 1.0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                scale = 1.0 if "embed" in name else 2.5 * parameter.shape[-1] ** -0.5
+                scale = embedding if "embed" in name else 2.5 * parameter.shape[-1] ** -0.5
                 parameter.normal_(0, scale, generator=generator)
             else:  # norms around 1, biases around 0
-                center = 1.0 if "norm" in name else 0.0
+                center = last_norm if name == "model.norm.weight" else 1.0 if "norm" in name else 0
                 parameter.normal_(center, 0.3, generator=generator)
     model.save_pretrained(folder, **options)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
 
+GQA = dict(num_attention_heads=4, num_key_value_heads=2)
+LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
+                   high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
+                 original_max_position_embeddings=32)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=40)
+GEMMA = dict(SIZES, **GQA, head_dim=16, sliding_window=13, query_pre_attn_scalar=24)
+
+# One small checkpoint for each thing that differs between real ones. Windows are shorter than most
+# prompts; in "mistral" and "mixtral" every layer has one, so that blocks are given back.
+CHECKPOINTS: dict[str, Callable] = {
+    "llama2": lambda: LlamaConfig(**SIZES, num_attention_heads=4),
+    "llama3.1": lambda: LlamaConfig(**SIZES, **GQA, rope_parameters=LLAMA3_ROPE),
+    "llama3.2": lambda: LlamaConfig(**SIZES, **GQA, head_dim=24, tie_word_embeddings=True,
+                                    rope_parameters=LLAMA3_ROPE),
+    "llama-bias": lambda: LlamaConfig(**SIZES, **GQA, attention_bias=True, mlp_bias=True),
+    "llama-linear": lambda: LlamaConfig(**SIZES, **GQA, rope_parameters=dict(
+        rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "llama-yarn": lambda: LlamaConfig(**SIZES, **GQA, rope_parameters=YARN_ROPE),
+    "mistral": lambda: MistralConfig(**SIZES, **GQA, sliding_window=13),
+    "mistral-full": lambda: MistralConfig(**SIZES, **GQA, head_dim=24, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SIZES, **GQA, tie_word_embeddings=True),
+    "qwen2-window": lambda: Qwen2Config(**SIZES, **GQA, use_sliding_window=True, sliding_window=13,
+                                        max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**SIZES, **GQA, head_dim=32),
+    "qwen3-tied": lambda: Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=1,
+                                      head_dim=16, tie_word_embeddings=True),
+    "qwen3-sharded": lambda: Qwen3Config(**SIZES, **GQA, head_dim=32),
+    "mixtral": lambda: MixtralConfig(**SIZES, **GQA, num_local_experts=4, num_experts_per_tok=2,
+                                     sliding_window=20),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **GQA, **EXPERTS, head_dim=16, num_experts=4,
+                                        norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe-odd": lambda: Qwen3MoeConfig(**SIZES, **GQA, **EXPERTS, head_dim=16, num_experts=5,
+                                            norm_topk_prob=False, decoder_sparse_step=2),
+    "gemma2": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0,
+                                   final_logit_softcapping=3.0),
+    "gemma3": lambda: Gemma3TextConfig(
+        **GEMMA, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=2.0),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4))),
+}
+
+
+class Checkpoints(dict):
+    """Folders by name, each made when it is first asked for."""
+
+    def __init__(self, root: Path):
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, name: str) -> Path:
+        model = AutoModelForCausalLM.from_config(CHECKPOINTS[name]())
+        options = dict(max_shard_size="100KB") if name.endswith("-sharded") else {}
+        folder = self[name] = save(model, self.root / name, **options)
+        assert (folder / "model.safetensors.index.json").exists() == bool(options)
+        return folder
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """One small checkpoint for each thing that differs between real ones."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    llama, qwen3 = LlamaForCausalLM, Qwen3ForCausalLM
-    gqa = dict(num_attention_heads=4, num_key_value_heads=2)
-    llama3_rope = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0,
-                       high_freq_factor=4.0, original_max_position_embeddings=64)
-    made = {
-        "llama2": llama(LlamaConfig(**SIZES, num_attention_heads=4)),
-        "llama3.1": llama(LlamaConfig(**SIZES, **gqa, rope_parameters=llama3_rope)),
-        "llama3.2": llama(LlamaConfig(**SIZES, **gqa, head_dim=24, tie_word_embeddings=True,
-                                      rope_parameters=llama3_rope)),
-        "llama-bias": llama(LlamaConfig(**SIZES, **gqa, attention_bias=True, mlp_bias=True)),
-        "qwen3": qwen3(Qwen3Config(**SIZES, **gqa, head_dim=32)),
-        "qwen3-tied": qwen3(Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=1,
-                                        head_dim=16, tie_word_embeddings=True)),
-    }
-    folders = {name: save(model, root / name) for name, model in made.items()}
-    folders["qwen3-sharded"] = save(made["qwen3"], root / "qwen3-sharded", max_shard_size="100KB")
-    assert (folders["qwen3-sharded"] / "model.safetensors.index.json").exists()
-    return folders
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")

@@ -11,18 +11,23 @@ import random
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, attention
 from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
 from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, apply_rope
-from nanoserve.model_config import RopeConfig
+from nanoserve.model import MoE
+from nanoserve.model_config import ModelConfig, RopeConfig
 from nanoserve.parallel import Span
 
 CPU = torch.device("cpu")
@@ -32,7 +37,8 @@ POISON = torch.tensor([float("nan"), float("inf"), float("-inf")])
 # ------------------------------------------------------------ the naive twin
 
 
-def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale):
+def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window=None,
+                    softcap=None):
     """Row by row, query by query, head by head, key by key; q: (num_tokens, heads, head_dim)."""
     block_size, num_kv_heads = k_cache.shape[1:3]
     out, at = torch.zeros(q.shape, dtype=torch.float64), 0
@@ -40,11 +46,15 @@ def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale):
         slots = [(table[p // block_size], p % block_size) for p in range(seq_len)]
         for i in range(query_len):
             seen = slots[:seq_len - query_len + i + 1]  # causal: its own position is the last
+            seen = seen[-window:] if window else seen
             for head in range(q.shape[1]):
                 kv_head = head // (q.shape[1] // num_kv_heads)
                 keys = torch.stack([k_cache[b, o, kv_head] for b, o in seen]).double()
                 values = torch.stack([v_cache[b, o, kv_head] for b, o in seen]).double()
-                weights = [math.exp(s) for s in (keys @ q[at + i, head].double() * scale).tolist()]
+                scores = (keys @ q[at + i, head].double() * scale).tolist()
+                if softcap is not None:
+                    scores = [softcap * math.tanh(s / softcap) for s in scores]
+                weights = [math.exp(s) for s in scores]
                 out[at + i, head] = sum(w / sum(weights) * v for w, v in zip(weights, values))
         at += query_len
     return out
@@ -65,12 +75,19 @@ def make_batch(tables, query_lens, seq_lens) -> Batch:
         query_lens=list(query_lens), seq_lens_host=list(seq_lens))
 
 
-def poisoned_cache(num_blocks, block_size, num_kv_heads, head_dim, tables, seq_lens, seed=0):
-    """K and V with random numbers in every slot that a row may read, and poison everywhere else."""
+def poisoned_cache(num_blocks, block_size, num_kv_heads, head_dim, tables, query_lens, seq_lens,
+                   seed=0, window=None):
+    """K and V with random numbers in every slot that a row may read, and poison everywhere else.
+
+    A block that lies wholly before a row's first window may be somebody else's by now: poison.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    readable = {(table[p // block_size], p % block_size)
-                for table, seq_len in zip(tables, seq_lens, strict=True) for p in range(seq_len)}
+    readable = set()
+    for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
+        first = max(0, seq_len - query_len + 1 - window) if window else 0  # that any query sees
+        start = first // block_size * block_size  # its whole block is still the row's
+        readable |= {(table[p // block_size], p % block_size) for p in range(start, seq_len)}
     caches = []
     for _ in "kv":
         cache = POISON[torch.randint(3, shape, generator=generator)]
@@ -94,15 +111,19 @@ def random_mix(rng: random.Random, block_size: int):
 
 
 def assert_equals_twin(tables, query_lens, seq_lens, num_blocks, heads=(4, 2), head_dim=8,
-                       block_size=4, dtype=torch.float32, seed=0) -> None:
-    caches = poisoned_cache(num_blocks, block_size, heads[1], head_dim, tables, seq_lens, seed)
+                       block_size=4, dtype=torch.float32, seed=0, window=None,
+                       softcap=None) -> None:
+    caches = poisoned_cache(num_blocks, block_size, heads[1], head_dim, tables, query_lens,
+                            seq_lens, seed, window)
     k_cache, v_cache = (cache.to(dtype) for cache in caches)
     q = torch.randn(sum(query_lens), heads[0], head_dim,
                     generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
     before = k_cache.clone(), v_cache.clone()
     scale = 0.3  # not head_dim ** -0.5, which torch would take by itself
-    got = paged_attention(q, k_cache, v_cache, make_batch(tables, query_lens, seq_lens), scale)
-    expected = naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale)
+    got = paged_attention(q, k_cache, v_cache, make_batch(tables, query_lens, seq_lens), scale,
+                          window, softcap)
+    expected = naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window,
+                               softcap)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
@@ -135,6 +156,64 @@ def test_the_corners(query_lens, seq_lens, dtype):
     blocks = iter(range(1, 100))
     tables = [[next(blocks) for _ in range(-(-n // 4))] for n in seq_lens]
     assert_equals_twin(tables, query_lens, seq_lens, next(blocks), dtype=dtype)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_windows_and_caps_of_ragged_mixes_equal_the_twin(block_size, softcap):
+    """Windows of one key, two, a block and its neighbours, several blocks, and beyond the longest
+    row. What lies in the blocks before a window is poison: they were given back."""
+    rng = random.Random(f"{block_size} {softcap}")
+    for window in sorted({1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size + 3,
+                          13, 1000, None} - {0}, key=str):
+        *rows, num_blocks = random_mix(rng, block_size)
+        assert_equals_twin(*rows, num_blocks, rng.choice(((4, 2), (5, 1), (4, 4))),
+                           block_size=block_size, window=window, softcap=softcap)
+
+
+WINDOWS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 29, 30, 31]
+
+
+@pytest.mark.parametrize("query_lens, seq_lens", [
+    ([1], [1]), ([1], [30]),
+    ([1, 1, 1, 1], [4, 5, 8, 30]),  # a group whose rows begin in different blocks
+    ([1, 1, 1], [16, 17, 30]),
+    ([4], [4]), ([30], [30]),  # whole prompts
+    ([3], [7]), ([4], [8]), ([2], [30]), ([9], [29]),  # chunks whose queries begin in other blocks
+    ([1, 1, 2, 9], [1, 13, 2, 30]),
+])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_every_window_in_the_corners(query_lens, seq_lens, softcap):
+    blocks = iter(range(1, 100))
+    tables = [[next(blocks) for _ in range(-(-n // 4))] for n in seq_lens]
+    num_blocks = next(blocks)
+    for window in WINDOWS:
+        assert_equals_twin(tables, query_lens, seq_lens, num_blocks, window=window, softcap=softcap)
+    assert_equals_twin(tables, query_lens, seq_lens, num_blocks, dtype=torch.bfloat16, window=5,
+                       softcap=softcap)
+
+
+def test_decodes_in_several_groups_keep_their_windows(monkeypatch):
+    """A group is as many rows as fit into the copy; with a window more of them do."""
+    seq_lens = [30, 3, 17, 29, 8]
+    blocks = iter(range(1, 100))
+    tables = [[next(blocks) for _ in range(-(-n // 4))] for n in seq_lens]
+    for keys in (1, 24, 60):
+        monkeypatch.setattr(attention, "MAX_GATHERED_KEYS", keys)
+        for window in (1, 6, 8, None):
+            assert_equals_twin(tables, [1] * 5, seq_lens, 40, window=window, softcap=2.0)
+
+
+def test_a_cap_and_a_window_matter():
+    """The twin's own answers differ: otherwise the tests above would prove nothing."""
+    tables, query_lens, seq_lens = [[1, 2, 3]], [3], [11]
+    k, v = poisoned_cache(4, 4, 2, 8, tables, query_lens, seq_lens)
+    q = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(5))
+    rows = q, k, v, tables, query_lens, seq_lens, 0.3
+    answers = [naive_attention(*rows, *options) for options in (
+        (None, None), (5, None), (6, None), (None, 0.5), (5, 0.5))]
+    for i, one in enumerate(answers):
+        assert all((one - other).abs().max() > 0.01 for other in answers[:i])
 
 
 def test_rows_share_the_blocks_of_a_common_prefix():
@@ -240,6 +319,75 @@ def test_rms_norm_equals_transformers(shape, dtype):
     # bfloat16: transformers rounds once more, between the division and the weight.
     tolerance = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=1e-2)
     assert_close(ours(x), theirs(x), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("theirs", [Gemma2RMSNorm, Gemma3RMSNorm])
+def test_a_norm_around_one_equals_gemmas(theirs, dtype):
+    """1 + weight in bfloat16 has 8 bits, most of them spent on the 1: Gemma computes in float32,
+    and so must we, to the last bit but one."""
+    x = torch.randn(64, 24, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
+    weight = torch.linspace(-0.02, 0.02, 24).to(dtype)
+    ours, theirs = RMSNorm(24, 0.1, Placement(dtype, CPU), offset=True), theirs(24, 0.1)
+    ours.weight_loader("weight", weight)
+    ours.finish_loading()
+    theirs.weight.data = weight
+    assert ours(x).dtype == dtype
+    tolerance = dict(rtol=1e-6, atol=1e-6) if dtype == torch.float32 else dict(rtol=8e-3, atol=0)
+    assert_close(ours(x), theirs(x), **tolerance)
+    assert (ours(x) != theirs(x)).float().mean() < (0.01 if dtype == torch.bfloat16 else 1)
+
+
+MOE_SIZES = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2, vocab_size=8, max_position_embeddings=64)
+
+
+def their_experts(architecture: str, seed: int, **entries):
+    """transformers' block with random weights, its tensors by checkpoint name, and our config."""
+    config_class, block = (
+        (MixtralConfig, MixtralSparseMoeBlock) if architecture == "MixtralForCausalLM"
+        else (Qwen3MoeConfig, Qwen3MoeSparseMoeBlock))
+    block = block(config_class(**MOE_SIZES, **entries))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    gates, ups = block.experts.gate_up_proj.data.chunk(2, dim=1)
+    experts = list(zip(gates, ups, block.experts.down_proj.data, strict=True))
+    config = ModelConfig.from_dict(dict(architectures=[architecture], **MOE_SIZES, **entries))
+    return block.eval(), experts, config
+
+
+def load_experts(moe: MoE, block, experts) -> None:
+    moe.gate.weight_loader("weight", block.gate.weight.data)
+    for i, (gate, up, down) in enumerate(experts):
+        moe.experts.weight_loader("gate_up_proj", gate, f"{i}.gate")
+        moe.experts.weight_loader("gate_up_proj", up, f"{i}.up")
+        moe.experts.weight_loader("down_proj", down, f"{i}.down")
+
+
+QWEN3_MOE = dict(num_experts=5, moe_intermediate_size=10)
+
+
+@pytest.mark.parametrize("architecture, entries", [
+    ("MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2)),
+    ("MixtralForCausalLM", dict(num_local_experts=3, num_experts_per_tok=3)),
+    ("Qwen3MoeForCausalLM", dict(QWEN3_MOE, num_experts_per_tok=2, norm_topk_prob=True)),
+    ("Qwen3MoeForCausalLM", dict(QWEN3_MOE, num_experts_per_tok=2, norm_topk_prob=False)),
+    ("Qwen3MoeForCausalLM", dict(QWEN3_MOE, num_experts_per_tok=1, norm_topk_prob=False)),
+], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_mixture_of_experts_equals_transformers(architecture, entries, dtype):
+    """Also of one token, which leaves most experts without any."""
+    block, experts, config = their_experts(architecture, 0, **entries)
+    moe = MoE(config, Placement(dtype, CPU), expert_parallel=False)
+    load_experts(moe, block, experts)
+    for num_tokens in (1, 2, 33):
+        x = torch.randn(num_tokens, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected = block.to(dtype)(x[None])[0]
+        tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+        assert_close(moe(x), expected, rtol=tolerance, atol=tolerance * 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

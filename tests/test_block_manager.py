@@ -338,6 +338,130 @@ def test_a_twins_children_are_not_found_below_a_parent_that_was_evicted():
     blocks.check([second, third])
 
 
+# ----------------------------------------------------- behind a sliding window
+
+
+def held(seq: Sequence) -> list[int]:
+    """What `seq` still has a reference to."""
+    return seq.block_table[seq.num_released_blocks:]
+
+
+@pytest.mark.parametrize("position, num_released", [
+    (-5, 0), (0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
+def test_what_lies_wholly_before_a_position_is_given_back(position, num_released):
+    blocks = BlockManager(8, SIZE)
+    seq = compute(blocks, range(13))
+    table = list(seq.block_table)
+    for _ in range(2):  # twice is once
+        blocks.release(seq, position)
+        assert (seq.num_released_blocks, blocks.num_free_blocks) == (num_released, 4 + num_released)
+        assert seq.block_table == table, "the others must stay in their places"
+        assert set(table[:num_released]) <= blocks.free_blocks.keys()
+        blocks.check([seq])
+    blocks.free(seq)
+    assert (blocks.num_free_blocks, seq.num_released_blocks, seq.block_table) == (8, 0, [])
+    blocks.check([])
+
+
+def test_a_released_block_does_not_come_back():
+    """A smaller position changes nothing: the block may be somebody else's by then."""
+    blocks = BlockManager(8, SIZE)
+    seq = compute(blocks, range(13))
+    blocks.release(seq, 9)
+    blocks.release(seq, 4)
+    assert seq.num_released_blocks == 2
+    blocks.check([seq])
+
+
+def test_others_use_released_blocks_while_their_owner_runs_on():
+    """4 blocks, and a sequence that grows to 9 of them, next to another one all the time."""
+    blocks = BlockManager(4, SIZE)
+    seq, other = compute(blocks, range(8)), None
+    for length in range(9, 37):
+        blocks.release(seq, length - 6)  # it sees 6 tokens: 3 blocks at most
+        if other is not None:
+            blocks.free(other)
+        seq.token_ids.append(length)
+        assert blocks.allocate(seq, length)
+        assert len(held(seq)) <= 3
+        other = sequence([100 + length], "other")
+        assert blocks.allocate(other, 1)
+        assert other.block_table[0] not in held(seq)
+        seq.num_computed_tokens = length
+        blocks.commit(seq)
+        blocks.check([seq, other])
+    assert len(seq.block_table) == 9 and len(set(seq.block_table)) <= 4
+    blocks.free(seq)
+    blocks.free(other)
+    assert blocks.num_free_blocks == 4
+    blocks.check([])
+
+
+def test_a_released_block_is_found_until_it_is_reused():
+    """Free and findable, like those of a sequence that has ended. Who finds one has it alone."""
+    blocks = BlockManager(6, SIZE)
+    seq = compute(blocks, range(13))
+    blocks.release(seq, 8)
+    second = compute(blocks, [*range(8), 50], "second")
+    assert second.block_table[:2] == seq.block_table[:2]
+    assert [blocks.ref_counts[block] for block in second.block_table] == [1, 1, 1]
+    blocks.check([seq, second])
+    blocks.free(seq)  # not the two that it gave back before
+    assert [blocks.ref_counts[block] for block in second.block_table] == [1, 1, 1]
+    blocks.check([second])
+    blocks.free(second)
+    assert blocks.num_free_blocks == 6
+
+
+def test_a_shared_block_is_released_by_each_owner_for_itself():
+    blocks = BlockManager(8, SIZE)
+    owners = [compute(blocks, [*range(8), 50 + i], f"s{i}") for i in range(3)]
+    head = owners[0].block_table[0]
+    for i, owner in enumerate(owners):
+        assert blocks.ref_counts[head] == 3 - i
+        blocks.release(owner, 5)
+        blocks.check(owners)
+    assert head in blocks.free_blocks and hits(blocks, range(8)) == [head]
+
+
+def test_a_chain_whose_head_was_reused_is_not_found_but_its_owner_goes_on():
+    """The blocks that it still has, and those that it will fill, hang on a key that is gone. They
+    must not be found, nor disturb the one who computes the same prefix anew."""
+    blocks = BlockManager(8, SIZE)
+    seq = compute(blocks, range(12))
+    blocks.release(seq, 8)
+    fillers = [compute(blocks, range(100 * i, 100 * i + 4), f"f{i}") for i in range(1, 8)]
+    assert blocks.num_free_blocks == 0
+    assert hits(blocks, range(13)) == []
+    blocks.check([seq, *fillers])
+    for filler in fillers:
+        blocks.free(filler)
+    seq.token_ids += range(12, 17)
+    assert blocks.allocate(seq, 17)
+    seq.num_computed_tokens = 17
+    blocks.commit(seq)
+    assert hits(blocks, range(17)) == []
+    again = compute(blocks, range(17), "again")
+    assert not set(again.block_table) & set(held(seq))
+    assert hits(blocks, range(18)) == again.block_table[:4]
+    blocks.check([seq, again])
+    blocks.release(seq, 16)
+    blocks.free(again)
+    blocks.free(seq)
+    assert blocks.num_free_blocks == 8
+    blocks.check([])
+
+
+def test_a_released_block_that_nobody_can_find_is_reused_first():
+    """With caching off it holds nothing of use, and goes to the front; findable ones last."""
+    for caching, expected in ((False, [0, 3, 4]), (True, [3, 4, 0])):
+        blocks = BlockManager(5, SIZE, enable_prefix_caching=caching)
+        seq = compute(blocks, range(12))
+        assert seq.block_table == [0, 1, 2]
+        blocks.release(seq, 4)
+        assert order_of_reuse(blocks) == expected
+
+
 # ----------------------------------------------------------------- collisions
 
 
@@ -556,6 +680,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 OPERATIONS = st.lists(st.one_of(
     st.tuples(st.just("start"), TOKENS, st.booleans()),
     st.tuples(st.just("grow"), st.integers(0, 5), TOKENS),
+    st.tuples(st.just("release"), st.integers(0, 5), st.integers(-1, 24)),
     st.tuples(st.just("end"), st.integers(0, 5)),
     st.tuples(st.just("reset")),
 ), max_size=40)
@@ -600,6 +725,11 @@ class Twin:
             seq.token_ids += tokens
             self.write(seq, start)
 
+    def release(self, i: int, position: int) -> None:
+        seq = self.live[i % len(self.live)]
+        last = seq.num_computed_tokens - 1  # with a window of 2 at least
+        self.blocks.release(seq, min(position, last))
+
     def end(self, i: int) -> None:
         self.blocks.free(self.live.pop(i % len(self.live)))
 
@@ -612,6 +742,8 @@ class Twin:
         self.blocks.check(self.live)
         for seq in self.live:
             for i, block_id in enumerate(seq.block_table):
+                if i < seq.num_released_blocks:
+                    continue
                 assert self.written[block_id] == tuple(seq.token_ids[:2 * i + 2]), (
                     "somebody wrote into a block that is in use")
 

@@ -7,6 +7,7 @@ checked against transformers: its config classes for what a file may leave out, 
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,14 +15,24 @@ import pytest
 import torch
 from conftest import write_json
 from torch.testing import assert_close
-from transformers import LlamaConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve import LLM, SamplingParams, model_runner
 from nanoserve.config import EngineConfig
-from nanoserve.layers import rope_frequencies
-from nanoserve.model_config import ModelConfig, RopeConfig
+from nanoserve.layers import RotaryEmbedding, rope_frequencies
+from nanoserve.model_config import FAMILIES, ModelConfig, RopeConfig
 from nanoserve.model_runner import ModelRunner, free_cpu_memory, pick_device
 
 SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -297,21 +308,190 @@ def test_the_start_up_line_says_on_what_and_how(qwen3, capsys):
 # -------------------------------------------------------- reading config.json
 
 
-def test_defaults_of_left_out_entries_are_transformers():
+EMPTY = dict(vocab_size=260, hidden_size=256, intermediate_size=96, num_hidden_layers=30,
+             num_attention_heads=32)
+CONFIGS = dict(Llama=LlamaConfig, Mistral=MistralConfig, Qwen2=Qwen2Config, Qwen3=Qwen3Config,
+               Mixtral=MixtralConfig, Qwen3Moe=Qwen3MoeConfig, Gemma2=Gemma2Config,
+               Gemma3=Gemma3TextConfig)
+
+
+def read(family: str, **entries) -> ModelConfig:
+    """A config.json of that family with nothing in it but the sizes that have no default."""
+    return ModelConfig.from_dict(
+        dict(architectures=[f"{family}ForCausalLM"]) | EMPTY | entries)
+
+
+def assert_equals_transformers(ours: ModelConfig, theirs) -> None:
+    """Every entry that both sides have; theirs as the modeling files read it."""
+    for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                  "intermediate_size", "max_position_embeddings", "rms_norm_eps",
+                  "num_key_value_heads", "tie_word_embeddings"):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
+    assert ours.attention_scale == getattr(theirs, "query_pre_attn_scalar", head_dim) ** -0.5
+    assert ours.attention_softcap == getattr(theirs, "attn_logit_softcapping", None)
+    assert ours.logits_softcap == getattr(theirs, "final_logit_softcapping", None)
+    activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert ours.activation == {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[activation]
+    assert ours.o_bias == getattr(theirs, "attention_bias", False)
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    num_layers, window = theirs.num_hidden_layers, getattr(theirs, "sliding_window", None)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * num_layers
+    assert ours.windows == tuple(window if t == "sliding_attention" else None for t in types)
+    rope = theirs.rope_parameters
+    rope, local = rope.get("full_attention", rope), rope.get("sliding_attention")
+    for mine, other in ((ours.rope, rope), (ours.rope_local, local)):
+        assert (mine and mine.theta) == (other and other["rope_theta"])
+        assert (mine and mine.rope_type) == (other and other["rope_type"])
+    assert_equal_experts(ours, theirs)
+
+
+def assert_equal_experts(ours: ModelConfig, theirs) -> None:
+    """Qwen3-MoE names its dense layers; all of Mixtral's have experts, as wide as its MLP."""
+    num_layers = theirs.num_hidden_layers
+    if not hasattr(theirs, "num_local_experts"):
+        assert (ours.num_experts, ours.moe_layers) == (0, (False,) * num_layers)
+        return
+    dense, step = getattr(theirs, "mlp_only_layers", []), getattr(theirs, "decoder_sparse_step", 1)
+    assert ours.moe_layers == tuple(i not in dense and (i + 1) % step == 0
+                                    for i in range(num_layers))
+    assert ours.num_experts == theirs.num_local_experts
+    assert ours.num_experts_per_tok == theirs.num_experts_per_tok
+    assert ours.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+    width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.moe_intermediate_size == width
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_defaults_of_left_out_entries_are_transformers(family):
     """A config.json need not write what equals its class's default."""
-    for config_class, family in ((LlamaConfig, "Llama"), (Qwen3Config, "Qwen3")):
-        theirs = config_class(vocab_size=260, num_key_value_heads=8)
-        ours = ModelConfig.from_dict(dict(
-            architectures=[f"{family}ForCausalLM"], vocab_size=260, num_key_value_heads=8,
-            hidden_size=4096, intermediate_size=theirs.intermediate_size, num_hidden_layers=32,
-            num_attention_heads=32))
-        for field in ("head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-                      "attention_bias"):
-            mine = ours.o_bias if field == "attention_bias" else getattr(ours, field)
-            assert mine == getattr(theirs, field), (family, field)
-        assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
-    assert ModelConfig.from_dict(LLAMA | dict(num_key_value_heads=None)).num_key_value_heads == 4
-    assert not ModelConfig.from_dict(LLAMA).qk_norm and ModelConfig.from_dict(QWEN3).qk_norm
+    assert_equals_transformers(read(family), CONFIGS[family](**EMPTY))
+    nulls = dict(head_dim=None, rope_theta=None, rms_norm_eps=None, tie_word_embeddings=None)
+    assert_equals_transformers(read(family, **nulls), CONFIGS[family](**EMPTY))
+    assert read("Llama", num_key_value_heads=None).num_key_value_heads == 32
+
+
+def test_every_family_has_what_its_network_has():
+    """What no file says, because it is always so."""
+    has = {family: {flag for flag in ("qkv_bias", "qk_norm", "norm_offset", "scale_embedding",
+                                      "post_norms") if getattr(read(family), flag)}
+           for family in CONFIGS}
+    gemma = {"norm_offset", "scale_embedding", "post_norms"}
+    assert has == dict(Llama=set(), Mistral=set(), Qwen2={"qkv_bias"}, Qwen3={"qk_norm"},
+                       Mixtral=set(), Qwen3Moe={"qk_norm"}, Gemma2=gemma,
+                       Gemma3=gemma | {"qk_norm"})
+    assert list(FAMILIES) == [f"{family}ForCausalLM" for family in CONFIGS]
+
+
+@pytest.mark.parametrize("family, entries", [
+    ("Mistral", dict(sliding_window=None)),  # null: no window
+    ("Mistral", {}),  # absent: the class's own, 4,096
+    ("Mistral", dict(sliding_window=7, head_dim=24)),
+    ("Mixtral", dict(sliding_window=None)), ("Mixtral", dict(sliding_window=9)),
+    ("Mixtral", dict(num_local_experts=3, num_experts_per_tok=1)),
+    ("Qwen2", dict(use_sliding_window=True, sliding_window=6, max_window_layers=5)),
+    ("Qwen2", dict(use_sliding_window=True)),
+    ("Qwen2", dict(use_sliding_window=False, sliding_window=6, max_window_layers=5)),
+    ("Qwen3", dict(use_sliding_window=True, sliding_window=6, max_window_layers=0)),
+    ("Qwen3Moe", dict(use_sliding_window=True, sliding_window=6)),
+    ("Qwen3Moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=17,
+                      norm_topk_prob=True)),
+    ("Qwen3Moe", dict(num_experts=9, decoder_sparse_step=3, mlp_only_layers=[2, 11])),
+    ("Qwen3Moe", dict(mlp_only_layers=None, head_dim=24)),
+    ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
+    ("Gemma2", dict(attn_logit_softcapping=7.5, query_pre_attn_scalar=144, sliding_window=11)),
+    ("Gemma3", dict(final_logit_softcapping=20.0, query_pre_attn_scalar=168, head_dim=128)),
+    ("Gemma3", dict(layer_types=["full_attention", "sliding_attention"] * 15)),
+    ("Gemma3", dict(sliding_window_pattern=4)),
+    ("Gemma3", dict(rope_theta=5e5, rope_local_base_freq=2e4,
+                    rope_scaling=dict(rope_type="linear", factor=8.0))),
+], ids=str)
+def test_what_a_file_says_is_what_transformers_reads(family, entries):
+    ours, theirs = read(family, **entries), CONFIGS[family](**EMPTY, **entries)
+    assert_equals_transformers(ours, theirs)
+
+
+@pytest.mark.parametrize("activations", [
+    dict(hidden_act="gelu", hidden_activation="gelu_pytorch_tanh"),
+    dict(hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh"),
+    dict(hidden_act="gelu", hidden_activation=None), dict(hidden_act="gelu")], ids=str)
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
+def test_gemmas_second_name_of_its_activation_is_the_true_one(family, activations):
+    """The first files said "gelu", and meant its approximation by a tanh."""
+    assert read(family, **activations).activation == "gelu_tanh"
+    with pytest.raises(ValueError, match="hidden_activation='gelu'"):
+        read(family, hidden_activation="gelu")
+
+
+def test_gemma_3_before_transformers_5_means_the_same():
+    """As the files on the hub are: a pattern, two thetas and a scaling, or lists and objects."""
+    old = read("Gemma3", sliding_window=512, sliding_window_pattern=6, rope_theta=1_000_000.0,
+               rope_local_base_freq=10_000.0, rope_scaling=dict(factor=8.0, rope_type="linear"))
+    new = read("Gemma3", sliding_window=512, layer_types=[
+        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(30)],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1_000_000.0, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=10_000.0)))
+    assert old == new
+    assert old.rope == RopeConfig(1e6, "linear", factor=8.0) and old.rope_local == RopeConfig(1e4)
+    assert old.windows[:7] == (512,) * 5 + (None, 512) and old.window is None
+
+
+def test_the_window_of_a_model_is_its_widest_or_none():
+    assert read("Mistral", sliding_window=7).window == 7
+    assert read("Mistral", sliding_window=None).window is None
+    assert read("Gemma2", sliding_window=7).window is None
+    assert read("Gemma2", layer_types=["sliding_attention"] * 30, sliding_window=7).window == 7
+
+
+def test_experts_by_either_name():
+    for name in ("num_experts", "num_local_experts"):
+        assert read("Qwen3Moe", **{name: 12}).num_experts == 12
+        assert read("Mixtral", **{name: 12}).num_experts == 12
+
+
+@pytest.mark.parametrize("family, entries, words", [
+    ("Mixtral", dict(num_local_experts=2, num_experts_per_tok=3),
+     "num_experts_per_tok=3 is above .* 2"),
+    ("Qwen3Moe", dict(num_experts=7), "num_experts_per_tok=8 is above .* 7"),
+    ("Qwen3Moe", dict(num_experts=0), "num_experts must be .* got 0"),
+    ("Mixtral", dict(num_local_experts="8"), "num_local_experts .*got '8'"),
+    ("Qwen3Moe", dict(decoder_sparse_step=0), "decoder_sparse_step .*got 0"),
+    ("Gemma2", dict(query_pre_attn_scalar="24"), "query_pre_attn_scalar must be a number"),
+    ("Gemma2", dict(attn_logit_softcapping="50"), "attn_logit_softcapping must be a number"),
+    ("Gemma2", dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),
+    ("Gemma3", dict(rope_parameters=dict(full_attention=dict(rope_type="dynamic", factor=2.0))),
+     "'dynamic'.*longest sequence"),
+    ("Gemma3", dict(rope_parameters=dict(sliding_attention=dict(rope_type="longrope"))),
+     "'longrope'"),
+    ("Gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ("Mistral", dict(sliding_window=0), "sliding_window .*got 0"),
+], ids=str)
+def test_what_a_family_can_not_have_is_refused_by_name(family, entries, words):
+    with pytest.raises(ValueError, match=words):
+        read(family, **entries)
+
+
+@pytest.mark.parametrize("family, options, words", [
+    ("Llama", dict(expert_parallel=True), "expert_parallel=True, but LlamaForCausalLM has no"),
+    ("Qwen3Moe", dict(tensor_parallel_size=3),
+     "tensor_parallel_size=3 .* 8 attention heads with 2 KV heads.*1, 2, 4, 6, 8"),
+    ("Qwen3Moe", dict(tensor_parallel_size=16), "tensor_parallel_size=16 .*choose one of 1, 2"),
+    ("Mistral", dict(tensor_parallel_size=5), "tensor_parallel_size=5 "),
+], ids=str)
+def test_ranks_that_can_not_share_a_model_are_refused(family, options, words):
+    config = read(family, num_attention_heads=8, num_key_value_heads=2)
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(model="none", **options).check_ranks(config)
+    EngineConfig(model="none", tensor_parallel_size=4).check_ranks(config)
+
+
+def test_ranks_are_checked_before_they_are_started(dummy):
+    with pytest.raises(ValueError, match="expert_parallel=True, but LlamaForCausalLM"):
+        start(dummy, expert_parallel=True)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 can't share 4 attention heads"):
+        start(dummy, tensor_parallel_size=3)
 
 
 @pytest.mark.parametrize("config, dtype", [
@@ -338,7 +518,9 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, arc
     with pytest.raises(ValueError) as error:
         start(dummy)
     assert (architectures or ["mamba"])[0] in str(error.value)
-    assert "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM" in str(error.value)
+    assert ("LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "MixtralForCausalLM, Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM"
+            ) in str(error.value)
 
 
 @pytest.mark.parametrize("config, words", [
@@ -457,6 +639,47 @@ def test_an_override_in_the_old_spelling_wins_over_a_file_in_the_new_one(tmp_pat
     assert read(tmp_path, dict(rope_parameters=dict(rope_theta=9.0))).rope == RopeConfig(9.0)
 
 
+def test_a_scaling_by_override_replaces_the_files_and_keeps_its_theta(tmp_path):
+    """What the file says about another kind of scaling must not leak into the new one."""
+    llama3 = dict(rope_type="llama3", rope_theta=5e5, **LLAMA3)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(rope_parameters=llama3)))
+
+    def scaled(**scaling) -> RopeConfig:
+        return ModelConfig.from_folder(tmp_path, dict(rope_scaling=scaling)).rope
+
+    yarn = scaled(type="yarn", factor=4.0, original_max_position_embeddings=32)
+    assert (yarn.theta, yarn.rope_type, yarn.factor) == (5e5, "yarn", 4.0)
+    assert yarn.original_max_position_embeddings == 32
+    assert yarn.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    # Left out, it is max_position_embeddings (256), and not the 64 of the file's other scaling.
+    assert scaled(rope_type="yarn", factor=4.0).original_max_position_embeddings == 256
+    with pytest.raises(ValueError, match="linear RoPE scaling lacks factor"):
+        scaled(rope_type="linear")
+    (tmp_path / "config.json").write_text(json.dumps(
+        LLAMA | dict(rope_parameters=dict(rope_theta=5e5, partial_rotary_factor=0.5))))
+    with pytest.raises(ValueError, match="partial_rotary_factor=0.5"):  # still refused
+        scaled(type="yarn", factor=4.0)
+
+
+@pytest.mark.parametrize("entries", [
+    dict(rope_parameters=dict(full_attention=dict(rope_type="default", rope_theta=1e6),
+                              sliding_attention=dict(rope_type="default", rope_theta=1e4))),
+    dict(rope_theta=1e6, rope_local_base_freq=1e4)], ids=["new", "old"])
+def test_old_overrides_of_gemma_3s_two_ropes(tmp_path, entries):
+    (tmp_path / "config.json").write_text(json.dumps(
+        dict(architectures=["Gemma3ForCausalLM"]) | EMPTY | entries))
+
+    def ropes(**overrides) -> tuple[RopeConfig, RopeConfig]:
+        config = ModelConfig.from_folder(tmp_path, overrides)
+        return config.rope, config.rope_local
+
+    assert ropes() == (RopeConfig(1e6), RopeConfig(1e4))
+    assert ropes(rope_theta=7e5) == (RopeConfig(7e5), RopeConfig(1e4))
+    assert ropes(rope_local_base_freq=3e4) == (RopeConfig(1e6), RopeConfig(3e4))
+    linear = dict(rope_type="linear", factor=8.0)
+    assert ropes(rope_scaling=linear) == (RopeConfig(1e6, "linear", 8.0), RopeConfig(1e4))
+
+
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
 @pytest.mark.parametrize("theta, factor, low, high, original", [
     (500_000.0, 8.0, 1.0, 4.0, 8192),  # Llama 3.1
@@ -476,6 +699,70 @@ def test_llama3_frequencies_equal_transformers(head_dim, theta, factor, low, hig
     assert_close(frequencies, expected, rtol=2e-6, atol=0)
     plain = rope_frequencies(head_dim, RopeConfig(theta=theta))
     assert not torch.equal(frequencies, plain) and frequencies[0] == plain[0]
+
+
+SCALINGS = {
+    "linear": dict(rope_type="linear", factor=8.0),
+    "linear, factor 1": dict(rope_type="linear", factor=1.0),
+    "yarn": dict(rope_type="yarn", factor=4.0),
+    "yarn from 32": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+    "yarn from 4096": dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=4096),
+    "yarn, not truncated": dict(rope_type="yarn", factor=4.0, truncate=False,
+                                original_max_position_embeddings=64),
+    "yarn, truncated": dict(rope_type="yarn", factor=4.0, truncate=True,
+                            original_max_position_embeddings=64),
+    "yarn, other turns": dict(rope_type="yarn", factor=4.0, beta_fast=20.0, beta_slow=2.5,
+                              original_max_position_embeddings=64),
+    "yarn, factor given": dict(rope_type="yarn", factor=4.0, attention_factor=0.75),
+    "yarn, factor null": dict(rope_type="yarn", factor=4.0, attention_factor=None),
+    "yarn, mscale": dict(rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.6),
+    "yarn, half of mscale": dict(rope_type="yarn", factor=40.0, mscale=0.7),
+    "yarn, mscale 0": dict(rope_type="yarn", factor=40.0, mscale=0.7, mscale_all_dim=0),
+    "yarn, factor 1": dict(rope_type="yarn", factor=1.0),
+    "yarn, no width": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4),
+}
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("head_dim", [16, 24, 128])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_frequencies_and_turns_equal_transformers(scaling, head_dim, theta):
+    """The frequencies, and what becomes of them: cos and sin, which yarn scales as well."""
+    entries = SCALINGS[scaling] | dict(rope_theta=theta)
+    theirs = LlamaConfig(head_dim=head_dim, max_position_embeddings=256,
+                         rope_parameters=dict(entries))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[entries["rope_type"]](theirs)
+    rope = ModelConfig.from_dict(LLAMA | dict(rope_parameters=entries)).rope
+    assert_close(rope_frequencies(head_dim, rope), expected, rtol=2e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    positions = torch.tensor([0, 1, 31, 255])
+    cos, sin = RotaryEmbedding(head_dim, rope, torch.device("cpu"))(positions, torch.float32)
+    their_cos, their_sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1), positions[None])
+    assert_close(cos[:, 0], their_cos[0], rtol=1e-4, atol=1e-4)
+    assert_close(sin[:, 0], their_sin[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_scalings_differ():
+    """Otherwise an entry that is ignored would pass the test above."""
+    names = [name for name in SCALINGS if name not in ("yarn, factor null", "linear, factor 1",
+             "yarn, factor 1", "yarn, half of mscale", "yarn, mscale 0", "yarn, truncated")]
+    ropes = [ModelConfig.from_dict(LLAMA | dict(rope_parameters=SCALINGS[n])).rope for n in names]
+    found = [(*rope_frequencies(128, rope).tolist(), rope.attention_factor) for rope in ropes]
+    assert len(set(found)) == len(names)
+
+
+def test_gemma_3s_two_ropes_equal_transformers():
+    entries = dict(rope_parameters=dict(
+        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4)))
+    config = read("Gemma3", head_dim=32, **entries)
+    theirs = Gemma3RotaryEmbedding(Gemma3TextConfig(**EMPTY, head_dim=32, **entries))
+    positions = torch.tensor([0, 1, 31, 255])
+    for rope, kind in ((config.rope, "full_attention"), (config.rope_local, "sliding_attention")):
+        cos, sin = RotaryEmbedding(32, rope, torch.device("cpu"))(positions, torch.float32)
+        their_cos, their_sin = theirs(torch.zeros(1), positions[None], kind)
+        assert_close(cos[:, 0], their_cos[0], rtol=1e-5, atol=1e-5)
+        assert_close(sin[:, 0], their_sin[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 128])

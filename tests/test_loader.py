@@ -5,6 +5,7 @@ by hand. Every way in which a folder can be wrong must end in a `ValueError` tha
 the tensor, never in text from random weights.
 """
 
+import json
 import shutil
 import weakref
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from conftest import write_json
+from conftest import CHECKPOINTS, write_json
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +24,7 @@ from nanoserve.layers import Placement
 from nanoserve.loader import load_weights
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
+from nanoserve.parallel import Ranks
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -77,26 +79,44 @@ def greedy(llm: LLM, max_tokens=8) -> list[int]:
 def fused(stored: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """What the engine's parameter `name` must hold, from the checkpoint's tensors by hand."""
     name = name if name == "lm_head.weight" else "model." + name
+    if any("block_sparse_moe" in key for key in stored):
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." in name:
+        return experts(stored, *name.split(".experts."))
     for ours, theirs in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
         if ours in name:
             return torch.cat([stored[name.replace(ours, f"{part}_proj")] for part in theirs])
     return stored[name]
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3.1", "llama3.2", "llama-bias", "qwen3",
-                                  "qwen3-tied", "qwen3-sharded"])
+def experts(stored: dict[str, torch.Tensor], prefix: str, parameter: str) -> torch.Tensor:
+    """All experts of a layer in one tensor; w1, w3 and w2 are Mixtral's gate, up and down."""
+    gate, up, down = ("w1", "w3", "w2") if "block_sparse" in prefix else (
+        "gate_proj", "up_proj", "down_proj")
+    parts = (gate, up) if parameter == "gate_up_proj" else (down,)
+    each = []
+    while f"{prefix}.experts.{len(each)}.{gate}.weight" in stored:
+        each.append(torch.cat([stored[f"{prefix}.experts.{len(each)}.{part}.weight"]
+                               for part in parts]))
+    return torch.stack(each)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_parameter_holds_the_checkpoints_numbers(checkpoints, name):
-    """For biases as well: their loaders crashed, or nobody called them (nano-vllm #125, #203)."""
+    """For biases as well: their loaders crashed, or nobody called them (nano-vllm #125, #203).
+    Gemma's norms are stored as their distance from 1."""
     stored, loaded = stored_tensors(checkpoints[name]), load(checkpoints[name])
     for parameter, tensor in loaded.items():
-        assert torch.equal(tensor, fused(stored, parameter)), parameter
+        offset = 1 if "gemma" in name and "norm" in parameter else 0
+        assert torch.equal(tensor, fused(stored, parameter) + offset), parameter
     num_stored = sum(t.numel() for t in stored.values())
     assert sum(t.numel() for t in loaded.values()) == num_stored  # and nothing was left behind
     biases = [parameter for parameter in loaded if parameter.endswith(".bias")]
-    assert len(biases) == (4 * 3 if name == "llama-bias" else 0)
+    assert len(biases) == {"llama-bias": 4 * 3, "qwen2": 3, "qwen2-window": 3}.get(name, 0)
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "qwen3-tied", "qwen3-sharded"])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3-tied", "qwen3-sharded", "mixtral", "qwen3-moe",
+                                  "qwen3-moe-odd"])
 def test_every_number_is_written_exactly_once(checkpoints, name, monkeypatch):
     """A model id was given instead of a path, the glob found no weights, and the engine answered
     with random text (nano-vllm #97). Here each copy adds 1: afterwards all must be 1."""
@@ -291,6 +311,105 @@ def test_a_folder_without_a_tokenizer(copy_of, name):
                                          ".*tokenizer=.*skip_tokenizer_init"):
         LLM(folder)
     assert greedy(LLM(folder, skip_tokenizer_init=True, num_gpu_blocks_override=16))
+
+
+# -------------------------------------------------------- mixtures of experts
+
+QWEN_EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight".format
+MIXTRAL_EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight".format
+
+
+@pytest.mark.parametrize("checkpoint, name, said", [
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "down"), None), ("qwen3-moe", QWEN_EXPERT(0, 0, "gate"), None),
+    ("qwen3-moe", QWEN_EXPERT(0, 1, "up"), None),
+    ("qwen3-moe", "model.layers.2.mlp.gate.weight", None),  # a router
+    ("qwen3-moe", "model.layers.1.mlp.gate_proj.weight", None),  # of the layer without experts
+    # Mixtral's experts are named as the others' would be.
+    ("mixtral", MIXTRAL_EXPERT(1, 2, "w1"), QWEN_EXPERT(1, 2, "gate")),
+    ("mixtral", MIXTRAL_EXPERT(1, 2, "w3"), QWEN_EXPERT(1, 2, "up")),
+    ("mixtral", MIXTRAL_EXPERT(1, 2, "w2"), QWEN_EXPERT(1, 2, "down")),
+    ("mixtral", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight"),
+])
+def test_a_missing_expert_is_named(copy_of, checkpoint, name, said):
+    folder = copy_of(checkpoint, lambda tensors: without(tensors, name))
+    with pytest.raises(ValueError, match=f"{checkpoint}: 1 tensors are missing .*: {said or name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("checkpoint, name", [
+    ("qwen3-moe", QWEN_EXPERT(2, 4, "down")), ("mixtral", MIXTRAL_EXPERT(1, 4, "w1")),  # 5 of 4
+    ("qwen3-moe", QWEN_EXPERT(1, 0, "up")),  # in the layer that has none
+    ("qwen3-moe", "model.layers.1.mlp.gate.weight"),
+    ("qwen3-moe", QWEN_EXPERT(0, 0, "up").replace("weight", "bias")),
+    ("mixtral", MIXTRAL_EXPERT(0, 0, "w4")), ("qwen3", QWEN_EXPERT(0, 0, "up")),
+    ("qwen3-moe", "model.layers.0.mlp.experts.gate_up_proj"),
+])
+def test_a_left_over_expert_is_named(copy_of, checkpoint, name):
+    folder = copy_of(checkpoint, lambda tensors: tensors | {name: torch.zeros(4)})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: the tensor {name} has no place"):
+        load(folder)
+
+
+@pytest.mark.parametrize("checkpoint, name, shape, expected", [
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "down"), (40, 64), (64, 40)),
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "up"), (1, 64), (40, 64)),
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "gate"), (96, 64), (40, 64)),
+    ("qwen3-moe", "model.layers.0.mlp.gate.weight", (5, 64), (4, 64)),
+    ("mixtral", MIXTRAL_EXPERT(0, 3, "w2"), (96, 64), (64, 96)),
+    ("mixtral", MIXTRAL_EXPERT(0, 3, "w3"), (96,), (96, 64)),
+])
+def test_an_expert_of_a_wrong_shape_is_named(copy_of, checkpoint, name, shape, expected):
+    folder = copy_of(checkpoint, lambda tensors: tensors | {name: torch.zeros(shape)})
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    for words in ("model.safetensors", name, str(shape), str(expected)):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe-odd", "mixtral"])
+def test_experts_in_shards_are_the_same_model(copy_of, name):
+    """Real mixtures come in dozens of files, an expert's three matrices in two of them."""
+    folder = copy_of(name)
+    whole = load(folder)
+    tensors = stored_tensors(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {key: f"model-{i % 5}.safetensors" for i, key in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({key: tensors[key] for key in names if weight_map[key] == file}, folder / file,
+                  metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps(dict(weight_map=weight_map)))
+    for parameter, tensor in load(folder).items():
+        assert torch.equal(tensor, whole[parameter]), parameter
+    del tensors[names[3]]
+    file = weight_map[names[3]]
+    save_file({key: tensors[key] for key in tensors if weight_map[key] == file}, folder / file)
+    with pytest.raises(ValueError, match="1 tensors are missing"):
+        load(folder)
+
+
+def test_other_ranks_experts_must_be_in_the_checkpoint_too(copy_of):
+    """A rank passes over what is not its own, but not over a hole: rank 0 would serve on."""
+    folder = copy_of("qwen3-moe", lambda tensors: without(tensors, QWEN_EXPERT(0, 3, "up")))
+    config = ModelConfig.from_folder(folder)
+    for rank in (0, 1):
+        model = Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2)), expert_parallel=True)
+        with pytest.raises(ValueError, match=f"missing .*: {QWEN_EXPERT(0, 3, 'up')}"):
+            load_weights(model, config, folder)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_dummy_weights_are_alike_where_ranks_must_be_alike(checkpoints, expert_parallel):
+    """Norms, routers, and biases behind a sum: ranks that route differently answer nonsense."""
+    config = ModelConfig.from_folder(checkpoints["qwen3-moe-odd"])
+    models = [Decoder(config, Placement(torch.float32, CPU, Ranks(rank, 2)), expert_parallel)
+              for rank in (0, 1)]
+    for model in models:
+        loader.load_dummy_weights(model, seed=3)
+    one, other = (dict(model.named_parameters()) for model in models)
+    alike = {name for name in one if one[name].shape == other[name].shape
+             and torch.equal(one[name], other[name])}
+    assert {name for name in one if "norm" in name or ".mlp.gate." in name} <= alike
 
 
 # --------------------------------------------------- folders, files and hub ids

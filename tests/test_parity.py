@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import END_OF_TURN, EOS, Reference, assert_same_text, write_json
+from conftest import CHECKPOINTS, END_OF_TURN, EOS, Reference, assert_same_text, write_json
 from transformers import AutoTokenizer
 
 from nanoserve import LLM, SamplingParams
@@ -18,8 +18,7 @@ from nanoserve.llm import BUNDLED_MODEL
 
 MAX_TOKENS = 24  # enough to decode across a block boundary from everywhere
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-CHECKPOINTS = ["llama2", "llama3.1", "llama3.2", "llama-bias", "qwen3", "qwen3-tied",
-               "qwen3-sharded"]
+GREEDY_OF_3 = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=MAX_TOKENS)
 
 
 def start(folder, **options) -> LLM:
@@ -83,6 +82,12 @@ MODES = {
 }
 
 
+# Everything at once: chunks, hits, preemption, and a step in flight. 20 blocks hold one of the
+# longest texts (93 computed tokens).
+BUSY = dict(block_size=5, num_gpu_blocks_override=20, async_scheduling=True,
+            max_num_batched_tokens=33)
+
+
 @pytest.mark.parametrize("name", ["llama3.1", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)
 def test_greedy_tokens_equal_transformers_in_every_mode(checkpoints, prompts, reference_of, name,
@@ -92,10 +97,19 @@ def test_greedy_tokens_equal_transformers_in_every_mode(checkpoints, prompts, re
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_references_are_lively(prompts, reference_of, name):
+    """A text of one token, over and over, is right whatever position or window is wrong."""
+    texts = [reference_of(name)(prompt)[0] for prompt in prompts[3:11]]
+    assert sum(len(set(text)) >= 8 for text in texts) >= 6
+    assert len({tuple(text) for text in texts}) == 8
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, reference_of, name):
     """One prompt at a time, all together, in chunks, and then everything at once: chunks, hits and
-    preemption in a small pool of small blocks while a step is in flight. llama-bias has biases
-    everywhere: they were added once a rank, or not loaded (nano-vllm #125, #203)."""
+    preemption in a small pool of small blocks while a step is in flight; and all of that again with
+    three samples of each. llama-bias has biases everywhere: they were added once a rank, or not
+    loaded (nano-vllm #125, #203)."""
     reference = reference_of(name)
     if name not in ("llama3.1", "qwen3"):
         prompts = prompts[3:11]  # around one and two blocks, the longest, and a common prefix
@@ -105,11 +119,83 @@ def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, refe
     assert_parity(run(alone, prompts), prompts, reference, f"{name}, batched")
     chunked = start(checkpoints[name], max_num_batched_tokens=7)
     assert_parity(run(chunked, prompts), prompts, reference, f"{name}, chunked")
-    busy = start(checkpoints[name], block_size=5, num_gpu_blocks_override=30, async_scheduling=True,
-                 max_num_batched_tokens=33)
+    assert_parity(run(chunked, prompts), prompts, reference, f"{name}, cached")
+    busy = start(checkpoints[name], **BUSY)
     preempted = count_preemptions(busy)
     assert_parity(run(busy, prompts), prompts, reference, f"{name}, all at once")
+    outputs = run(busy, prompts, GREEDY_OF_3)
+    assert all(len(output.outputs) == 3 for output in outputs)
+    assert_parity(outputs, prompts, reference, f"{name}, all at once, n=3")
     assert preempted
+
+
+@pytest.mark.parametrize("options", [
+    dict(block_size=1, num_gpu_blocks_override=1024), dict(block_size=13), dict(block_size=12),
+    dict(block_size=14), dict(async_scheduling=True, max_num_batched_tokens=7),
+    dict(num_gpu_blocks_override=6), dict(num_gpu_blocks_override=6, async_scheduling=True),
+], ids=str)
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_windows_in_blocks_of_any_size(checkpoints, prompts, reference_of, name, options):
+    """A window of 13 that begins inside a block, at its first slot, or one beside it; with mistral
+    the blocks before it belong to somebody else by then, with gemma3 other layers read them."""
+    llm = start(checkpoints[name], **options)
+    preempted = count_preemptions(llm)
+    for where in ("first", "cached"):
+        outputs = run(llm, prompts)
+        assert_parity(outputs, prompts, reference_of(name), f"{name}, {where}, {options}")
+    assert bool(preempted) == (llm.scheduler.blocks.num_blocks == 6)
+
+
+@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True, max_num_batched_tokens=9)],
+                         ids=str)
+def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references, options):
+    """Eight texts of up to 200 tokens, 350 blocks of 4 in all, in a pool of 64: a window of 13 needs
+    5 of each, and one or two more while a step runs. Nobody is preempted."""
+    llm = start(checkpoints["mistral"], block_size=4, num_gpu_blocks_override=64, **options)
+    preempted, schedule, most = count_preemptions(llm), llm.scheduler.schedule, 0
+
+    def watching_schedule():
+        nonlocal most
+        step = schedule()
+        decodes = [seq for seq in step.num_new_tokens
+                   if seq.num_computed_tokens > seq.num_prompt_tokens + 4]
+        most = max([most] + [len(seq.block_table) - seq.num_released_blocks for seq in decodes])
+        return step
+
+    llm.scheduler.schedule = watching_schedule
+    prompts = [prompt for prompt in prompts if 15 <= len(prompt) <= 48]
+    length = 130  # some end before, at an EOS
+    outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=length))
+    assert_parity(outputs, prompts, lambda p: references("mistral", p, length), f"long, {options}")
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 400
+    assert not preempted and 4 <= most <= 7
+
+
+# -------------------------------------------------------- tensor parallelism
+
+
+@pytest.mark.parametrize("name, options", [
+    ("llama-bias", {}), ("mistral", {}), ("qwen2", {}),
+    ("qwen3-tied", {}),  # one KV head, which both ranks keep
+    ("mixtral", {}), ("mixtral", dict(expert_parallel=True)), ("qwen3-moe", {}),
+    ("qwen3-moe-odd", dict(expert_parallel=True)),  # 2 and 3 experts
+    ("gemma2", {}), ("gemma3", {}),
+], ids=str)
+def test_two_ranks_equal_transformers(checkpoints, prompts, reference_of, name, options):
+    """Everything at once on two ranks, then three samples each, then from the cache. Row-parallel
+    biases were added once a rank (nano-vllm #125), and the head's gather was right for one row only
+    (mini-sglang #98)."""
+    reference, prompts = reference_of(name), prompts[3:11]
+    with start(checkpoints[name], tensor_parallel_size=2, **BUSY, **options) as llm:
+        preempted = count_preemptions(llm)
+        assert_parity(run(llm, prompts), prompts, reference, f"{name}, two ranks")
+        outputs = run(llm, prompts[:5], GREEDY_OF_3)
+        assert_parity(outputs, prompts[:5], reference, f"{name}, two ranks, n=3")
+        assert preempted
+        run(llm, prompts[:1])
+        outputs = run(llm, prompts[:1])
+        assert_parity(outputs, prompts[:1], reference, f"{name}, two ranks, cached")
+        assert outputs[0].num_cached_tokens == 15
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "qwen3"])
@@ -151,8 +237,7 @@ def test_from_the_prefix_cache(checkpoints, prompts, reference_of, name, options
 ], ids=str)
 def test_samples_of_one_prompt_equal_transformers(qwen3, prompts, reference_of, options):
     """n=3 shares one prefill. With top_k=1 each sample can only be the greedy text."""
-    params = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=MAX_TOKENS)
-    outputs = run(start(qwen3, **options), prompts, params)
+    outputs = run(start(qwen3, **options), prompts, GREEDY_OF_3)
     assert all(len(output.outputs) == 3 for output in outputs)
     assert_parity(outputs, prompts, reference_of("qwen3"), f"n=3, {options}")
 
@@ -211,7 +296,8 @@ def test_fp32_logits_equal_transformers(checkpoints, prompts, name):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "llama-bias", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3.1", "llama-bias", "qwen3", "mistral", "mixtral",
+                                  "gemma2", "gemma3"])
 def test_bf16_is_as_good_as_transformers_bf16(checkpoints, prompts, name):
     """Two correct bf16 engines round differently, so tokens can't be compared. But both must stay
     equally close to the fp32 logits of the same rounded weights, along the same texts."""

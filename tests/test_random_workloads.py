@@ -13,6 +13,7 @@ test also counts what happened in its workloads: a workload without preemptions 
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ class Workload:
     chunking: bool = True
     policy: str = "fcfs"
     depth: int = 0
+    window: int | None = None  # how many keys a query sees, its own included
     failures: set[int] = field(default_factory=set)  # when all steps in flight are lost
     resets: set[int] = field(default_factory=set)  # when the prefix cache is to be forgotten
 
@@ -63,30 +65,32 @@ class Workload:
 # ------------------------------------------------------- the model and its twin
 
 
-def attend(history: list[int], token: int) -> int:
-    """The model: a token's "KV" depends on the token and on all KV before it, position included."""
-    return hash((len(history), token, *history))
+def attend(history: list[int], token: int, window: int | None) -> int:
+    """The model: a token's "KV" depends on the token and on all KV before it, position included, or
+    with a window on the `window - 1` last of them."""
+    first = 0 if window is None else max(0, len(history) - window + 1)
+    return hash((len(history), token, *history[first:]))
 
 
-def choose(history: list[int], seed: int) -> int:
-    return hash((seed, *history)) % VOCAB_SIZE
+def choose(history: list[int], seed: int, window: int | None) -> int:
+    return hash((seed, *history[-(window or 0):])) % VOCAB_SIZE
 
 
-def alone(ask: Ask, seed: int) -> tuple[list[int], str, int | str | None]:
+def alone(ask: Ask, seed: int, window: int | None) -> tuple[list[int], str, int | str | None]:
     """The naive twin: output tokens, finish_reason and stop_reason without any engine."""
     kv: list[int] = []
     for token in ask.prompt:
-        kv.append(attend(kv, token))
+        kv.append(attend(kv, token, window))
     output: list[int] = []
     while True:
-        output.append(choose(kv, seed))
+        output.append(choose(kv, seed, window))
         if output[-1] in (EOS, STOP) and not ask.ignore_eos:
             return output, "stop", None if output[-1] == EOS else STOP
         if len(output) == ask.stop_string_at:
             return output, "stop", STOP_STRING
         if len(output) == ask.max_tokens:
             return output, "length", None
-        kv.append(attend(kv, output[-1]))
+        kv.append(attend(kv, output[-1], window))
 
 
 class FakeDevice:
@@ -95,8 +99,8 @@ class FakeDevice:
     All rows of a step read before any of them writes: nobody may rely on another row's work.
     """
 
-    def __init__(self, blocks: BlockManager):
-        self.blocks = blocks
+    def __init__(self, blocks: BlockManager, window: int | None):
+        self.blocks, self.window = blocks, window
         self.slots: dict[int, int] = {}
         self.last_sampled: dict[Sequence, int] = {}
 
@@ -108,14 +112,17 @@ class FakeDevice:
                 tokens.append(self.last_sampled[seq])
             assert len(tokens) == num_new
             slots = [block * size + i for block in seq.block_table for i in range(size)]
-            history = [self.slots[slot] for slot in slots[:start]]
+            # What a window has left behind may hold another's numbers, or none: nobody looks.
+            first = 0 if self.window is None else max(0, start - self.window + 1)
+            history = [self.slots.get(slot) for slot in slots[:start]]
+            assert None not in history[first:], "a slot is read that was never written"
             for slot, token in zip(slots[start:start + num_new], tokens, strict=True):
                 self.check_may_write(slot // size)
                 assert slot not in written, f"slot {slot} is written twice in a step"
-                written[slot] = attend(history, token)
+                written[slot] = attend(history, token, self.window)
                 history.append(written[slot])
             if seq in step.sampling:
-                sampled[seq] = choose(history, seq.seed)
+                sampled[seq] = choose(history, seq.seed, self.window)
         self.slots |= written
         self.last_sampled = sampled
         return [sampled[seq] for seq in step.sampling]
@@ -137,8 +144,8 @@ class Drive:
             model="none", max_num_batched_tokens=workload.budget, block_size=workload.block_size,
             max_num_seqs=workload.max_num_seqs, scheduling_policy=workload.policy,
             enable_prefix_caching=workload.caching, enable_chunked_prefill=workload.chunking),
-            workload.num_blocks)
-        self.device = FakeDevice(self.scheduler.blocks)
+            workload.num_blocks, workload.window)
+        self.device = FakeDevice(self.scheduler.blocks, workload.window)
         self.in_flight: deque[tuple[Step, list[int], list[int]]] = deque()
         self.samples: dict[int, list[Sequence]] = {}  # of each ask
         self.stop_string_at: dict[Sequence, int] = {}
@@ -194,7 +201,9 @@ class Drive:
         assert step.num_tokens <= self.workload.budget
         self.seen["preemption"] += len(step.preempted)
         if step.num_new_tokens:
-            held = [block for seq in step.num_new_tokens for block in seq.block_table]
+            held = [block for seq, start in zip(step.num_new_tokens, step.starts)
+                    for block in seq.block_table[self.first_block_read(start):]]
+            self.seen["released"] += any(seq.num_released_blocks for seq in step.num_new_tokens)
             self.in_flight.append((step, self.device.launch(step), held))
         self.check_blocks_in_flight()
         if self.in_flight and (len(self.in_flight) > self.workload.depth
@@ -207,6 +216,12 @@ class Drive:
                 self.seen["ended in flight"] += bool(seq.finish_reason and seq.num_inflight_tokens)
             self.check_blocks_in_flight()
 
+    def first_block_read(self, start: int) -> int:
+        """With blocks of 4 and a window of 6, a query at position 10 reads from key 5 on: block 1.
+        """
+        window = self.workload.window
+        return 0 if window is None else max(0, start - window + 1) // self.workload.block_size
+
     def check_blocks_in_flight(self) -> None:
         self.scheduler.check()
         for step, _, held in self.in_flight:
@@ -217,7 +232,8 @@ class Drive:
     def compare(self) -> None:
         for i, seqs in self.samples.items():
             for seq in seqs:
-                output, reason, stop_reason = alone(self.workload.asks[i], seq.seed)
+                output, reason, stop_reason = alone(self.workload.asks[i], seq.seed,
+                                                    self.workload.window)
                 self.seen["hit"] += bool(seq.num_cached_tokens)
                 if seq.finish_reason == "abort":
                     self.seen["abort"] += 1
@@ -282,6 +298,21 @@ def test_aborting_in_the_middle_of_a_chunk_leaves_no_trace():
             assert seen["abort"] == 1
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("window", [1, 4, 5, 6])
+def test_blocks_behind_a_window_are_others_while_their_owner_runs(window, depth):
+    """5 blocks of 4, and two sequences of up to 20 tokens, which without a window would need 10. A
+    third one finds what the first computed, as far as nobody has written over it."""
+    prompt = FAMILIES[0][:9]
+    asks = [Ask(prompt, 11, ignore_eos=True), Ask([3, 3, 3], 17, ignore_eos=True, arrival=2),
+            Ask(prompt, 6, arrival=6, n=2), Ask(prompt, 11, arrival=40)]
+    for caching in (True, False):
+        seen = run(*asks, num_blocks=5, block_size=4, window=window, depth=depth, caching=caching)
+        assert seen["released"] > 10
+    seen = run(*asks[:2], num_blocks=7, block_size=4, window=window, depth=depth, caching=False)
+    assert not seen["preemption"], "7 blocks are enough for what two windows of 6 see"
+
+
 # ---------------------------------------------------- the scheduler, at random
 
 
@@ -311,6 +342,7 @@ def workloads(draw, depth: int) -> Workload:
         block_size, budget, draw(st.integers(1, min(6, budget))),
         caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        window=draw(st.none() | st.integers(1, 12)),
         failures=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)),
         resets=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)))
 
@@ -328,7 +360,7 @@ def test_random_workloads_of_the_scheduler(depth):
 
     run_one()
     expected = ["preemption", "hit", "abort", "reset", "refused", "stop None", "stop 1",
-                "stop ###", "length None"]
+                "stop ###", "length None", "released"]
     if depth:  # at depth 0 nothing is in flight when something else can happen
         expected += ["abort in flight", "ended in flight", "failure"]
     assert all(seen[what] >= 10 for what in expected), f"too harmless: {seen}"
@@ -358,17 +390,17 @@ PLAIN = dict(num_gpu_blocks_override=64, enable_prefix_caching=False)  # one req
 CONTROLS = [dict(), dict(), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0),
             dict(presence_penalty=-1.0, logit_bias={7: 4.0, 9: -3.0}), dict(bad_words=["a", "bc"]),
             dict(allowed_token_ids=list(range(30)) + [200, 201], presence_penalty=2.0)]
-engines: dict[int | str, LLM] = {}
+engines: dict[tuple[Path, int | str], LLM] = {}
 
 
 def engine(folder, which: int | str) -> LLM:
-    if which not in engines:
+    if (key := (folder, which)) not in engines:
         options = PLAIN if which == "plain" else ENGINES[which]
-        engines[which] = LLM(folder, dtype="float32", device="cpu", **options)
-        for cache in engines[which].runner.kv_cache:
+        engines[key] = LLM(folder, dtype="float32", device="cpu", **options)
+        for cache in engines[key].runner.kv_cache:
             for tensor in cache:
                 tensor.fill_(torch.nan)  # until it is written: reading one slot too many shows
-    return engines[which]
+    return engines[key]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -424,15 +456,17 @@ def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
     return results
 
 
-def test_random_workloads_of_the_engine(qwen3, references):
+@pytest.mark.parametrize("name, max_examples", [("qwen3", 100), ("mistral", 60)])
+def test_random_workloads_of_the_engine(checkpoints, references, name, max_examples):
     """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
     plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
     seen, samples_alone, prompts_alone = Counter(), {}, {}
+    folder = checkpoints[name]
 
     def sample_alone(ask: dict) -> list[list[int]]:
         key = (ask["prompt"], ask["seed"], ask["n"], ask["controls"])
         if key not in samples_alone:
-            output, = engine(qwen3, "plain").generate(
+            output, = engine(folder, "plain").generate(
                 PROMPTS[ask["prompt"]],
                 params_of(ask | dict(max_tokens=LONGEST, logprobs=None, prompt_logprobs=None), []),
                 use_tqdm=False)
@@ -440,7 +474,7 @@ def test_random_workloads_of_the_engine(qwen3, references):
         return samples_alone[key]
 
     def check(ask: dict, params: SamplingParams, output, where: str) -> None:
-        text, gaps = references("qwen3", PROMPTS[ask["prompt"]], LONGEST)
+        text, gaps = references(name, PROMPTS[ask["prompt"]], LONGEST)
         texts = [text] if ask["seed"] is None else sample_alone(ask)
         check_logprobs(ask, output, where)
         for sample, expected in zip(output.outputs, texts, strict=True):
@@ -466,7 +500,7 @@ def test_random_workloads_of_the_engine(qwen3, references):
         prompt = PROMPTS[ask["prompt"]]
         if ask["prompt"] not in prompts_alone:
             params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-            out, = engine(qwen3, "plain").generate(prompt, params, use_tqdm=False)
+            out, = engine(folder, "plain").generate(prompt, params, use_tqdm=False)
             prompts_alone[ask["prompt"]] = out.prompt_logprobs
         expected = prompts_alone[ask["prompt"]]
         assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
@@ -475,11 +509,11 @@ def test_random_workloads_of_the_engine(qwen3, references):
             assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4), where
             seen["scored"] += 1
 
-    @settings(derandomize=True, deadline=None, max_examples=100)
+    @settings(derandomize=True, deadline=None, max_examples=max_examples)
     @given(st.integers(0, len(ENGINES) - 1), st.lists(engine_asks(), min_size=1, max_size=5))
     def run_one(which, asks):
-        llm = engine(qwen3, which)
-        texts = [references("qwen3", PROMPTS[ask["prompt"]], LONGEST)[0] for ask in asks]
+        llm = engine(folder, which)
+        texts = [references(name, PROMPTS[ask["prompt"]], LONGEST)[0] for ask in asks]
         params = [params_of(ask, text) for ask, text in zip(asks, texts)]
         sequences = watch(llm, seen)
         results = play(llm, asks, params)

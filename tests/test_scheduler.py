@@ -17,10 +17,10 @@ from nanoserve.sequence import SamplingParams, Sequence, Step
 EOS, STOP = 5000, 5001
 
 
-def make(num_blocks=64, *, budget=64, seqs=8, block_size=4, **options) -> Scheduler:
+def make(num_blocks=64, *, budget=64, seqs=8, block_size=4, window=None, **options) -> Scheduler:
     config = EngineConfig(model="none", max_num_batched_tokens=budget, block_size=block_size,
                           max_num_seqs=min(seqs, budget), **options)
-    return Scheduler(config, num_blocks)
+    return Scheduler(config, num_blocks, window)
 
 
 def add(scheduler, prompt, max_tokens=4, *, name=None, n=1, **fields) -> Sequence:
@@ -343,6 +343,106 @@ def test_the_least_important_is_served_in_the_end():
     run(scheduler)
     assert last.output_token_ids == alone(last)
     assert all(seq.output_token_ids == alone(seq) for seq in seqs)
+
+
+# ------------------------------------------------------------ sliding windows
+
+
+def held(seq: Sequence) -> int:
+    return len(seq.block_table) - seq.num_released_blocks
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize("budget", [1, 6, 64])
+def test_a_long_text_holds_no_more_blocks_than_its_window_sees(window, budget, caching):
+    """100 tokens are 25 blocks of 4. In a step of n tokens the queries see window + n - 1 keys,
+    which touch one block more than they fill; another one may be held until its block is full."""
+    scheduler = make(25, budget=budget, window=window, enable_prefix_caching=caching)
+    seq = add(scheduler, 20, 80)
+
+    def look(step):
+        tokens = window + step.num_tokens - 1
+        assert held(seq) <= -(-tokens // 4) + 2
+        assert scheduler.blocks.num_free_blocks == 25 - held(seq)
+
+    run(scheduler, look)
+    assert seq.output_token_ids == alone(seq)
+    assert scheduler.blocks.num_free_blocks == 25
+
+
+def test_many_long_texts_run_side_by_side_behind_their_windows():
+    """8 texts of 60 tokens are 120 blocks; with a window of 5 they fit into 30, and none is ever
+    preempted, though each prompt asks for room for all of it when it starts."""
+    scheduler = make(30, window=5, enable_prefix_caching=False)
+    seqs = [add(scheduler, 8, 52) for _ in range(8)]
+    most = 0
+
+    def look(step):
+        nonlocal most
+        assert not step.preempted
+        most = max(most, scheduler.num_running)
+
+    run(scheduler, look)
+    assert most == 8 and all(seq.output_token_ids == alone(seq) for seq in seqs)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_preempted_behind_its_window(caching):
+    """It starts again from the beginning: what it gave back before is not its own any more."""
+    scheduler = make(8, window=6, enable_prefix_caching=caching)
+    seqs = [add(scheduler, 9, 20) for _ in range(4)]
+    released, had_released = {}, []
+
+    def look(step):
+        for seq in step.preempted:
+            had_released.append(released[seq])
+            assert (seq.num_released_blocks, seq.num_computed_tokens, seq.block_table) == (0, 0, [])
+        released.update((seq, seq.num_released_blocks) for seq in seqs)
+
+    run(scheduler, look)
+    assert any(had_released), "nobody was preempted behind its window"
+    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
+    assert scheduler.blocks.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_aborted_behind_its_window(in_flight):
+    """Only what it still holds goes back, and only when no step in flight reads it."""
+    scheduler = make(12, window=6)
+    first, second = add(scheduler, 9, 30), add(scheduler, 9, 30)
+    for _ in range(12):
+        run_step(scheduler)
+    assert first.num_released_blocks >= 3
+    step = scheduler.schedule() if in_flight else None
+    before = scheduler.blocks.num_free_blocks, held(first)
+    scheduler.finish(first, "abort")
+    scheduler.check()
+    assert scheduler.blocks.num_free_blocks == before[0] + (0 if in_flight else before[1])
+    if in_flight:
+        finish_step(scheduler, step)
+        assert scheduler.blocks.num_free_blocks == before[0] + before[1]
+    run(scheduler)
+    assert second.output_token_ids == alone(second) and scheduler.blocks.num_free_blocks == 12
+
+
+def test_samples_of_one_prompt_leave_their_common_blocks_one_by_one():
+    scheduler = make(30, window=5)
+    seqs = add(scheduler, 13, 12, n=3)
+    run_step(scheduler)  # the first one's prompt
+    run_step(scheduler)  # the others hit its three full blocks
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 12, 12]
+    run(scheduler)
+    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
+    assert scheduler.blocks.num_free_blocks == 30
+
+
+def test_without_a_window_in_every_layer_nothing_is_given_back():
+    scheduler = make(30)
+    seq = add(scheduler, 20, 60)
+    most = []
+    run(scheduler, lambda step: most.append(held(seq)))
+    assert max(most) == 20 and seq.num_released_blocks == 0  # 79 computed tokens
 
 
 # -------------------------------------------------------- identical prefixes
