@@ -23,6 +23,7 @@ user's script again in every child and so wants a `__main__` guard in it.
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 PULSE_SECONDS = 1.0
 MAX_MISSED_PULSES = 15
+LOOPBACK = "127.0.0.1"  # ranks on one machine are nobody else's business, whatever its network is
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
 # A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
@@ -68,26 +70,30 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     if device == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, torch sees "
                          f"{torch.cuda.device_count()}")
-    # Port 0: the system picks one that is free, and nobody can take it in between.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
-                          timeout=START_TIMEOUT)
+    # Port 0: the system picks one that is free, and nobody can take it in between. The socket is
+    # made here because torch's own would listen to the whole network.
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
+                          timeout=START_TIMEOUT, master_listen_fd=listener.detach())
     threads = max(1, torch.get_num_threads() // size)
     children: list[subprocess.Popen] = []
     try:
         for rank in range(1, size):
-            boot = (rank, size, store.port, device, threads, entry, payload)
+            boot = (rank, size, port, device, threads, entry, payload)
             children.append(_spawn(boot))
-        return _connect(Ranks(0, size), store, device, children)
+        return _connect(Ranks(0, size), store, device, children, LOOPBACK)
     except BaseException:
         _kill(children)
         raise
 
 
 def _spawn(boot: tuple) -> subprocess.Popen:
-    """A fresh interpreter with the same import path. Its standard input first brings what it is to
-    do, and then stays open for as long as rank 0 lives. What it prints goes to standard error."""
+    """A fresh interpreter with the same import path (-P: and not the current folder before it). Its
+    standard input first brings what it is to do, and then stays open for as long as rank 0 lives.
+    What it prints goes to standard error."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
+    child = subprocess.Popen([sys.executable, "-P", "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
                              env=os.environ | {"PYTHONPATH": path})
     try:
         pickle.dump(boot, child.stdin)
@@ -105,8 +111,8 @@ def run_child() -> None:
     module, _, function = entry.partition(":")
     serve = getattr(import_module(module), function)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
-        ranks = _connect(Ranks(rank, size), store, device, [])
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
+        ranks = _connect(Ranks(rank, size), store, device, [], LOOPBACK)
         serve(ranks, payload)
         ranks.close()
         os._exit(0)  # there is nothing left to do, and torch takes a second for it
@@ -143,12 +149,18 @@ def _join_torchrun(size: int, device: str) -> Ranks:
     return _connect(ranks, store, device, [])
 
 
-def _connect(ranks: Ranks, store: dist.Store, device: str, children: list) -> Ranks:
-    """Make the groups, and start to watch. Waits until all ranks are there."""
+def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
+             address: str | None = None) -> Ranks:
+    """Make the groups, and start to watch. Waits until all ranks are there. address: where this
+    rank listens; left to gloo (the host's name, or GLOO_SOCKET_IFNAME) between machines."""
     ranks.watch = Watch(ranks, store.clone(), children)
     ranks.watch.wait_for_all()
     host_store = dist.PrefixStore("host", store)
-    ranks.control = dist.ProcessGroupGloo(host_store, ranks.rank, ranks.size, FOR_EVER)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = FOR_EVER
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address) if address
+                        else dist.ProcessGroupGloo.create_default_device()]
+    ranks.control = dist.ProcessGroupGloo(host_store, ranks.rank, ranks.size, options)
     ranks.group = ranks.control
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)

@@ -126,8 +126,9 @@ text = lambda: llm.generate({prompt}, params, use_tqdm=False)[0].outputs[0].toke
 tokens = text()
 watch = llm.runner.ranks.watch
 pids = [child.pid for child in watch.children]
-for pid in ["self", *pids]:
-    assert "/dev/shm" not in open(f"/proc/{{pid}}/maps").read()
+for pid in ["self", *pids]:  # what is deleted already (tqdm's lock) can't be left over
+    shared = [line for line in open(f"/proc/{{pid}}/maps") if " /dev/shm/" in line]
+    assert all(line.rstrip().endswith("(deleted)") for line in shared), shared
 print(tokens, pids, getattr(watch.store_server, "port", None), flush=True)
 del watch
 {ending}
@@ -140,13 +141,13 @@ class Script:
     and a file in the current folder that must not be imported in place of Python's own."""
 
     def __init__(self, folder: Path, where: Path, ending: str = "", by_stdin: bool = False,
-                 command: list[str] = (sys.executable,), **env: str):
+                 command: tuple[str, ...] = (sys.executable,), **env: str):
         where.mkdir()
         (where / "app").mkdir()
         script = SCRIPT.format(folder=str(folder), max_tokens=MAX_TOKENS, prompt=PROMPT,
                                ending=ending)
         (where / "app" / "script.py").write_text(script)
-        if not by_stdin:  # then the current folder comes first for the script itself, too
+        if not by_stdin and len(command) == 1:  # others import from here by themselves
             (where / "queue.py").write_text("raise RuntimeError('not yours')")
         self.process = subprocess.Popen(
             [*command, "-" if by_stdin else "app/script.py"], cwd=where, text=True,
@@ -487,8 +488,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def torchrun(*options: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *options]
+def torchrun(*options: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "torch.distributed.run", *options
 
 
 SECOND_ENGINE = """
