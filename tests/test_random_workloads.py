@@ -353,6 +353,8 @@ ENGINES = [
     dict(num_gpu_blocks_override=6, block_size=16, max_num_batched_tokens=64, max_num_seqs=8,
          async_scheduling=True),
 ]
+SHARED = [len(ENGINES)]  # on two ranks: one engine for all workloads
+ENGINES.append(ENGINES[1] | dict(tensor_parallel_size=2))
 PLAIN = dict(num_gpu_blocks_override=64, enable_prefix_caching=False)  # one request at a time
 engines: dict[int | str, LLM] = {}
 
@@ -370,6 +372,8 @@ def engine(folder, which: int | str) -> LLM:
 @pytest.fixture(scope="module", autouse=True)
 def forget_the_engines():
     yield
+    for llm in engines.values():
+        llm.shutdown()
     engines.clear()
 
 
@@ -414,7 +418,9 @@ def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
     return results
 
 
-def test_random_workloads_of_the_engine(qwen3, references):
+@pytest.mark.parametrize(("which", "max_examples"), [(range(SHARED[0]), 100), (SHARED, 50)],
+                         ids=["one rank", "two ranks"])
+def test_random_workloads_of_the_engine(qwen3, references, which, max_examples):
     """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
     plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
     seen, samples_alone = Counter(), {}
@@ -442,8 +448,8 @@ def test_random_workloads_of_the_engine(qwen3, references):
             else:
                 assert sample.token_ids == expected, where
 
-    @settings(derandomize=True, deadline=None, max_examples=100)
-    @given(st.integers(0, len(ENGINES) - 1), st.lists(engine_asks(), min_size=1, max_size=5))
+    @settings(derandomize=True, deadline=None, max_examples=max_examples)
+    @given(st.sampled_from(which), st.lists(engine_asks(), min_size=1, max_size=5))
     def run_one(which, asks):
         llm = engine(qwen3, which)
         texts = [references("qwen3", PROMPTS[ask["prompt"]], LONGEST)[0] for ask in asks]
