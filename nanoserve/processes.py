@@ -185,8 +185,10 @@ class Watch(threading.Thread):
         super().__init__(name="nanoserve-watch", daemon=True)
         self.ranks, self.store, self.children = ranks, store, children
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self.pulses = dict.fromkeys(others, 0)
+        self.pulses = dict.fromkeys(others, 0)  # as the store has them, ...
+        self.seen = dict.fromkeys(others, 0)  # ... and how they were a beat ago
         self.missed = dict.fromkeys(others, 0)
+        self.lost: str | None = None
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
 
@@ -204,11 +206,23 @@ class Watch(threading.Thread):
                 time.sleep(0.02)
 
     def run(self) -> None:
+        threading.Thread(target=self._exchange_pulses, daemon=True).start()
         while not self.stopped.wait(PULSE_SECONDS):
             reason = self._look()
             if reason is not None and not self.stopped.is_set():
                 self._end_all(reason)
                 return
+
+    def _exchange_pulses(self) -> None:
+        """A thread of its own: where a machine has lost its power, its store never answers, and
+        nobody's pulse gets on any more."""
+        try:
+            while not self.stopped.wait(PULSE_SECONDS):
+                self.store.add(f"pulse/{self.ranks.rank}", 1)
+                for rank in self.pulses:
+                    self.pulses[rank] = self.store.add(f"pulse/{rank}", 0)
+        except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
+            self.lost = "rank 0 died, and its store with it"
 
     def find_the_dead(self) -> None:
         """After a collective has failed: wait until it is known who died, if anybody did."""
@@ -236,18 +250,12 @@ class Watch(threading.Thread):
 
     def _look(self) -> str | None:
         """One beat. Returns who died, if somebody did."""
-        try:
-            self.store.add(f"pulse/{self.ranks.rank}", 1)
-            for rank in self.pulses:
-                pulse = self.store.add(f"pulse/{rank}", 0)
-                self.missed[rank] = 0 if pulse != self.pulses[rank] else self.missed[rank] + 1
-                self.pulses[rank] = pulse
-        except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
-            return "rank 0 died, and its store with it"
-        for rank, missed in self.missed.items():
-            if missed >= MAX_MISSED_PULSES:
-                return f"rank {rank} died: no pulse for {missed * PULSE_SECONDS:.0f} s"
-        return self._ended_child()
+        for rank, pulse in self.pulses.items():
+            self.missed[rank] = 0 if pulse != self.seen[rank] else self.missed[rank] + 1
+            self.seen[rank] = pulse
+            if self.missed[rank] >= MAX_MISSED_PULSES:
+                return f"rank {rank} died: no pulse for {MAX_MISSED_PULSES * PULSE_SECONDS:.0f} s"
+        return self.lost or self._ended_child()
 
     def _ended_child(self) -> str | None:
         for rank, child in enumerate(self.children, 1):
@@ -257,20 +265,18 @@ class Watch(threading.Thread):
 
     def _end_all(self, reason: str) -> None:
         """Rank 0 hears of it in its next call, or in this one: killing the children breaks the
-        collective that it may be waiting in. A rank without children can only end."""
+        collective that it may be waiting in. A rank without children can only end, if it hasn't by
+        itself: its collective may have failed, or rank 0 and its store have said goodbye."""
         ranks = self.ranks
         ranks.broken = reason
-        print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
+        if ranks.rank == 0:
+            print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
         if self.children:
             self.kill_children()
             if ranks.group is not ranks.control:
                 ranks.group.abort()
-            return
-        if ranks.rank == 0:
-            time.sleep(GRACE_SECONDS)  # the collective may have noticed, and be raising by now
-            if not ranks.busy:
-                return
-        _end(ranks.rank, reason)
+        elif not self.stopped.wait(GRACE_SECONDS) and (ranks.busy or ranks.rank > 0):
+            _end(ranks.rank, reason)
 
 
 def _kill(children: list[subprocess.Popen]) -> None:

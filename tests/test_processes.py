@@ -141,6 +141,8 @@ class Script:
     signal may be sent to all its processes as a terminal does). Its ranks find no `__main__` guard,
     and a file in the current folder that must not be imported in place of Python's own."""
 
+    started: list["Script"] = []
+
     def __init__(self, folder: Path, where: Path, ending: str = "", by_stdin: bool = False,
                  command: tuple[str, ...] = (sys.executable,), setting: str = "", **env: str):
         where.mkdir()
@@ -160,6 +162,7 @@ class Script:
             self.process.stdin.close()
             self.process.stdin = None
         self.out = self.err = ""
+        self.started.append(self)
 
     def signal_all(self, number: int) -> None:
         os.killpg(self.process.pid, number)
@@ -186,6 +189,17 @@ class Script:
         assert_gone([int(pid) for pid in pids.split(",") if pid])
         if port != "None":
             assert_closed(int(port))
+
+
+@pytest.fixture(autouse=True)
+def leave_nobody():
+    """Whatever has become of a test: all that is left of its scripts ends with it."""
+    yield
+    while Script.started:
+        try:
+            Script.started.pop().signal_all(signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 ENDINGS = {  # what a script ends with: its exit code, what it says last
@@ -514,22 +528,40 @@ def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
     assert machines[1].process.returncode == 0 and machines[1].out == "", machines[1].err
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_of_another_starter_dies(qwen3, tmp_path, victim):
-    """Ranks that torchrun, or anything else that sets its variables, has started, on their own:
-    there is nobody who would end the others."""
+def started_by_hand(folder: Path, where: Path, ending: str, pulse: float) -> list[Script]:
+    """Two ranks on their own, with the variables that torchrun or a batch system sets: there is
+    nobody who would end the others, and the store is rank 0's."""
     port = str(free_port())
-    ranks = [Script(qwen3, tmp_path / str(i), "print('idle', flush=True); time.sleep(2); text()\n"
-                    "while True: text()", setting="import nanoserve.processes as p; p.PULSE_SECONDS = 0.2",
-                    RANK=str(i), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-             for i in range(2)]
+    return [Script(folder, where / str(i), ending, RANK=str(i), WORLD_SIZE="2",
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                   setting=f"import nanoserve.processes as p; p.PULSE_SECONDS = {pulse}")
+            for i in range(2)]
+
+
+def test_ranks_of_another_starter_end(qwen3, tmp_path, expected):
+    """Rank 0 takes its store with it, which looked like its death to whoever counted up a pulse
+    before it had heard the last word."""
+    ranks = [script.end() for script in started_by_hand(qwen3, tmp_path, "", 0.01)]
+    ranks[0].check(expected(), 0)
+    assert ranks[1].process.returncode == 0 and ranks[1].out == "", ranks[1].err
+    assert "died" not in ranks[0].err + ranks[1].err
+
+
+@pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "hangs"),
+                                             (1, "hangs")])
+def test_a_rank_of_another_starter_dies(qwen3, tmp_path, victim, how):
+    """A machine without power closes no connection, and neither does a process that hangs: the
+    others waited for rank 0's store to answer."""
+    ranks = started_by_hand(qwen3, tmp_path, "print('idle', flush=True); time.sleep(1)\n"
+                            "while True: text()", 0.2)
     ranks[0].line()
     assert ranks[0].line() == "idle"
-    ranks[victim].process.kill()
+    ranks[victim].signal_all(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     survivor = ranks[1 - victim].end(PATIENCE)
+    ranks[victim].signal_all(signal.SIGKILL)
+    ranks[victim].end()
     assert survivor.process.returncode == 1
     assert f"rank {victim} died" in survivor.err
-    ranks[victim].end()
 
 
 # ----------------------------------------------------------------------- serving
