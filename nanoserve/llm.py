@@ -84,8 +84,8 @@ class LLM:
         ranks = start_ranks(config.tensor_parallel_size, config.device,
                             "nanoserve.model_runner:serve_rank", (config, folder))
         if ranks.rank > 0:
-            serve_rank(ranks, (config, folder))
-            ranks.close()
+            with closing(ranks):
+                serve_rank(ranks, (config, folder))
             raise SystemExit(0)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         self.end_ranks = weakref.finalize(self, ranks.close, LAST_WORD)

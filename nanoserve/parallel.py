@@ -23,6 +23,7 @@ Not known here: where the ranks come from and how their deaths are noticed (proc
 steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
 """
 
+import os
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ class Ranks:
         self.control = None  # gloo, between the hosts: the packed steps
         self.group = None  # between the devices: gloo again, or NCCL
         self.watch = None  # processes.Watch
+        self.process = os.getpid()  # a fork of ours inherits all this, and none of it is its own
         self.busy = False  # inside `together`: a rank that is hung would hang us
         self.broken: str | None = None  # why the ranks can't go on
 
@@ -181,7 +183,7 @@ class Ranks:
 
     def close(self, last_word: torch.Tensor | None = None) -> None:
         """End this rank's part. last_word: what rank 0 tells the others, so that they end, too."""
-        if self.watch is None:
+        if self.watch is None or self.process != os.getpid():
             return
         self.watch.stopped.set()  # from here on it is no death when a rank ends
         if last_word is not None and self.rank == 0 and self.broken is None:

@@ -23,6 +23,7 @@ user's script again in every child and so wants a `__main__` guard in it.
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 PULSE_SECONDS = 1.0
 MAX_MISSED_PULSES = 15
+LOOPBACK = "127.0.0.1"  # ranks on one machine are nobody else's business, whatever its network is
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
 # A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
@@ -68,16 +70,19 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     if device == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, torch sees "
                          f"{torch.cuda.device_count()}")
-    # Port 0: the system picks one that is free, and nobody can take it in between.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
-                          timeout=START_TIMEOUT)
+    # Port 0: the system picks one that is free, and nobody can take it in between. The socket is
+    # made here because torch's own would listen to the whole network.
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
+                          timeout=START_TIMEOUT, master_listen_fd=listener.detach())
     threads = max(1, torch.get_num_threads() // size)
     children: list[subprocess.Popen] = []
     try:
         for rank in range(1, size):
-            boot = (rank, size, store.port, device, threads, entry, payload)
+            boot = (rank, size, port, device, threads, entry, payload)
             children.append(_spawn(boot))
-        ranks = _connect(Ranks(0, size), store, device, children)
+        ranks = _connect(Ranks(0, size), store, device, children, LOOPBACK)
         if device == "cpu":  # ranks that fight for cores are slower than one
             ranks.watch.threads_before = torch.get_num_threads()
             torch.set_num_threads(threads)
@@ -88,10 +93,11 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
 
 
 def _spawn(boot: tuple) -> subprocess.Popen:
-    """A fresh interpreter with the same import path. Its standard input first brings what it is to
-    do, and then stays open for as long as rank 0 lives. What it prints goes to standard error."""
+    """A fresh interpreter with the same import path (-P: and not the current folder before it). Its
+    standard input first brings what it is to do, and then stays open for as long as rank 0 lives.
+    What it prints goes to standard error."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
+    child = subprocess.Popen([sys.executable, "-P", "-c", CHILD], stdin=subprocess.PIPE, stdout=2,
                              env=os.environ | {"PYTHONPATH": path})
     try:
         pickle.dump(boot, child.stdin)
@@ -109,8 +115,8 @@ def run_child() -> None:
     module, _, function = entry.partition(":")
     serve = getattr(import_module(module), function)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
-        ranks = _connect(Ranks(rank, size), store, device, [])
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
+        ranks = _connect(Ranks(rank, size), store, device, [], LOOPBACK)
         serve(ranks, payload)
         ranks.close()
         os._exit(0)  # there is nothing left to do, and torch takes a second for it
@@ -147,12 +153,18 @@ def _join_torchrun(size: int, device: str) -> Ranks:
     return _connect(ranks, store, device, [])
 
 
-def _connect(ranks: Ranks, store: dist.Store, device: str, children: list) -> Ranks:
-    """Make the groups, and start to watch. Waits until all ranks are there."""
+def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
+             address: str | None = None) -> Ranks:
+    """Make the groups, and start to watch. Waits until all ranks are there. address: where this
+    rank listens; left to gloo (the host's name, or GLOO_SOCKET_IFNAME) between machines."""
     ranks.watch = Watch(ranks, store.clone(), children)
     ranks.watch.wait_for_all()
     host_store = dist.PrefixStore("host", store)
-    ranks.control = dist.ProcessGroupGloo(host_store, ranks.rank, ranks.size, FOR_EVER)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = FOR_EVER
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address) if address
+                        else dist.ProcessGroupGloo.create_default_device()]
+    ranks.control = dist.ProcessGroupGloo(host_store, ranks.rank, ranks.size, options)
     ranks.group = ranks.control
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
@@ -177,8 +189,10 @@ class Watch(threading.Thread):
         super().__init__(name="nanoserve-watch", daemon=True)
         self.ranks, self.store, self.children = ranks, store, children
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self.pulses = dict.fromkeys(others, 0)
+        self.pulses = dict.fromkeys(others, 0)  # as the store has them, ...
+        self.seen = dict.fromkeys(others, 0)  # ... and how they were a beat ago
         self.missed = dict.fromkeys(others, 0)
+        self.lost: str | None = None
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
         self.threads_before: int | None = None
@@ -197,11 +211,23 @@ class Watch(threading.Thread):
                 time.sleep(0.02)
 
     def run(self) -> None:
+        threading.Thread(target=self._exchange_pulses, daemon=True).start()
         while not self.stopped.wait(PULSE_SECONDS):
             reason = self._look()
             if reason is not None and not self.stopped.is_set():
                 self._end_all(reason)
                 return
+
+    def _exchange_pulses(self) -> None:
+        """A thread of its own: where a machine has lost its power, its store never answers, and
+        nobody's pulse gets on any more."""
+        try:
+            while not self.stopped.wait(PULSE_SECONDS):
+                self.store.add(f"pulse/{self.ranks.rank}", 1)
+                for rank in self.pulses:
+                    self.pulses[rank] = self.store.add(f"pulse/{rank}", 0)
+        except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
+            self.lost = "rank 0 died, and its store with it"
 
     def find_the_dead(self) -> None:
         """After a collective has failed: wait until it is known who died, if anybody did."""
@@ -231,18 +257,12 @@ class Watch(threading.Thread):
 
     def _look(self) -> str | None:
         """One beat. Returns who died, if somebody did."""
-        try:
-            self.store.add(f"pulse/{self.ranks.rank}", 1)
-            for rank in self.pulses:
-                pulse = self.store.add(f"pulse/{rank}", 0)
-                self.missed[rank] = 0 if pulse != self.pulses[rank] else self.missed[rank] + 1
-                self.pulses[rank] = pulse
-        except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
-            return "rank 0 died, and its store with it"
-        for rank, missed in self.missed.items():
-            if missed >= MAX_MISSED_PULSES:
-                return f"rank {rank} died: no pulse for {missed * PULSE_SECONDS:.0f} s"
-        return self._ended_child()
+        for rank, pulse in self.pulses.items():
+            self.missed[rank] = 0 if pulse != self.seen[rank] else self.missed[rank] + 1
+            self.seen[rank] = pulse
+            if self.missed[rank] >= MAX_MISSED_PULSES:
+                return f"rank {rank} died: no pulse for {MAX_MISSED_PULSES * PULSE_SECONDS:.0f} s"
+        return self.lost or self._ended_child()
 
     def _ended_child(self) -> str | None:
         for rank, child in enumerate(self.children, 1):
@@ -252,20 +272,18 @@ class Watch(threading.Thread):
 
     def _end_all(self, reason: str) -> None:
         """Rank 0 hears of it in its next call, or in this one: killing the children breaks the
-        collective that it may be waiting in. A rank without children can only end."""
+        collective that it may be waiting in. A rank without children can only end, if it hasn't by
+        itself: its collective may have failed, or rank 0 and its store have said goodbye."""
         ranks = self.ranks
         ranks.broken = reason
-        print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
+        if ranks.rank == 0:
+            print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
         if self.children:
             self.kill_children()
             if ranks.group is not ranks.control:
                 ranks.group.abort()
-            return
-        if ranks.rank == 0:
-            time.sleep(GRACE_SECONDS)  # the collective may have noticed, and be raising by now
-            if not ranks.busy:
-                return
-        _end(ranks.rank, reason)
+        elif not self.stopped.wait(GRACE_SECONDS) and (ranks.busy or ranks.rank > 0):
+            _end(ranks.rank, reason)
 
 
 def _kill(children: list[subprocess.Popen]) -> None:

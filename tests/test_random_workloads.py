@@ -385,6 +385,8 @@ ENGINES = [
     dict(num_gpu_blocks_override=6, block_size=16, max_num_batched_tokens=64, max_num_seqs=8,
          async_scheduling=True),
 ]
+SHARED = [len(ENGINES)]  # on two ranks: one engine for all workloads
+ENGINES.append(ENGINES[1] | dict(tensor_parallel_size=2))
 PLAIN = dict(num_gpu_blocks_override=64, enable_prefix_caching=False)  # one request at a time
 # No min_tokens: a request that is cut short would be another request.
 CONTROLS = [dict(), dict(), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0),
@@ -406,6 +408,8 @@ def engine(folder, which: int | str) -> LLM:
 @pytest.fixture(scope="module", autouse=True)
 def forget_the_engines():
     yield
+    for llm in engines.values():
+        llm.shutdown()
     engines.clear()
 
 
@@ -456,8 +460,10 @@ def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
     return results
 
 
-@pytest.mark.parametrize("name, max_examples", [("qwen3", 100), ("mistral", 60)])
-def test_random_workloads_of_the_engine(checkpoints, references, name, max_examples):
+@pytest.mark.parametrize(("name", "which", "max_examples"), [
+    ("qwen3", range(SHARED[0]), 100), ("qwen3", SHARED, 50), ("mistral", range(SHARED[0]), 60),
+    ("mistral", SHARED, 20)], ids=["qwen3", "qwen3, two ranks", "mistral", "mistral, two ranks"])
+def test_random_workloads_of_the_engine(checkpoints, references, name, which, max_examples):
     """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
     plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
     seen, samples_alone, prompts_alone = Counter(), {}, {}
@@ -510,7 +516,7 @@ def test_random_workloads_of_the_engine(checkpoints, references, name, max_examp
             seen["scored"] += 1
 
     @settings(derandomize=True, deadline=None, max_examples=max_examples)
-    @given(st.integers(0, len(ENGINES) - 1), st.lists(engine_asks(), min_size=1, max_size=5))
+    @given(st.sampled_from(which), st.lists(engine_asks(), min_size=1, max_size=5))
     def run_one(which, asks):
         llm = engine(folder, which)
         texts = [references(name, PROMPTS[ask["prompt"]], LONGEST)[0] for ask in asks]
