@@ -225,8 +225,7 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
     num_experts = _size(config, name)
     per_token = _size(config, "num_experts_per_tok")
     if per_token > num_experts:
-        raise ValueError(f"config.json: num_experts_per_tok={per_token} is above the number of "
-                         f"experts, {num_experts}")
+        raise ValueError(f"config.json: num_experts_per_tok={per_token} but {name}={num_experts}")
     # Every `decoder_sparse_step`-th layer has experts, but for those that are named as dense.
     every, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     return dict(
@@ -316,22 +315,19 @@ def _yarn_defaults(config: dict, entries: dict) -> dict:
 
 
 def _override_new_spelling(config: dict, overrides: dict) -> None:
-    """An override in the old spelling must win over a file in the new one. A scaling replaces the
-    file's whole: 64 positions that llama3 was trained for say nothing about yarn."""
-    new, local = dict(overrides.get("rope_scaling") or {}), {}
-    rope = config["rope_parameters"]
-    both = isinstance(rope.get("full_attention"), dict)  # one for each kind of layers (Gemma 3)
-    old = rope["full_attention"] if both else rope
+    """An override in the old spelling wins over a file in the new; a scaling replaces it all."""
+    rope, new = config["rope_parameters"], dict(overrides.get("rope_scaling") or {})
+    both = isinstance(rope.get("full_attention"), dict)  # for each kind of layer (Gemma 3)
+    old, local = rope["full_attention"] if both else rope, rope.get("sliding_attention") or {}
     if "rope_scaling" in overrides:
         new["rope_type"] = new.get("rope_type", new.get("type", "default"))
         old = {k: v for k, v in old.items() if k in ("rope_theta", "partial_rotary_factor")}
     if "rope_theta" in overrides:
         new["rope_theta"] = overrides["rope_theta"]
-    if both and "rope_local_base_freq" in overrides:
-        local["rope_theta"] = overrides["rope_local_base_freq"]
-    config["rope_parameters"] = old | new if not both else {
-        "full_attention": old | new,
-        "sliding_attention": (rope.get("sliding_attention") or {}) | local}
+    if "rope_local_base_freq" in overrides:
+        local = local | dict(rope_theta=overrides["rope_local_base_freq"])
+    new = old | new
+    config["rope_parameters"] = dict(full_attention=new, sliding_attention=local) if both else new
 
 
 def _activation(config: dict) -> str:

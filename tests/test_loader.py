@@ -115,8 +115,8 @@ def test_every_parameter_holds_the_checkpoints_numbers(checkpoints, name):
     assert len(biases) == {"llama-bias": 4 * 3, "qwen2": 3, "qwen2-window": 3}.get(name, 0)
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "qwen3-tied", "qwen3-sharded", "mixtral", "qwen3-moe",
-                                  "qwen3-moe-odd"])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3-tied", "qwen3-sharded", "mixtral",
+                                  "qwen3-moe", "qwen3-moe-odd"])
 def test_every_number_is_written_exactly_once(checkpoints, name, monkeypatch):
     """A model id was given instead of a path, the glob found no weights, and the engine answered
     with random text (nano-vllm #97). Here each copy adds 1: afterwards all must be 1."""

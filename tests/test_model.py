@@ -6,8 +6,13 @@ The oracle is transformers' `output_hidden_states`: the embedding, then each lay
 import pytest
 import torch
 from conftest import Reference
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.layers import Placement
+from nanoserve.loader import load_dummy_weights
+from nanoserve.model import Decoder
+from nanoserve.model_config import ModelConfig
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 
@@ -55,3 +60,17 @@ def test_a_step_copies_blocks_before_it_runs(qwen3):
     for i, kv in enumerate(llm.runner.kv_cache):
         for cache in kv:
             assert cache[2:, 0, 0, 0].tolist() == [10 * i + n for n in (2, 3, 3, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gemmas_embedding_is_scaled_in_its_own_precision(dtype):
+    """sqrt(48) is 6.928, but 6.9375 in bfloat16: Gemma was trained with the second."""
+    config = ModelConfig.from_dict(dict(
+        architectures=["Gemma3ForCausalLM"], vocab_size=260, hidden_size=48, intermediate_size=8,
+        num_hidden_layers=1, num_attention_heads=4, head_dim=8))
+    model = Decoder(config, Placement(dtype, torch.device("cpu")))
+    load_dummy_weights(model, seed=0)
+    theirs = Gemma3TextScaledWordEmbedding(260, 48, None, embed_scale=48 ** 0.5)
+    theirs.weight.data = model.embed_tokens.weight.data
+    ids = torch.arange(260)
+    assert torch.equal(model.embed(ids), theirs(ids))

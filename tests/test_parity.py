@@ -149,8 +149,8 @@ def test_windows_in_blocks_of_any_size(checkpoints, prompts, reference_of, name,
 @pytest.mark.parametrize("options", [{}, dict(async_scheduling=True, max_num_batched_tokens=9)],
                          ids=str)
 def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references, options):
-    """Eight texts of up to 200 tokens, 350 blocks of 4 in all, in a pool of 64: a window of 13 needs
-    5 of each, and one or two more while a step runs. Nobody is preempted."""
+    """Texts of up to 180 tokens, 45 blocks of 4 each, in a pool of 64 for all: a window of 13
+    needs 5 of each, and one or two more while a step runs. Nobody is preempted."""
     llm = start(checkpoints["mistral"], block_size=4, num_gpu_blocks_override=64, **options)
     preempted, schedule, most = count_preemptions(llm), llm.scheduler.schedule, 0
 
