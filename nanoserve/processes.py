@@ -76,16 +76,17 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     port = listener.getsockname()[1]
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False,
                           timeout=START_TIMEOUT, master_listen_fd=listener.detach())
-    threads = max(1, torch.get_num_threads() // size)
+    all_threads = torch.get_num_threads()
+    threads = max(1, all_threads // size)
     children: list[subprocess.Popen] = []
     try:
         for rank in range(1, size):
             boot = (rank, size, port, device, threads, entry, payload)
             children.append(_spawn(boot))
         ranks = _connect(Ranks(0, size), store, device, children, LOOPBACK)
-        if device == "cpu":  # ranks that fight for cores are slower than one
-            ranks.watch.threads_before = torch.get_num_threads()
-            torch.set_num_threads(threads)
+        # Rank 0, too, takes its share: threads without a core of their own hold up all the others.
+        torch.set_num_threads(threads)
+        ranks.watch.threads_before = all_threads
         return ranks
     except BaseException:
         _kill(children)
@@ -195,7 +196,7 @@ class Watch(threading.Thread):
         self.lost: str | None = None
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
-        self.threads_before: int | None = None
+        self.threads_before: int | None = None  # to be had again when the engine has ended
 
     def wait_for_all(self) -> None:
         """Until every rank has a pulse. Raises `RuntimeError` naming the one that doesn't come."""

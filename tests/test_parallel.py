@@ -25,7 +25,7 @@ from nanoserve.model_runner import serve_rank
 from nanoserve.parallel import Ranks, Span, share_heads
 from nanoserve.processes import FOR_EVER
 
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
@@ -243,7 +243,7 @@ def test_the_text_of_every_checkpoint(start, folders, prompts, references, moe_r
                                       size, expert_parallel):
     """Batched, and in chunks with a step in flight. A bias behind a sum was added once a rank
     (nano-vllm #125, #203), logits were gathered in the wrong order (mini-sglang #98)."""
-    prompts = prompts[2:11]
+    prompts = prompts[2:11:2]
     for options in ({}, dict(async_scheduling=True, max_num_batched_tokens=7)):
         llm = start(folders[name], tensor_parallel_size=size, expert_parallel=expert_parallel,
                     **options)
