@@ -12,7 +12,7 @@ anyone can read, run and test it in a second. Road not taken: groups of options 
 cache, one for the scheduler, ...) as in larger engines; twenty-odd fields fit on one screen.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanoserve.model_config import ModelConfig
@@ -54,7 +54,7 @@ class EngineConfig:
     hf_overrides: dict | None = None  # entries laid over config.json
     trust_remote_code: bool = False  # passed on to the tokenizer; no model code is ever loaded
     device: str = "auto"
-    async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: not (yet)
+    async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: off
 
     def __post_init__(self):
         # torch.float32 and vLLM's "half" are welcome, too: one spelling from here on.
@@ -71,9 +71,10 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")
-        for f in fields(self):
-            if f.type == "bool" or f.type is bool:
-                self._check_choice(f.name, (True, False))
+        for name in ("skip_tokenizer_init", "expert_parallel", "enable_prefix_caching",
+                     "enable_chunked_prefill", "enforce_eager", "trust_remote_code"):
+            self._check_choice(name, (True, False))
+        self._check_choice("async_scheduling", (None, True, False))
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")

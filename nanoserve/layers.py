@@ -31,9 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.model_config import RopeConfig
 from nanoserve.parallel import SOLO, Ranks, Span
+from nanoserve.rope_config import RopeConfig
 
+# What is a weight as it stands; integers and 8-bit floats mean nothing without their scales.
+CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -52,6 +54,8 @@ class Placement:
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor, rows: Span, columns: Span | None) -> None:
     """Copy a share of a checkpoint's tensor. `columns` is None where it has one dimension."""
+    if tensor.dtype not in CHECKPOINT_DTYPES:
+        raise ValueError(f"{tensor.dtype} in the file: quantised weights are not supported")
     expected = (rows.total,) if columns is None else (rows.total, columns.total)
     if tuple(tensor.shape) != expected:
         raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")

@@ -144,7 +144,7 @@ class LLM:
             assert not self.requests, f"stuck: nothing can be scheduled for {list(self.requests)}"
             return
         step, output = self.in_flight[0]
-        token_ids, logprobs, prompt_logprobs = output.tolist()
+        token_ids, logprobs, prompt_logprobs = self.runner.fetch(output)
         with _ctrl_c_held():
             self.in_flight.popleft()
             self._keep_prompt_logprobs(step, prompt_logprobs)
@@ -356,8 +356,9 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
-        self._check_open()
-        return self.scheduler.blocks.reset_prefix_cache()
+        with self.lock:
+            self._check_open()
+            return self.scheduler.blocks.reset_prefix_cache()
 
     def encode(self, *args, **kwargs):
         """Not for a generator: raises `ValueError`, as do `embed`, `classify` and `score`."""
@@ -368,11 +369,12 @@ class LLM:
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; calling it twice is fine."""
-        self.requests.clear()
-        self.in_flight.clear()
-        if self.runner is not None:
-            self.runner.close()
-        self.runner = self.scheduler = None
+        with self.lock:  # another thread's step is waited for
+            self.requests.clear()
+            self.in_flight.clear()
+            if self.runner is not None:
+                self.runner.close()
+            self.runner = self.scheduler = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -383,7 +385,7 @@ class LLM:
     def _check_open(self) -> None:
         if self.runner is None:
             raise RuntimeError("this engine was shut down: make a new LLM")
-        self.runner.ranks.check()
+        self.runner.ranks.raise_if_broken()
 
     def _describe(self, num_blocks: int) -> str:
         """One line: on what, how, and with how much memory. A slow path is never silent."""

@@ -53,9 +53,10 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
-    missing = _expected(model)
+    missing, tied_head = _expected(model), None
     for file, name, tensor in _tensors(folder, show_progress):
         if _is_redundant(name, config):
+            tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
             continue
         place = _place(name)
         if place not in missing:
@@ -72,7 +73,19 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
         names = sorted(_checkpoint_name(*place) for place in missing)
         raise ValueError(f"{folder}: {len(missing)} tensors are missing from the checkpoint: "
                          f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
+    if tied_head is not None:
+        _check_tied(model, *tied_head)
     _finish(model)
+
+
+def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
+    """A copy of the embedding may stay where it is. A head of its own, in spite of what config.json
+    says, was trained: without it the text is fluent and wrong."""
+    embedding = model.get_submodule("embed_tokens")
+    share = head[embedding.tokens.start:embedding.tokens.stop].to(embedding.weight)
+    if not torch.equal(share, embedding.weight):
+        raise ValueError(f"{file}: lm_head.weight is not the embedding, although config.json says "
+                         "tie_word_embeddings: set that to false, hf_overrides will do")
 
 
 @torch.no_grad()
@@ -80,7 +93,7 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights that keep activations at a sensible size; for benchmarks and tests.
 
     Each parameter has a seed of its own, so that what all ranks must have alike (a router) is
-    alike, however their shares of the others differ.
+    alike. Equal shares of a matrix are alike, too: it is not the model that one rank would have.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -89,7 +102,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
                 parameter.fill_(0 if module.offset else 1)
             else:
                 generator = torch.Generator(parameter.device).manual_seed(seed)
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+                deviation = max(parameter.shape[-1], 1) ** -0.5  # a share may be empty
+                parameter.normal_(0, deviation, generator=generator)
     _finish(model)
 
 

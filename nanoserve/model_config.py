@@ -18,9 +18,16 @@ that we do not have would pass through it unseen.
 """
 
 import json
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+from nanoserve.rope_config import (
+    RopeConfig,
+    override_new_spelling,
+    read_number,
+    read_ropes,
+    stretched_length,
+)
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -51,26 +58,6 @@ FAMILIES: dict[str, dict] = {
 }
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: "default", or with one of three ways to reach further.
-
-    "linear" stretches every wave by `factor`, "llama3" and "yarn" only the long ones, each with its
-    own idea of where to begin; yarn also scales cos and sin by `attention_factor`.
-    """
-
-    theta: float = 10000.0
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192  # llama3 and yarn
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +109,7 @@ class ModelConfig:
         """
         folder, overrides = Path(folder), overrides or {}
         config = _read_json(folder / "config.json", required=True) | overrides
-        if config.get("rope_parameters") and "rope_parameters" not in overrides:
-            _override_new_spelling(config, overrides)
+        override_new_spelling(config, overrides)
         if "torch_dtype" in overrides:
             config["dtype"] = overrides["torch_dtype"]
         generation = _read_json(folder / "generation_config.json")
@@ -145,21 +131,22 @@ class ModelConfig:
         sizes = _read_sizes(config)
         generation = generation or {}
         eos = generation.get("eos_token_id")
-        rope, rope_local = _read_ropes(config)
+        rope, rope_local = read_ropes(config)
+        sizes["max_position_embeddings"] = stretched_length(config, rope)
         bias = bool(config.get("attention_bias", False))
-        scale = _number("query_pre_attn_scalar",
+        scale = read_number("query_pre_attn_scalar",
                         config.get("query_pre_attn_scalar", sizes["head_dim"])) ** -0.5
         return cls(
             architecture=architecture, **sizes, **_read_experts(config, family, sizes),
-            rms_norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=read_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=rope, rope_local=rope_local,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=bias or "qkv_bias" in family, o_bias=bias,
+            qkv_bias=bias or family.get("qkv_bias", False), o_bias=bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm="qk_norm" in family, norm_offset="norm_offset" in family,
-            scale_embedding="scale_embedding" in family, post_norms="post_norms" in family,
-            windows=_read_windows(config, sizes["num_hidden_layers"]) if "sliding_window" in family
-            else (None,) * sizes["num_hidden_layers"],
+            qk_norm=family.get("qk_norm", False), norm_offset=family.get("norm_offset", False),
+            scale_embedding=family.get("scale_embedding", False),
+            post_norms=family.get("post_norms", False),
+            windows=_read_windows(config, family, sizes["num_hidden_layers"]),
             activation=ACTIVATIONS[_activation(config)], attention_scale=scale,
             attention_softcap=_softcap(config, "attn_logit_softcapping"),
             logits_softcap=_softcap(config, "final_logit_softcapping"),
@@ -228,6 +215,8 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
         raise ValueError(f"config.json: num_experts_per_tok={per_token} but {name}={num_experts}")
     # Every `decoder_sparse_step`-th layer has experts, but for those that are named as dense.
     every, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list of layers")
     return dict(
         moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
         num_experts=num_experts, num_experts_per_tok=per_token,
@@ -235,99 +224,28 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
         norm_topk_prob=bool(config["norm_topk_prob"]))
 
 
-def _read_windows(config: dict, num_layers: int) -> tuple[int | None, ...]:
+def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer. A file names the layers' types, or a rule: every n-th sees
-    everything (Gemma), the first n do (Qwen), or none does (Mistral)."""
-    if config["sliding_window"] is None or not config.get("use_sliding_window", True):
+    everything (Gemma), the first n do (Qwen 2 and 3). Others have one for all layers, or none, and
+    what their files say about single layers is ignored, as transformers does."""
+    kinds, every, first = None, 0, 0
+    if "sliding_window_pattern" in family or "max_window_layers" in family:
+        kinds = config.get("layer_types")
+        every = _size(config, "sliding_window_pattern", num_layers + 1)
+        first = _size(config, "max_window_layers", 0, low=0)
+    else:
+        every = num_layers + 1
+    if kinds is None:
+        kinds = ["full_attention" if i < first or (i + 1) % every == 0 else "sliding_attention"
+                 for i in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
+                         f"sliding_attention for each of {num_layers} layers")
+    if config.get("sliding_window") is None or not config.get("use_sliding_window", True) or (
+            "sliding_window" not in family):
         return (None,) * num_layers
     window = _size(config, "sliding_window")
-    every, first = config.get("sliding_window_pattern"), config.get("max_window_layers", 0)
-    types = config.get("layer_types") or [
-        "full_attention" if i < first or (every and (i + 1) % every == 0) else "sliding_attention"
-        for i in range(num_layers)]
-    if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"config.json: layer_types={types!r} must name full_attention or "
-                         f"sliding_attention for each of {num_layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
-    """RoPE of all layers, and of those with a window where the file tells them apart (Gemma 3).
-
-    transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, ..}
-                     or one such object each for "full_attention" and "sliding_attention"
-    before:          "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, ..} or null
-    """
-    entries, local = _rope_entries(config), None
-    if "rope_local_base_freq" in config:  # in the family's defaults, so always for Gemma 3
-        local = {"rope_theta": config["rope_local_base_freq"]}
-    if "full_attention" in entries or "sliding_attention" in entries:
-        local = (local or {}) | (entries.get("sliding_attention") or {})
-        entries = entries.get("full_attention") or {}
-    return _read_rope(config, entries), None if local is None else _read_rope(config, local)
-
-
-def _rope_entries(config: dict) -> dict:
-    entries: dict = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(name) or {}, dict):
-            raise ValueError(f"config.json: {name}={config[name]!r} must be an object")
-        entries |= config.get(name) or {}
-    return entries
-
-
-def _read_rope(config: dict, entries: dict) -> RopeConfig:
-    entries = {name: value for name, value in entries.items() if value is not None}
-    rope_type = entries.get("rope_type", entries.get("type", "default"))
-    needed = {"default": (), "linear": ("factor",), "yarn": ("factor",),
-              "llama3": ("factor", "low_freq_factor", "high_freq_factor",
-                         "original_max_position_embeddings")}
-    if rope_type not in needed:
-        reason = ("its angles depend on the longest sequence of the batch, and text must not; "
-                  if rope_type == "dynamic" else "")
-        raise ValueError(f"config.json: RoPE scaling {rope_type!r} is not supported: {reason}"
-                         f"choose one of {', '.join(needed)}")
-    partial = entries.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
-    if partial != 1:
-        raise ValueError(f"config.json: partial_rotary_factor={partial!r} is not supported: only 1 "
-                         "is")
-    theta = _number("rope_theta", entries.get("rope_theta", config.get("rope_theta", 10000.0)))
-    if missing := [name for name in needed[rope_type] if name not in entries]:
-        raise ValueError(f"config.json: {rope_type} RoPE scaling lacks {', '.join(missing)}")
-    if rope_type == "yarn":
-        entries = _yarn_defaults(config, entries)
-    names = [f.name for f in fields(RopeConfig) if f.name in entries]
-    return RopeConfig(theta, rope_type) if rope_type == "default" else RopeConfig(
-        theta, rope_type, **{name: bool(entries[name]) if name == "truncate" else
-                             _number(name, entries[name]) for name in names if name != "rope_type"})
-
-
-def _yarn_defaults(config: dict, entries: dict) -> dict:
-    """YaRN (Peng et al. 2023) sharpens attention the more it stretches: by 0.1 ln(factor) + 1."""
-    def sharpness(strength: float) -> float:
-        return 0.1 * strength * math.log(factor) + 1 if factor > 1 else 1.0
-
-    factor = _number("factor", entries["factor"])
-    whole, part = entries.get("mscale"), entries.get("mscale_all_dim")
-    sharp = sharpness(whole) / sharpness(part) if whole and part else sharpness(1)
-    return {"attention_factor": sharp, "original_max_position_embeddings":
-            config["max_position_embeddings"]} | entries
-
-
-def _override_new_spelling(config: dict, overrides: dict) -> None:
-    """An override in the old spelling wins over a file in the new; a scaling replaces it all."""
-    rope, new = config["rope_parameters"], dict(overrides.get("rope_scaling") or {})
-    both = isinstance(rope.get("full_attention"), dict)  # for each kind of layer (Gemma 3)
-    old, local = rope["full_attention"] if both else rope, rope.get("sliding_attention") or {}
-    if "rope_scaling" in overrides:
-        new["rope_type"] = new.get("rope_type", new.get("type", "default"))
-        old = {k: v for k, v in old.items() if k in ("rope_theta", "partial_rotary_factor")}
-    if "rope_theta" in overrides:
-        new["rope_theta"] = overrides["rope_theta"]
-    if "rope_local_base_freq" in overrides:
-        local = local | dict(rope_theta=overrides["rope_local_base_freq"])
-    new = old | new
-    config["rope_parameters"] = dict(full_attention=new, sliding_attention=local) if both else new
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _activation(config: dict) -> str:
@@ -336,7 +254,7 @@ def _activation(config: dict) -> str:
 
 
 def _softcap(config: dict, name: str) -> float | None:
-    return None if config.get(name) is None else _number(name, config[name])
+    return None if config.get(name) is None else read_number(name, config[name])
 
 
 def _read_dtype(config: dict) -> str:
@@ -344,16 +262,11 @@ def _read_dtype(config: dict) -> str:
     return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
 
 
-def _size(config: dict, name: str, default: int | None = None) -> int:
+def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> int:
     value = config.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"config.json: {name} must be a whole number of at least 1, got {value!r}")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"config.json: {name} must be a number, got {value!r}")
+    if type(value) is not int or value < low:
+        raise ValueError(f"config.json: {name} must be a whole number of at least {low}, got "
+                         f"{value!r}")
     return value
 
 
@@ -368,7 +281,7 @@ def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def _refuse_what_is_not_implemented(config: dict) -> None:
     """The entries that would change the network in a way that nothing here computes."""
-    if _activation(config) not in ACTIVATIONS:
+    if not isinstance(_activation(config), str) or _activation(config) not in ACTIVATIONS:
         name = "hidden_activation" if "hidden_activation" in config else "hidden_act"
         raise ValueError(f"config.json: {name}={_activation(config)!r} is not supported: choose "
                          f"one of {', '.join(ACTIVATIONS)}")

@@ -23,7 +23,6 @@ exhausted; a laptop that swaps is worse than a small cache.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -166,9 +165,10 @@ class ModelRunner:
         with self.ranks.together():
             if self.ranks.size > 1:
                 self._broadcast(buffer)
-            logits = self._forward(self.builder.unpack(buffer))
-            output = sample(next(logits), inputs)
-            output.prompt_logprobs = self._score_prompts(logits, step)
+            batch = self.builder.unpack(buffer)
+            hidden = self._forward(batch)
+            output = sample(self.model.compute_logits(hidden[batch.logits_indices]), inputs)
+            output.prompt_logprobs = self._score_prompts(hidden, batch, step)
             self.last_sampled = output.token_ids
             if self.config.async_scheduling:  # the next step's inputs, before the host knows them
                 self.ranks.broadcast(self.last_sampled)
@@ -181,38 +181,34 @@ class ModelRunner:
         if buffer[0] != STOP and packed_length(buffer) > MIN_BUFFER:
             self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
 
-    def _forward(self, batch: Batch) -> Iterator[torch.Tensor | None]:
-        """Yields logits, (rows, vocab_size), on rank 0, and None on the others: first of the rows
-        that sample, then of the prompt positions that are scored, slice by slice, because the
-        logits of a whole prompt would be larger than the model."""
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """(num_tokens, hidden_size), after everything that a step does to the KV cache."""
         if batch.block_copies.numel():
             source, target = batch.block_copies
-            for k, v in self.kv_cache:
-                k[target], v[target] = k[source], v[source]
             for k, v in self.kv_cache:
                 k[target], v[target] = k[source], v[source]
         if len(batch.unknown_indices):
             batch.input_ids[batch.unknown_indices] = self.last_sampled[
                 batch.unknown_sources].to(torch.int32)
         hidden = self.model.embed(batch.input_ids)
-        hidden = self.model(hidden, batch.positions, self.kv_cache, batch)
-        yield self.model.compute_logits(hidden[batch.logits_indices])
-        for indices in batch.scored_indices.split(MAX_SCORED_ROWS):
-            if len(indices):
-                yield self.model.compute_logits(hidden[indices])
+        return self.model(hidden, batch.positions, self.kv_cache, batch)
 
-    def _score_prompts(self, logits: Iterator[torch.Tensor], step: Step) -> list[Logprobs]:
+    def _score_prompts(self, hidden: torch.Tensor, batch: Batch, step: Step) -> list[Logprobs]:
         """Prompt logprobs of `step.scoring`'s positions; each is about the token that follows."""
         following = [token_id for seq, positions in step.scoring.items()
                      for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
         token_ids = torch.tensor(following, dtype=torch.int64).to(self.device, non_blocking=True)
         num_top = max((seq.params.prompt_logprobs for seq in step.scoring), default=0)
-        parts = zip(logits, token_ids.split(MAX_SCORED_ROWS))
-        return [score(rows, ids, num_top) for rows, ids in parts]
+        return [score(self.model.compute_logits(hidden[batch.scored_indices[some]]),
+                      token_ids[some], num_top) for some in _slices(len(following))]
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """A rank above 0: repeat rank 0's launches until it says STOP."""
+        """A rank above 0: repeat rank 0's launches, collective by collective, until it says STOP.
+
+        The step, the layers' sums, the logits that are sampled, those of prompts slice by slice,
+        and with overlap the tokens.
+        """
         while True:
             buffer = self.builder.take_buffer()
             with self.ranks.together():
@@ -220,12 +216,19 @@ class ModelRunner:
                 if buffer[0] == STOP:
                     return
                 batch = self.builder.unpack(buffer)
-                for _ in self._forward(batch):
-                    pass  # rank 0 has gathered the logits
+                hidden = self._forward(batch)
+                self.model.compute_logits(hidden[batch.logits_indices])
+                for some in _slices(len(batch.scored_indices)):
+                    self.model.compute_logits(hidden[batch.scored_indices[some]])
                 if self.config.async_scheduling:
                     self.last_sampled = torch.empty(
                         len(batch.logits_indices), dtype=torch.int64, device=self.device)
                     self.ranks.broadcast(self.last_sampled)
+
+    def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
+        """Wait for a launched step; see `SamplerOutput.tolist`."""
+        with self.ranks.waiting():
+            return output.tolist()
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""
@@ -234,12 +237,18 @@ class ModelRunner:
 
     def close(self) -> None:
         """End the other ranks; give all memory back, to the system and not only to torch's pool."""
-        self.synchronize()
+        if self.ranks.broken is None:
+            self.synchronize()
         self.ranks.close(LAST_WORD)
         self.model = self.builder = self.last_sampled = None
         self.kv_cache = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _slices(count: int) -> list[slice]:
+    """Prompt positions in portions: the logits of a whole prompt would be larger than the model."""
+    return [slice(i, min(i + MAX_SCORED_ROWS, count)) for i in range(0, count, MAX_SCORED_ROWS)]
 
 
 def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path]) -> None:

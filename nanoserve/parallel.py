@@ -24,12 +24,16 @@ steps. Road not taken: torch's DTensor, which shares tensors out by itself and h
 """
 
 import os
+import threading
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+GOODBYE_TIMEOUT = timedelta(seconds=5)
 
 
 class Span(NamedTuple):
@@ -89,7 +93,8 @@ class Ranks:
         self.watch = None  # processes.Watch
         self.process = os.getpid()  # a fork of ours inherits all this, and none of it is its own
         self.busy = False  # inside `together`: a rank that is hung would hang us
-        self.broken: str | None = None  # why the ranks can't go on
+        self.broken: str | None = None  # why the ranks can't go on, see `fail`
+        self.lock = threading.Lock()
 
     def share(self, total: int) -> Span:
         """Shares differ by one at most: 10 over 4 ranks are 2, 3, 2, 3."""
@@ -146,7 +151,12 @@ class Ranks:
 
     # ------------------------------------------------------- living and dying
 
-    def check(self) -> None:
+    def fail(self, reason: str) -> None:
+        """The ranks can't go on. The first reason is the true one: others follow from it."""
+        with self.lock:
+            self.broken = self.broken or reason
+
+    def raise_if_broken(self) -> None:
         """Raises `RuntimeError` if the ranks can't go on."""
         if self.broken is not None:
             raise RuntimeError(f"{self.broken}. This engine has ended: make a new LLM")
@@ -158,27 +168,38 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        self.check()
+        self.raise_if_broken()
         self.busy = True
         try:
             yield
+            self.raise_if_broken()  # a collective that was aborted gives numbers, but wrong ones
         except BaseException as error:
             if isinstance(error, ConnectionError):
                 self.watch.find_the_dead()
-            self.broken = self.broken or f"rank {self.rank} failed in the middle of a step: {error}"
-            self.watch.kill_children()
+            self.fail(f"rank {self.rank} failed in what all ranks do together: {error}")
+            self.watch.give_up()
             if isinstance(error, ConnectionError):
-                raise RuntimeError(f"{self.broken}. This engine has ended: make a new LLM") \
-                    from error
+                self.raise_if_broken()
             raise
         finally:
             self.busy = False
 
+    @contextmanager
+    def waiting(self):
+        """For results of this rank's device, which the death of another one may hold up or spoil.
+        Ctrl-C is harmless in here."""
+        self.busy = self.size > 1
+        try:
+            yield
+        finally:
+            self.busy = False
+        self.raise_if_broken()
+
     def abort(self, reason: str) -> None:
         """End the others without asking: they may wait for something that will not come."""
         if self.watch is not None:
-            self.broken = self.broken or reason
-            self.watch.kill_children()
+            self.fail(reason)
+            self.watch.give_up()
             self.close()
 
     def close(self, last_word: torch.Tensor | None = None) -> None:
@@ -187,11 +208,15 @@ class Ranks:
             return
         self.watch.stopped.set()  # from here on it is no death when a rank ends
         if last_word is not None and self.rank == 0 and self.broken is None:
+            options = _from_rank_0()
+            options.timeout = GOODBYE_TIMEOUT  # a rank may hang
             try:
-                self.broadcast_host(last_word)
+                self._run(self.control.broadcast, [last_word], options)
             except ConnectionError:
-                pass  # they have ended already
-        self.broken = self.broken or "the engine was shut down"
+                pass  # they have ended already, or will be made to
+        if self.group is not self.control:
+            self.group.shutdown() if self.broken is None else self.group.abort()
+        self.fail("the engine was shut down")
         self.watch.close()
         self.control = self.group = self.watch = None
 

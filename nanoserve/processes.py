@@ -234,10 +234,14 @@ class Watch(threading.Thread):
         """After a collective has failed: wait until it is known who died, if anybody did."""
         deadline = time.monotonic() + MAX_MISSED_PULSES * PULSE_SECONDS + GRACE_SECONDS
         while self.ranks.broken is None and time.monotonic() < deadline:
-            self.ranks.broken = self._ended_child()
+            if (reason := self._ended_child()) is not None:
+                self.ranks.fail(reason)
             time.sleep(0.05)
 
-    def kill_children(self) -> None:
+    def give_up(self) -> None:
+        """This rank is out of step: the others are ended, or find out by its pulse. The deaths that
+        follow are no news."""
+        self.stopped.set()
         _kill(self.children)
 
     def close(self) -> None:
@@ -276,13 +280,13 @@ class Watch(threading.Thread):
         collective that it may be waiting in. A rank without children can only end, if it hasn't by
         itself: its collective may have failed, or rank 0 and its store have said goodbye."""
         ranks = self.ranks
-        ranks.broken = reason
+        ranks.fail(reason)
         if ranks.rank == 0:
             print(f"nanoserve: {reason}", file=sys.stderr, flush=True)
+        if ranks.group is not ranks.control:
+            ranks.group.abort()  # NCCL's collectives don't fail when a process ends
         if self.children:
-            self.kill_children()
-            if ranks.group is not ranks.control:
-                ranks.group.abort()
+            _kill(self.children)
         elif not self.stopped.wait(GRACE_SECONDS) and (ranks.busy or ranks.rank > 0):
             _end(ranks.rank, reason)
 

@@ -225,9 +225,9 @@ class InputProcessor:
         passed over only where it ends with the first, which bans it anyway.)"""
         found: list[list[int]] = []
         for word in words:
-            encode = self.tokenizer_for(f"bad_words={words!r}").encode
-            bare = encode(word.lstrip(), add_special_tokens=False)
-            spaced = encode(" " + word.lstrip(), add_special_tokens=False)
+            what = f"bad_words={words!r}"
+            bare = self._encode(word.lstrip(), what, add_special_tokens=False)
+            spaced = self._encode(" " + word.lstrip(), what, add_special_tokens=False)
             if not bare or max(bare + spaced) >= self.model_config.vocab_size:
                 raise ValueError(f"bad_words={words!r}: {word!r} is no text of the model's tokens, "
                                  "leave it out")
@@ -296,12 +296,12 @@ class InputProcessor:
         # The template has written the special tokens, BOS included.
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, what: str = "a text prompt",
+                add_special_tokens: bool = True) -> list[int]:
         try:
-            return self.tokenizer_for("a text prompt").encode(
-                text, add_special_tokens=add_special_tokens)
+            return self.tokenizer_for(what).encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the tokenizer says when a str has no UTF-8 form
-            raise ValueError(f"the prompt is no valid text, a lone surrogate? {text!r}") from error
+            raise ValueError(f"{what} is no valid text, a lone surrogate? {text!r}") from error
 
     def tokenizer_for(self, what: str):
         if self.tokenizer is None:

@@ -36,6 +36,7 @@ from enum import Enum
 from numbers import Integral, Real
 
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
+MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
 MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
 # Far beyond any use, and such that a logit times it, or divided by it, is a float32.
 REPETITION_PENALTIES = (1e-6, 1e6)
@@ -91,6 +92,10 @@ class SamplingParams:
             setattr(self, name, [] if value is None else list(value))
         if self.seed == -1:  # vLLM's other spelling of None
             self.seed = None
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens",
+                     "include_stop_str_in_output"):
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_numbers()
         self._check_stopping()
         self._check_constraints()
@@ -100,7 +105,7 @@ class SamplingParams:
             self.temperature = MIN_TEMPERATURE
 
     def _check_numbers(self) -> None:
-        self._check_number("n", 1, whole=True)
+        self._check_number("n", 1, MAX_SAMPLES, whole=True)
         self._check_number("presence_penalty", -2, 2)
         self._check_number("frequency_penalty", -2, 2)
         self._check_number("repetition_penalty", *REPETITION_PENALTIES)
@@ -172,9 +177,12 @@ class SamplingParams:
                 raise ValueError(f"logit_bias={self.logit_bias!r} must be a dict of numbers by "
                                  "token id")
             # JSON knows only str keys: as in vLLM's server, "5" is token 5.
+            given = self.logit_bias
             self.logit_bias = {int(key) if isinstance(key, str) and key.isdecimal() else key: bias
-                               for key, bias in self.logit_bias.items()}
+                               for key, bias in given.items()}
             ids = _token_ids("logit_bias", self.logit_bias)
+            if len(set(ids)) < len(given):
+                raise ValueError(f"logit_bias={str(given):.80} names a token twice")
             self.logit_bias = dict(zip(ids, map(_bias, self.logit_bias.values()), strict=True))
 
 

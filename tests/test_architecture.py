@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "nanoserve"
 
 # Bottom up: a module may import only what its row allows.
 MAY_IMPORT = {
-    "model_config": [],
+    "rope_config": [],
+    "model_config": ["rope_config"],
     "config": ["model_config"],
     "sequence": [],
     "block_manager": ["sequence"],
@@ -23,7 +24,7 @@ MAY_IMPORT = {
     "batch": ["sequence"],
     "attention": ["batch", "kernels"],
     "parallel": [],
-    "layers": ["model_config", "parallel", "kernels"],
+    "layers": ["rope_config", "parallel", "kernels"],
     "model": ["model_config", "batch", "attention", "parallel", "layers"],
     "loader": ["model_config", "layers"],
     "controls": ["sequence"],
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "llm": ["model_config", "config", "sequence", "scheduler", "processes", "model_runner",
             "request", "extras"],
 }
-PURE = ["model_config", "config", "sequence", "block_manager", "scheduler"]
+PURE = ["rope_config", "model_config", "config", "sequence", "block_manager", "scheduler"]
 HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import
 OPTIONAL = {"huggingface_hub"}  # may be imported inside a function: needed for hub ids alone
 

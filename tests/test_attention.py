@@ -27,8 +27,9 @@ from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
 from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, apply_rope
 from nanoserve.model import MoE
-from nanoserve.model_config import ModelConfig, RopeConfig
+from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import Span
+from nanoserve.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 HERE = Placement(torch.float32, CPU)

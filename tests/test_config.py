@@ -71,6 +71,8 @@ def assert_serves(llm: LLM) -> None:
     (dict(device="tpu"), ["device='tpu'", "cpu, cuda"]),
     (dict(gpu_memory_utilization=0), ["gpu_memory_utilization", "(0, 1]", "got 0"]),
     (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),
+    (dict(async_scheduling="no"), ["async_scheduling='no'", "None, True, False"]),
+    (dict(expert_parallel=2), ["expert_parallel=2", "True, False"]),
     (dict(gpu_memory_utilization=float("nan")), ["gpu_memory_utilization", "(0, 1]", "got nan"]),
     (dict(hf_overrides=["x"]), ["hf_overrides", "dict", "['x']"]),
     (dict(tensor_parallel_size=0), ["tensor_parallel_size", "at least 1", "got 0"]),
@@ -535,7 +537,7 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, arc
      "partial_rotary_factor=0.5"),
     (dict(quantization_config=dict(quant_method="awq")), "quantization_config.*unquantised"),
     (dict(rope_scaling=dict(type="linear")), "linear RoPE scaling lacks factor"),
-    (dict(rope_scaling=dict(rope_type="yarn", factor="4")), "factor must be a number, got '4'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor="4")), "factor must be a number above 0, got '4'"),
     (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), "'longrope'.*llama3"),
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
      "'dynamic'.*longest sequence of the batch.*llama3"),
@@ -543,7 +545,21 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, arc
      "llama3.*lacks high_freq_factor, original_max_position_embeddings"),
     (dict(rope_scaling="llama3"), "rope_scaling='llama3' must be an object"),
     (dict(rope_parameters=dict(rope_type="llama3", rope_theta="x")), "rope_theta must be a number"),
-    (dict(rms_norm_eps="x"), "rms_norm_eps must be a number, got 'x'"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=0)), "factor must be a number above 0, got 0"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2, truncate="false")), "truncate must be true"),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2), rope_theta=1), "rope_theta=1 must be above"),
+    (dict(rope_scaling=dict(rope_type="llama3", **LLAMA3 | dict(low_freq_factor=4.0))),
+     "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
+    (dict(rope_theta=0), "rope_theta must be a number above 0, got 0"),
+    (dict(rope_parameters=[1]), "rope_parameters=.*must be an object"),
+    (dict(hidden_act=["silu"]), "hidden_act=.*silu"),
+    (dict(max_window_layers="3"), "max_window_layers must be a whole number of at least 0, got '3'"),
+    (dict(layer_types=["chunked_attention"] * 2, sliding_window=None), "layer_types=.*must name"),
+    (dict(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=1), "mlp_only_layers=1 must be"),
+    (dict(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0), "query_pre_attn_scalar"),
+    (dict(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=-1.0), "softcapping"),
+    (dict(rms_norm_eps=-1), "rms_norm_eps must be a number above 0, got -1"),
+    (dict(rms_norm_eps="x"), "rms_norm_eps must be a number above 0, got 'x'"),
     (dict(eos_token_id="</s>"), "eos_token_id='</s>' must be a token id"),
     (dict(architectures="BertModel"), "architecture BertModel is not supported"),
     (dict(num_key_value_heads=3), "num_attention_heads=4.*num_key_value_heads=3"),
@@ -773,3 +789,23 @@ def test_default_frequencies_equal_transformers(head_dim):
         rope_type="default", rope_theta=1e6))
     expected, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
     assert torch.equal(rope_frequencies(head_dim, RopeConfig(theta=1e6)), expected)
+
+
+def test_yarn_as_model_cards_give_it_stretches_the_longest_sequence():
+    """Qwen 2.5's card adds a factor and leaves max_position_embeddings alone; vLLM reads it so."""
+    qwen = QWEN3 | dict(max_position_embeddings=32768)
+    yarn = dict(type="yarn", factor=4.0)
+    named = yarn | dict(original_max_position_embeddings=32768)
+    assert ModelConfig.from_dict(qwen | dict(rope_scaling=named)).max_position_embeddings == 131072
+    assert ModelConfig.from_dict(qwen | dict(rope_scaling=yarn)).max_position_embeddings == 32768
+    longer = qwen | dict(rope_scaling=named, max_position_embeddings=262144)
+    assert ModelConfig.from_dict(longer).max_position_embeddings == 262144
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MistralForCausalLM"])
+def test_families_with_one_window_ignore_rules_for_single_layers(architecture):
+    """Qwen3-30B-A3B's file has max_window_layers, which transformers' class does not read."""
+    config = ModelConfig.from_dict(QWEN3 | dict(
+        architectures=[architecture], sliding_window=9, use_sliding_window=True, num_experts=8,
+        num_experts_per_tok=2, max_window_layers=1, layer_types=["full_attention"] * 2))
+    assert config.windows == (9, 9)

@@ -178,12 +178,35 @@ def test_a_tied_head_is_the_embedding_matrix(checkpoints):
 def test_tensors_that_follow_from_others_are_left_aside(copy_of, references, extra):
     """Tied checkpoints that store the head again, and old ones with RoPE's frequencies as a buffer.
 
-    What is stored there is wrong on purpose: tied means the embedding matrix.
+    The frequencies stored there are wrong on purpose; the head is a copy of the embedding.
     """
-    shape = (260, 64) if extra == "lm_head.weight" else (8,)
-    folder = copy_of("qwen3-tied", lambda tensors: tensors | {extra: torch.full(shape, 9.0)})
+    def change(tensors):
+        head = tensors["model.embed_tokens.weight"].clone()
+        return tensors | {extra: head if extra == "lm_head.weight" else torch.full((8,), 9.0)}
+
+    folder = copy_of("qwen3-tied", change)
     llm = LLM(folder, num_gpu_blocks_override=16)
     assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_refused(copy_of):
+    """A fine-tune had trained its head apart and kept tie_word_embeddings: the head was left aside,
+    and the text was fluent and wrong. With the flag put right the same file loads."""
+    head = torch.randn(260, 64)
+    folder = copy_of("qwen3-tied", lambda tensors: tensors | {"lm_head.weight": head})
+    with pytest.raises(ValueError, match="lm_head.weight is not the embedding.*hf_overrides"):
+        load(folder)
+    write_json(folder / "config.json", tie_word_embeddings=False)
+    assert torch.equal(load(folder)["lm_head.weight"], head)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_weights_are_refused(copy_of, dtype):
+    """They were cast to floats without their scales, and gave garbage."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.ones(96, 64).to(dtype)})
+    with pytest.raises(ValueError, match=f"{name}.*{dtype}.*quantised weights are not supported"):
+        load(folder)
 
 
 def test_an_untied_model_needs_its_head(copy_of):

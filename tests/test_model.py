@@ -46,7 +46,8 @@ def test_layers_run_in_ranges_and_can_be_tapped(qwen3, layers):
 
 
 def test_a_step_copies_blocks_before_it_runs(qwen3):
-    """`Step.block_copies` is (from, to), for K and V of every layer, and nothing else moves."""
+    """`Step.block_copies` is (from, to), for K and V of every layer, and nothing else moves. All are
+    read before any is written: blocks 3 and 4 change places, which once was done twice."""
     llm = LLM(qwen3, num_gpu_blocks_override=6)
     llm.add_request("a", PROMPT, SamplingParams(temperature=0))
     step = llm.scheduler.schedule()
@@ -55,11 +56,11 @@ def test_a_step_copies_blocks_before_it_runs(qwen3):
     for i, kv in enumerate(llm.runner.kv_cache):
         for cache in kv:
             cache.copy_(torch.arange(6).view(6, 1, 1, 1) + 10 * i)
-    step.block_copies = [(2, 5), (3, 4)]
+    step.block_copies = [(2, 5), (3, 4), (4, 3)]
     llm.runner.launch(step)
     for i, kv in enumerate(llm.runner.kv_cache):
         for cache in kv:
-            assert cache[2:, 0, 0, 0].tolist() == [10 * i + n for n in (2, 3, 3, 2)]
+            assert cache[2:, 0, 0, 0].tolist() == [10 * i + n for n in (2, 4, 3, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

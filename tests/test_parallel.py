@@ -73,7 +73,7 @@ def thread_ranks(size: int) -> list[Ranks]:
     def connect(one: Ranks) -> None:
         one.control = one.group = dist.ProcessGroupGloo(store, one.rank, size, FOR_EVER)
         one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda: None,
-                                    kill_children=lambda: None, find_the_dead=lambda: None)
+                                    give_up=lambda: None, find_the_dead=lambda: None)
     in_threads(ranks, connect)
     return ranks
 
@@ -129,7 +129,7 @@ def test_the_other_collectives():
 def test_an_error_among_all_is_the_last_thing_they_do():
     ranks = Ranks(0, 2)
     killed = []
-    ranks.watch = SimpleNamespace(kill_children=lambda: killed.append(1),
+    ranks.watch = SimpleNamespace(give_up=lambda: killed.append(1),
                                   find_the_dead=lambda: setattr(ranks, "broken", "rank 1 died"))
     with pytest.raises(RuntimeError, match="rank 1 died.*make a new LLM"), ranks.together():
         raise ConnectionError("lost")
@@ -139,7 +139,7 @@ def test_an_error_among_all_is_the_last_thing_they_do():
     solo = Ranks()
     with pytest.raises(ZeroDivisionError), solo.together():
         1 / 0
-    solo.check()  # one rank has nobody to get out of step with
+    solo.raise_if_broken()  # one rank has nobody to get out of step with
 
 
 # ------------------------------------------------------------------------ weights

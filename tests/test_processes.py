@@ -431,7 +431,7 @@ def test_an_error_in_rank_0s_step(start, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run(llm)
     assert [state_of(pid) for pid in pids] == [""]
-    with pytest.raises(RuntimeError, match="rank 0 failed in the middle of a step: division by "
+    with pytest.raises(RuntimeError, match="rank 0 failed in what all ranks do together: division by "
                                            "zero.*make a new LLM"):
         run(llm)
 
