@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from nanoserve.batch import Batch
 
-MAX_GATHERED_KEYS = 2 ** 15  # decode keys copied at a time: 64 MB for 8 heads of 128 in bf16, V too
+MAX_GATHERED_KEYS = 2 ** 15  # decode keys copied at a time: 64 MB for 8 heads of 128, and V again
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -128,14 +128,14 @@ def _attend_decodes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     k = k_cache[blocks].flatten(1, 2).transpose(1, 2)
     v = v_cache[blocks].flatten(1, 2)
     seq_lens = batch.seq_lens[rows, None]
-    hidden = positions >= seq_lens  # (rows, keys)
+    masked = positions >= seq_lens  # (rows, keys)
     if window is not None:
-        hidden = hidden | (positions < seq_lens - window)
-    v.masked_fill_(hidden[:, :, None, None], 0)  # 0 * inf is NaN: a zero weight is not enough
+        masked = masked | (positions < seq_lens - window)
+    v.masked_fill_(masked[:, :, None, None], 0)  # 0 * inf is NaN: a zero weight is not enough
     scores = (q.view(num_rows, num_kv_heads, -1, head_dim) * scale) @ k.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.float().masked_fill(hidden[:, None, None], float("-inf"))
+    scores = scores.float().masked_fill(masked[:, None, None], float("-inf"))
     out = scores.softmax(-1).to(q.dtype) @ v.transpose(1, 2)  # (rows, kv_heads, group, head_dim)
     return out.reshape(num_rows, num_heads, head_dim)
 
@@ -152,6 +152,6 @@ def _visible_blocks(batch: Batch, rows: slice, block_size: int,
     first = (batch.seq_lens[rows, None] - window).clamp(min=0) // block_size  # (rows, 1)
     width = min(width, -(-window // block_size) + 1)
     columns = first + torch.arange(width, device=first.device)
-    columns = columns.clamp(max=batch.block_tables.shape[1] - 1)  # what is beyond is hidden anyway
+    columns = columns.clamp(max=batch.block_tables.shape[1] - 1)  # what is beyond is masked anyway
     blocks = batch.block_tables[rows].gather(1, columns.long())
     return blocks, positions[:, :width * block_size] + first * block_size

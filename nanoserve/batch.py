@@ -15,9 +15,10 @@ All of it travels as **one packed int32 buffer** in persistent memory (pinned wh
 one copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that
 a rank which got nothing but the buffer can read it.
 
-Invariant: everything is written by vectorised numpy; no Python loop runs over tokens, and the loops
-over rows touch integers only. Block tables are kept from step to step, one line a running sequence
-(`Sequence.row`), because copying every table every step would be the most expensive part.
+Invariant: no Python loop runs over tokens. Token ids are copied as slices of lists, what follows
+from them is vectorised numpy, and the loops over rows touch integers only. Block tables are kept
+from step to step, one line a running sequence (`Sequence.row`), because copying every table every
+step would be the most expensive part.
 
 Not known here: the model, the sampler's parameters, whose turn it is.
 """
@@ -31,7 +32,8 @@ from nanoserve.sequence import Sequence, Step
 
 # The header: the length of each section, in this order.
 SECTIONS = ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices",
-            "scored_indices", "unknown_indices", "unknown_sources", "block_copies", "block_tables")
+            "prompt_logprob_indices", "unknown_indices", "unknown_sources", "block_copies",
+            "block_tables")
 NUM_DECODES = len(SECTIONS)  # one more header entry: rows with a single new token
 HEADER = len(SECTIONS) + 1
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
@@ -47,7 +49,7 @@ class Batch:
     cu_seqlens_q: torch.Tensor  # (b + 1,)
     seq_lens: torch.Tensor  # (b,)
     logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
-    scored_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
+    prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
     unknown_indices: torch.Tensor  # (u,) places in input_ids that the last step's samples fill ...
     unknown_sources: torch.Tensor  # (u,) ... and which of those samples
     block_copies: torch.Tensor  # (2, c) blocks to copy from and to, before anything is written
@@ -147,7 +149,7 @@ class BatchBuilder:
             cu_seqlens_q,
             starts + query_lens,
             [last_token_of[seq] for seq in step.sampling],
-            self._scored_tokens(step, last_token_of),
+            self._prompt_logprob_tokens(step, last_token_of),
             unknown,
             sources,
             np.array(step.block_copies, dtype=np.int32).reshape(-1, 2).T.reshape(-1),
@@ -171,10 +173,11 @@ class BatchBuilder:
             ids += row + [0] * (n - len(row))
         return ids
 
-    def _scored_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
-        """Places in the batch of `step.scoring`'s positions, which begin where their rows do."""
+    def _prompt_logprob_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
+        """Where the positions that give prompt logprobs stand in the batch: from the beginning of
+        their row on."""
         indices: list[int] = []
-        for seq, positions in step.scoring.items():
+        for seq, positions in step.prompt_logprob_positions.items():
             first = last_token_of[seq] - step.num_new_tokens[seq] + 1
             indices += range(first, first + len(positions))
         return indices

@@ -183,7 +183,8 @@ class BlockManager:
         """Give back the blocks that lie wholly before `position`, which no window reaches any more.
 
         The table keeps their ids, so that the others stay in their places; nobody reads them. With
-        blocks of 16 and position 35, blocks 0 and 1 go.
+        blocks of 16 and position 35, blocks 0 and 1 go. Confessed: a sequence is still only
+        admitted where all of its tokens would fit.
         """
         last = max(position // self.block_size, seq.num_released_blocks)  # never comes back
         for block_id in seq.block_table[seq.num_released_blocks:last]:

@@ -15,7 +15,7 @@ which writes the matrix transposed); one that is cut by columns sees a share of 
 ranks' results are summed ("row parallel"). The two alternate: see parallel.py.
 
 Invariant: a weight is written through `weight_loader` or not at all, and the loader proves that
-every piece that `places()` names was written exactly once. `finish_loading()` is called after the
+every piece that `pieces()` names was written exactly once. `finish_loading()` is called after the
 last one: the place to repack or quantise a weight without anybody else knowing.
 
 The interface is nn.Module's, the memory is not initialised: the loader fills every byte. Road not
@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = on.weight(size, dtype=torch.float32 if offset else None)
 
-    def places(self) -> Iterator[tuple[str, str | None]]:
+    def pieces(self) -> Iterator[tuple[str, str | None]]:
         yield "weight", None
 
     def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
@@ -104,7 +104,7 @@ class Linear(nn.Module):
         self.weight = on.weight(size, inputs.size)
         self.bias = on.weight(size) if bias else None
 
-    def places(self) -> Iterator[tuple[str, str | None]]:
+    def pieces(self) -> Iterator[tuple[str, str | None]]:
         """What has to be loaded: (parameter, part), the part None where there is only one."""
         for name, _ in self.named_parameters(recurse=False):
             for part in self.parts if len(self.parts) > 1 else [None]:
@@ -143,7 +143,7 @@ class Embedding(nn.Module):
         self.tokens, self.ranks = tokens, on.ranks
         self.weight = on.weight(tokens.size, hidden_size)
 
-    def places(self) -> Iterator[tuple[str, str | None]]:
+    def pieces(self) -> Iterator[tuple[str, str | None]]:
         yield "weight", None
 
     def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
@@ -176,7 +176,7 @@ class Experts(nn.Module):
         self.gate_up_proj = on.weight(experts.size, 2 * inner.size, hidden_size)
         self.down_proj = on.weight(experts.size, hidden_size, inner.size)
 
-    def places(self) -> Iterator[tuple[str, str | None]]:
+    def pieces(self) -> Iterator[tuple[str, str | None]]:
         """Other ranks' experts, too: they must be in the checkpoint, and are passed over."""
         for expert in range(self.experts.total):
             yield "gate_up_proj", f"{expert}.gate"

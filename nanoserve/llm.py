@@ -36,6 +36,7 @@ from tqdm import tqdm
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_rank
+from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.scheduler import Scheduler
@@ -60,9 +61,20 @@ class LLM:
         folder = find_model(model)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
-        self.runner = None
+        config.check_ranks(self.model_config)
         self.tokenizer = load_tokenizer(config, folder)
-        num_blocks = self._start_runner(config, asked.max_model_len, folder)
+        ranks = _start_ranks(config, folder)
+        # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
+        weakref.finalize(self, ranks.close, LAST_WORD)
+        try:
+            self.runner = ModelRunner(config, self.model_config, folder, ranks)
+            num_blocks = self.runner.count_kv_blocks()
+            self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
+            self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
+            self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
+        except BaseException:
+            ranks.abort("the engine could not be made")
+            raise
         self.scheduler = Scheduler(self.config, num_blocks, self.model_config.window)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
@@ -73,32 +85,6 @@ class LLM:
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         _say(self._describe(num_blocks))
-
-    def _start_runner(self, config: EngineConfig, asked_len: int | None, folder: Path) -> int:
-        """Ranks, weights and KV cache; returns how many blocks it has.
-
-        Under torchrun the ranks above 0 come here with the same script. They serve until rank 0
-        shuts down, and then their script ends: what follows in it is rank 0's to do.
-        """
-        config.check_ranks(self.model_config)
-        ranks = start_ranks(config.tensor_parallel_size, config.device,
-                            "nanoserve.model_runner:serve_rank", (config, folder))
-        if ranks.rank > 0:
-            with closing(ranks):
-                serve_rank(ranks, (config, folder))
-            raise SystemExit(0)
-        # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
-        self.end_ranks = weakref.finalize(self, ranks.close, LAST_WORD)
-        try:
-            self.runner = ModelRunner(config, self.model_config, folder, ranks)
-            num_blocks = self.runner.count_kv_blocks()
-            self.config = _fit_max_model_len(config, asked_len, num_blocks)
-            self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
-            self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
-        except BaseException:
-            ranks.abort("the engine could not be made")
-            raise
-        return num_blocks
 
     # ----------------------------------------------------------- the engine
 
@@ -155,7 +141,7 @@ class LLM:
 
     def _keep_prompt_logprobs(self, step: Step, logprobs: list[list]) -> None:
         """Hand them to their requests, but for those that were aborted meanwhile."""
-        for seq, positions in step.scoring.items():
+        for seq, positions in step.prompt_logprob_positions.items():
             entries, logprobs = logprobs[:len(positions)], logprobs[len(positions):]
             if seq.finish_reason is None:
                 self.requests[seq.request_id].history.add_prompt(positions, entries)
@@ -459,6 +445,21 @@ def _one_for_each(value, count: int, name: str) -> list:
         raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
                          "or a single one for all")
     return list(value)
+
+
+def _start_ranks(config: EngineConfig, folder: Path) -> Ranks:
+    """Rank 0, with the others started or joined.
+
+    Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
+    down, and then their script ends: what follows in it is rank 0's to do.
+    """
+    ranks = start_ranks(config.tensor_parallel_size, config.device,
+                        "nanoserve.model_runner:serve_rank", (config, folder))
+    if ranks.rank > 0:
+        with closing(ranks):
+            serve_rank(ranks, (config, folder))
+        raise SystemExit(0)
+    return ranks
 
 
 def _fit_max_model_len(config: EngineConfig, asked: int | None, num_blocks: int) -> EngineConfig:

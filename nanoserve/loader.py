@@ -58,19 +58,19 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
         if _is_redundant(name, config):
             tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
             continue
-        place = _place(name)
-        if place not in missing:
+        piece = _piece(name)
+        if piece not in missing:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
                              "with this config.json, or comes twice")
-        module_name, parameter, part = place
+        module_name, parameter, part = piece
         try:
             model.get_submodule(module_name).weight_loader(parameter, tensor, part)
         except ValueError as error:
             raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
                 from None
-        missing.remove(place)
+        missing.remove(piece)
     if missing:
-        names = sorted(_checkpoint_name(*place) for place in missing)
+        names = sorted(_checkpoint_name(*piece) for piece in missing)
         raise ValueError(f"{folder}: {len(missing)} tensors are missing from the checkpoint: "
                          f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
     if tied_head is not None:
@@ -117,10 +117,10 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _expected(model: nn.Module) -> set[tuple[str, str, str | None]]:
     """Everything that must be written: (module, parameter, part) triples."""
-    return {(name, *place) for name, module in _parts(model) for place in module.places()}
+    return {(name, *piece) for name, module in _parts(model) for piece in module.pieces()}
 
 
-def _place(name: str) -> tuple[str, str, str | None]:
+def _piece(name: str) -> tuple[str, str, str | None]:
     """Where a checkpoint's tensor belongs, by its name."""
     name = name.removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
     path, _, parameter = name.rpartition(".")
@@ -133,7 +133,7 @@ def _place(name: str) -> tuple[str, str, str | None]:
 
 
 def _checkpoint_name(module: str, parameter: str, part: str | None) -> str:
-    """The inverse of `_place`, for messages: users know their checkpoint's names, not ours. (An
+    """The inverse of `_piece`, for messages: users know their checkpoint's names, not ours. (An
     expert of Mixtral's is named as the other families would.)"""
     parent, _, leaf = module.rpartition(".")
     if leaf == "experts":

@@ -13,8 +13,7 @@ batch dimension and no padding, because rows are told apart by attention alone.
 
 With tensor parallelism every rank runs this same code on its share of the heads, of the MLP's width
 and of the vocabulary, and has the whole residual stream. What is shared how is said here, where the
-layers are made; only `Linear`, `Embedding` and `MoE` know that somebody has to be asked for the
-rest.
+layers are made; only `Linear`, `Embedding`, `MoE` and `compute_logits` ask the others for the rest.
 
 A flag may switch a line on or off (qk-norm, biases, a second norm). Anything that needs another
 algorithm is another class, as `MoE` is. Road not taken: one file for each family, as transformers
@@ -42,7 +41,7 @@ from nanoserve.layers import (
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import Span, share_heads
 
-MAX_SCORED_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
+MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see attention.py
 
 
@@ -55,8 +54,8 @@ class Decoder(nn.Module):
         vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = Embedding(vocabulary, config.hidden_size, on)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
-        self.rotary_local = RotaryEmbedding(
-            config.head_dim, config.rope_local or config.rope, on.device)
+        self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
+            config.head_dim, config.rope_local, on.device)
         self.layers = nn.ModuleList(DecoderLayer(config, i, on, expert_parallel)
                                     for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
@@ -79,11 +78,11 @@ class Decoder(nn.Module):
         number as a key, its value becomes that layer's output.
         """
         layers = range(len(self.layers)) if layers is None else layers
-        turns = local_turns = self.rotary(positions, hidden.dtype)
-        if self.config.rope_local is not None:
-            local_turns = self.rotary_local(positions, hidden.dtype)
+        global_rope = local_rope = self.rotary(positions, hidden.dtype)  # cos and sin
+        if self.rotary_local is not None:
+            local_rope = self.rotary_local(positions, hidden.dtype)
         for i in layers:
-            cos, sin = turns if self.config.windows[i] is None else local_turns
+            cos, sin = global_rope if self.config.windows[i] is None else local_rope
             hidden = self.layers[i](hidden, cos, sin, kv_cache[i], batch)
             if taps is not None and i in taps:
                 taps[i] = hidden
@@ -189,7 +188,7 @@ class MoE(nn.Module):
     (Shazeer et al. 2017; Jiang et al. 2024, "Mixtral of Experts").
 
     Over ranks either each expert is shared out like an MLP, or (`expert_parallel`) the experts are:
-    less is summed in small pieces, but a rank whose experts are popular is waited for.
+    fewer and larger matrix products, but a rank whose experts are popular is waited for.
     """
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool):
@@ -228,6 +227,6 @@ def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max
         config.num_attention_heads * config.head_dim + config.kv_width)
     keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
     gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32
-    num_rows = max(num_seqs, MAX_SCORED_ROWS)
+    num_rows = max(num_seqs, MAX_PROMPT_LOGPROB_ROWS)
     logits = 16 * num_rows * config.vocab_size  # four copies in float32
     return (num_tokens * per_token + gathered) * itemsize + logits

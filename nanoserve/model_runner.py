@@ -31,7 +31,7 @@ from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.model import MAX_SCORED_ROWS, Decoder, KVCache, estimate_step_bytes
+from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache, estimate_step_bytes
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
 from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, sample, score
@@ -194,12 +194,13 @@ class ModelRunner:
         return self.model(hidden, batch.positions, self.kv_cache, batch)
 
     def _score_prompts(self, hidden: torch.Tensor, batch: Batch, step: Step) -> list[Logprobs]:
-        """Prompt logprobs of `step.scoring`'s positions; each is about the token that follows."""
-        following = [token_id for seq, positions in step.scoring.items()
+        """Each position's logits are about the token that follows it."""
+        following = [token_id for seq, positions in step.prompt_logprob_positions.items()
                      for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
         token_ids = torch.tensor(following, dtype=torch.int64).to(self.device, non_blocking=True)
-        num_top = max((seq.params.prompt_logprobs for seq in step.scoring), default=0)
-        return [score(self.model.compute_logits(hidden[batch.scored_indices[some]]),
+        num_top = max((seq.params.prompt_logprobs for seq in step.prompt_logprob_positions),
+                      default=0)
+        return [score(self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]]),
                       token_ids[some], num_top) for some in _slices(len(following))]
 
     @torch.inference_mode()
@@ -218,8 +219,8 @@ class ModelRunner:
                 batch = self.builder.unpack(buffer)
                 hidden = self._forward(batch)
                 self.model.compute_logits(hidden[batch.logits_indices])
-                for some in _slices(len(batch.scored_indices)):
-                    self.model.compute_logits(hidden[batch.scored_indices[some]])
+                for some in _slices(len(batch.prompt_logprob_indices)):
+                    self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]])
                 if self.config.async_scheduling:
                     self.last_sampled = torch.empty(
                         len(batch.logits_indices), dtype=torch.int64, device=self.device)
@@ -248,7 +249,8 @@ class ModelRunner:
 
 def _slices(count: int) -> list[slice]:
     """Prompt positions in portions: the logits of a whole prompt would be larger than the model."""
-    return [slice(i, min(i + MAX_SCORED_ROWS, count)) for i in range(0, count, MAX_SCORED_ROWS)]
+    size = MAX_PROMPT_LOGPROB_ROWS
+    return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
 def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path]) -> None:

@@ -16,7 +16,7 @@ and gives a part of each sum; one after the other they need a single `all_reduce
 the same forward.
 
 Invariants: all ranks call the same collectives in the same order; whoever fails in between says so
-and never takes part again. Nothing here is global: a group belongs to its engine, so that two
+and never takes part again. A group belongs to its engine and not to the process, so that two
 engines, or a user's own process group, don't meet.
 
 Not known here: where the ranks come from and how their deaths are noticed (processes.py), weights,
@@ -96,9 +96,10 @@ class Ranks:
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
-    def share(self, total: int) -> Span:
-        """Shares differ by one at most: 10 over 4 ranks are 2, 3, 2, 3."""
-        return Span(total * self.rank // self.size, total * (self.rank + 1) // self.size, total)
+    def share(self, total: int, rank: int | None = None) -> Span:
+        """This rank's, or another's. Shares differ by one at most: 10 over 4 are 2, 3, 2, 3."""
+        rank = self.rank if rank is None else rank
+        return Span(total * rank // self.size, total * (rank + 1) // self.size, total)
 
     # ------------------------------------------------------------ collectives
 
@@ -121,7 +122,7 @@ class Ranks:
         self._run(self.group.gather, [parts] if parts else [], [x], options)
         if self.rank:
             return None
-        sizes = [Ranks(rank, self.size).share(total).size for rank in range(self.size)]
+        sizes = [self.share(total, rank).size for rank in range(self.size)]
         return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)
 
     def broadcast(self, x: torch.Tensor) -> None:

@@ -4,11 +4,11 @@
 `torchrun` the ranks exist already, maybe on several machines, and are joined.
 
     user's script     LLM(...) ─► start_ranks ─► schedule, broadcast, forward, ... ─► shutdown()
-                                   │ stdin: what to do          │ store: pulses          │
+                                   │ stdin: what to do          │ store: heartbeats          │
     child, rank 1                  └► run_child ─► serve: receive, forward, ... ─────────┴► exits
 
-Each rank counts up its own pulse in a shared store, and watches the others'. A pulse is compared
-with itself only, never with a clock: a rank is dead when its pulse stood still during 15 beats of
+Each rank counts its heartbeats in a shared store, and watches the others'. A count is compared with
+itself only, never with a clock: a rank is dead when its count stood still during 15 beats of
 one's own, so that a laptop that was suspended kills nobody. Mostly it is known sooner: a child's
 exit by its parent, a closed connection by whoever is in a collective, and a parent's end by its
 children, whose standard input ends with it.
@@ -38,8 +38,8 @@ from nanoserve.parallel import Ranks
 
 START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
-PULSE_SECONDS = 1.0
-MAX_MISSED_PULSES = 15
+HEARTBEAT_SECONDS = 1.0
+MAX_MISSED_HEARTBEATS = 15
 LOOPBACK = "127.0.0.1"  # ranks on one machine are nobody else's business, whatever its network is
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
@@ -148,9 +148,14 @@ def _join_torchrun(size: int, device: str) -> Ranks:
     if store.add(f"engines/{rank}", 1) > 1:
         raise RuntimeError("torchrun's ranks have served an engine already and are gone: make one "
                            "engine a run")
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if device == "cuda" and torch.cuda.device_count() < local_size:
+        raise ValueError(f"torchrun started {local_size} ranks on this machine, which need a GPU "
+                         f"each, and torch sees {torch.cuda.device_count()}: start fewer, or set "
+                         "CUDA_VISIBLE_DEVICES to all of them")
     ranks = Ranks(rank, size)
     ranks.local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    ranks.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    ranks.local_size = local_size
     return _connect(ranks, store, device, [])
 
 
@@ -180,7 +185,7 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
 
 
 class Watch(threading.Thread):
-    """Counts up this rank's pulse, looks at the others', and ends what has to end.
+    """Counts up this rank's heartbeat, looks at the others', and ends what has to end.
 
     store: a connection of its own, because another's calls may block. children: on a rank 0 that
     has started the others, their processes, rank 1 first.
@@ -190,7 +195,7 @@ class Watch(threading.Thread):
         super().__init__(name="nanoserve-watch", daemon=True)
         self.ranks, self.store, self.children = ranks, store, children
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self.pulses = dict.fromkeys(others, 0)  # as the store has them, ...
+        self.heartbeats = dict.fromkeys(others, 0)  # as the store has them, ...
         self.seen = dict.fromkeys(others, 0)  # ... and how they were a beat ago
         self.missed = dict.fromkeys(others, 0)
         self.lost: str | None = None
@@ -199,11 +204,11 @@ class Watch(threading.Thread):
         self.threads_before: int | None = None  # to be had again when the engine has ended
 
     def wait_for_all(self) -> None:
-        """Until every rank has a pulse. Raises `RuntimeError` naming the one that doesn't come."""
+        """Until every heart beats. Raises `RuntimeError` naming the rank that doesn't come."""
         deadline = time.monotonic() + START_TIMEOUT.total_seconds()
-        self.store.add(f"pulse/{self.ranks.rank}", 1)
-        for rank in self.pulses:
-            while not self.store.add(f"pulse/{rank}", 0):
+        self.store.add(f"heartbeat/{self.ranks.rank}", 1)
+        for rank in self.heartbeats:
+            while not self.store.add(f"heartbeat/{rank}", 0):
                 reason = self._ended_child()
                 if reason is None and time.monotonic() > deadline:
                     reason = f"rank {rank} did not start within {START_TIMEOUT}"
@@ -212,35 +217,35 @@ class Watch(threading.Thread):
                 time.sleep(0.02)
 
     def run(self) -> None:
-        threading.Thread(target=self._exchange_pulses, daemon=True).start()
-        while not self.stopped.wait(PULSE_SECONDS):
+        threading.Thread(target=self._exchange_heartbeats, daemon=True).start()
+        while not self.stopped.wait(HEARTBEAT_SECONDS):
             reason = self._look()
             if reason is not None and not self.stopped.is_set():
                 self._end_all(reason)
                 return
 
-    def _exchange_pulses(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         """A thread of its own: where a machine has lost its power, its store never answers, and
-        nobody's pulse gets on any more."""
+        nobody's heartbeat gets on any more."""
         try:
-            while not self.stopped.wait(PULSE_SECONDS):
-                self.store.add(f"pulse/{self.ranks.rank}", 1)
-                for rank in self.pulses:
-                    self.pulses[rank] = self.store.add(f"pulse/{rank}", 0)
+            while not self.stopped.wait(HEARTBEAT_SECONDS):
+                self.store.add(f"heartbeat/{self.ranks.rank}", 1)
+                for rank in self.heartbeats:
+                    self.heartbeats[rank] = self.store.add(f"heartbeat/{rank}", 0)
         except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
             self.lost = "rank 0 died, and its store with it"
 
     def find_the_dead(self) -> None:
         """After a collective has failed: wait until it is known who died, if anybody did."""
-        deadline = time.monotonic() + MAX_MISSED_PULSES * PULSE_SECONDS + GRACE_SECONDS
+        deadline = time.monotonic() + MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS + GRACE_SECONDS
         while self.ranks.broken is None and time.monotonic() < deadline:
             if (reason := self._ended_child()) is not None:
                 self.ranks.fail(reason)
             time.sleep(0.05)
 
     def give_up(self) -> None:
-        """This rank is out of step: the others are ended, or find out by its pulse. The deaths that
-        follow are no news."""
+        """This rank is out of step: the others are ended, or find out because its heart stops. The
+        deaths that follow are no news."""
         self.stopped.set()
         _kill(self.children)
 
@@ -262,11 +267,12 @@ class Watch(threading.Thread):
 
     def _look(self) -> str | None:
         """One beat. Returns who died, if somebody did."""
-        for rank, pulse in self.pulses.items():
-            self.missed[rank] = 0 if pulse != self.seen[rank] else self.missed[rank] + 1
-            self.seen[rank] = pulse
-            if self.missed[rank] >= MAX_MISSED_PULSES:
-                return f"rank {rank} died: no pulse for {MAX_MISSED_PULSES * PULSE_SECONDS:.0f} s"
+        for rank, heartbeat in self.heartbeats.items():
+            self.missed[rank] = 0 if heartbeat != self.seen[rank] else self.missed[rank] + 1
+            self.seen[rank] = heartbeat
+            if self.missed[rank] >= MAX_MISSED_HEARTBEATS:
+                seconds = MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS
+                return f"rank {rank} died: no heartbeat for {seconds:.0f} s"
         return self.lost or self._ended_child()
 
     def _ended_child(self) -> str | None:

@@ -104,7 +104,7 @@ class Request:
         if not self.detokenizers:
             return None
         self.history.decode()
-        detokenizer, stop_string = self.detokenizers[seq.index], None
+        detokenizer = self.detokenizers[seq.index]
         new = seq.token_ids[self.num_read[seq.index]:]
         self.num_read[seq.index] = len(seq.token_ids)
         # The token that ended it, EOS say, is no text, unless the caller wants to see it.

@@ -46,8 +46,8 @@ class SamplingInputs:
     top_p_rows: torch.Tensor | None = None  # (r,)
     top_p: torch.Tensor | None = None  # (r, 1) float32
     edits: Edits | None = None
-    scored: list[int] | None = None  # rows that want logprobs ...
-    scored_rows: torch.Tensor | None = None  # (r,) ... the same on the device
+    logprob_rows: list[int] | None = None  # rows that want logprobs ...
+    logprob_rows_on_device: torch.Tensor | None = None  # (r,) ... the same on the device
     num_logprobs: int = 0  # the most that any of them asks for
 
     @classmethod
@@ -66,10 +66,10 @@ class SamplingInputs:
 
         if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
             inputs.edits = gather_edits([(i, seqs[i]) for i in rows], put)
-            inputs.scored = [i for i in rows if params[i].logprobs is not None]
-            if inputs.scored:
-                inputs.scored_rows = put(inputs.scored, torch.int64)
-                inputs.num_logprobs = max(params[i].logprobs for i in inputs.scored)
+            inputs.logprob_rows = [i for i in rows if params[i].logprobs is not None]
+            if inputs.logprob_rows:
+                inputs.logprob_rows_on_device = put(inputs.logprob_rows, torch.int64)
+                inputs.num_logprobs = max(params[i].logprobs for i in inputs.logprob_rows)
         if not any(temperatures):
             return inputs
         uniform = uniforms([seq.seed for seq in seqs], [seq.num_tokens - 1 for seq in seqs])
@@ -118,14 +118,14 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # (s,) int64
     logprobs: Logprobs | None = None  # of the rows that want them ...
-    scored: list[int] | None = None  # ... which are these
-    prompt_logprobs: list[Logprobs] | None = None  # of `Step.scoring`'s positions, in slices
+    logprob_rows: list[int] | None = None  # ... which are these
+    prompt_logprobs: list[Logprobs] | None = None  # of `Step.prompt_logprob_positions`, in slices
 
     def tolist(self) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for the device. Returns the token ids, `Logprobs.tolist()` by row, and the same of
         the prompts, position by position."""
         logprobs = {} if self.logprobs is None else dict(
-            zip(self.scored, self.logprobs.tolist(), strict=True))
+            zip(self.logprob_rows, self.logprobs.tolist(), strict=True))
         prompt_logprobs = [entries for part in self.prompt_logprobs or []
                            for entries in part.tolist()]
         return self.token_ids.tolist(), logprobs, prompt_logprobs
@@ -134,11 +134,11 @@ class SamplerOutput:
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SamplerOutput:
     """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows."""
     output = SamplerOutput(choose(logits, inputs))
-    if inputs.scored:
-        rows = inputs.scored_rows
+    if inputs.logprob_rows:
+        rows = inputs.logprob_rows_on_device
         output.logprobs = score(
             logits.index_select(0, rows), output.token_ids[rows], inputs.num_logprobs)
-        output.scored = inputs.scored
+        output.logprob_rows = inputs.logprob_rows
     return output
 
 

@@ -118,11 +118,12 @@ class Scheduler:
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
+            # The gap, `num_uncomputed_tokens`, spelt out: this is decoding's hot path.
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
             if seq.num_unknown_tokens and (seq.needs_output_tokens
                                            or seq.num_tokens >= seq.max_num_tokens):
-                num_new = 0  # its sample is looked at first; or 7 known, 1 in flight, at most 8
+                num_new = 0  # its sample is waited for: it is needed, or the last (7 known of 8)
             if num_new > budget:
                 num_new = budget
             end = done + num_new
@@ -216,8 +217,9 @@ class Scheduler:
             keys = self.blocks.keys(seq)[start // size:(start + num_new) // size]
             step.pending_keys += keys
             self.pending_keys.update(keys)
-        if start < seq.num_scored_tokens and seq.needs_all_positions:
-            step.scoring[seq] = range(start, min(start + num_new, seq.num_scored_tokens))
+        if start < seq.num_prompt_logprobs and seq.needs_all_positions:
+            end = min(start + num_new, seq.num_prompt_logprobs)
+            step.prompt_logprob_positions[seq] = range(start, end)
         seq.num_inflight_tokens += num_new
         if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
             step.sampling.append(seq)  # an unfinished chunk samples nothing

@@ -13,7 +13,7 @@ The glossary. These words mean one thing each, everywhere:
     num_inflight_tokens  how many more a launched, unfinished step is computing
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
-    num_scored_tokens    how many leading prompt positions are to give a prompt logprob
+    num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
@@ -222,8 +222,8 @@ class Sequence:
     bad_word_ids: list[list[int]] = field(default_factory=list)  # tokens that may not come together
     max_num_tokens: int = 0  # prompt plus output never grow beyond this
     num_prompt_tokens: int = field(init=False)
-    num_scored_tokens: int = field(init=False)
-    needs_output_tokens: bool = field(init=False)  # must know a token to sample the next one
+    num_prompt_logprobs: int = field(init=False)
+    needs_output_tokens: bool = field(init=False)  # the host must see one to draw the next
     has_controls: bool = field(init=False)  # the sampler must look closer at it
 
     # Progress: changed by the scheduler alone.
@@ -250,7 +250,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         # One of the samples is enough; and what follows the last position is not the prompt's.
         scores = params.prompt_logprobs is not None and self.index == 0
-        self.num_scored_tokens = self.num_prompt_tokens - 1 if scores else 0
+        self.num_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.needs_output_tokens = penalties != (1, 0, 0) or any(
             len(word) > 1 for word in self.bad_word_ids)
@@ -271,7 +271,7 @@ class Sequence:
     def needs_all_positions(self) -> bool:
         """Whether every token must really be computed, and none come from the prefix cache, which
         keeps no logits (until an output token is known: by then the prompt has its logprobs)."""
-        return self.num_scored_tokens > 0 and len(self.token_ids) == self.num_prompt_tokens
+        return self.num_prompt_logprobs > 0 and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -291,7 +291,7 @@ class Step:
     num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
-    scoring: dict[Sequence, range] = field(default_factory=dict)  # positions for prompt logprobs
+    prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
     pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed

@@ -35,8 +35,8 @@ MAY_IMPORT = {
     "detokenizer": ["sequence"],
     "logprobs": ["sequence"],
     "request": ["model_config", "config", "sequence", "detokenizer", "logprobs"],
-    "llm": ["model_config", "config", "sequence", "scheduler", "processes", "model_runner",
-            "request", "extras"],
+    "llm": ["model_config", "config", "sequence", "scheduler", "parallel", "processes",
+            "model_runner", "request", "extras"],
 }
 PURE = ["rope_config", "model_config", "config", "sequence", "block_manager", "scheduler"]
 HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import

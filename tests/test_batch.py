@@ -63,7 +63,7 @@ def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -
         out["block_tables"].append(list(seq.block_table))
     out["logits_indices"] = [last_token[seq] for seq in step.sampling]
     # Of a prompt's tokens all but the last are followed by another one of the prompt.
-    out["scored_indices"] = [
+    out["prompt_logprob_indices"] = [
         place[seq, position] for (seq, num_new), start in zip(
             step.num_new_tokens.items(), step.starts, strict=True)
         if seq.params.prompt_logprobs is not None and not seq.output_token_ids
@@ -125,7 +125,7 @@ def run_workload(seed: int, depth: int, *sizes: int) -> dict[str, int]:
             met["mixed"] += 0 < batch.num_decodes < batch.num_rows
             met["preempted"] += len(step.preempted)
             met["unknown"] += len(batch.unknown_indices)
-            met["scored"] += len(batch.scored_indices)
+            met["scored"] += len(batch.prompt_logprob_indices)
             for seq in step.num_new_tokens:
                 met["reused"] += owners.get(seq.row, seq) is not seq
                 met["hits"] += owners.get(seq.row) is not seq and bool(seq.num_cached_tokens)
@@ -262,8 +262,8 @@ def test_a_step_whose_every_token_is_scored_fits_into_the_buffer():
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row, list(range(row * width, (row + 1) * width))
     step = Step(0, {seq: 10 for seq in seqs}, [20] * num_seqs,
-                scoring={seq: range(20, 30) for seq in seqs})
-    assert builder.build(step).scored_indices.tolist() == list(range(60))
+                prompt_logprob_positions={seq: range(20, 30) for seq in seqs})
+    assert builder.build(step).prompt_logprob_indices.tolist() == list(range(60))
     assert builder.buffers[0].numel() >= HEADER + 4 * 60 + 5 * num_seqs + 1 + num_seqs * width
 
 

@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -1138,3 +1139,28 @@ def test_threads_may_share_an_engine(llm, expected):
         thread.join(60)
     assert not errors and got == texts
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+
+
+def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
+    """It pulled the scheduler away under a step: an AttributeError, and with several ranks two
+    threads in their collectives at once."""
+    llm, errors = LLM(qwen3, num_gpu_blocks_override=64), []
+
+    def work() -> None:
+        try:
+            run(llm, [[1, 2, 3]] * 20, SamplingParams(max_tokens=190, ignore_eos=True))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not llm.requests:
+        time.sleep(0.001)
+    llm.shutdown()
+    thread.join(60)
+    assert errors == ["this engine was shut down: make a new LLM"]
+
+
+def test_a_bad_word_that_is_no_text_is_refused(llm):
+    with pytest.raises(ValueError, match="bad_words=.*no valid text"):
+        run(llm, "x", SamplingParams(bad_words=["\ud800"]))

@@ -154,7 +154,8 @@ def test_one_of_several_samples_scores_the_prompt(qwen3, log_softmax):
     params = params_of(2, n=4)
     [out] = llm.generate([SHARED], params, use_tqdm=False)
     check(out, params, log_softmax)
-    assert sum(len(positions) for step in steps for positions in step.scoring.values()) == 35
+    assert sum(len(positions) for step in steps
+               for positions in step.prompt_logprob_positions.values()) == 35
     assert [step.num_tokens for step in steps[:2]] == [36, 1 + 3 * 4]
 
 
@@ -180,7 +181,8 @@ def test_preempted_in_the_middle_of_the_prompt(qwen3, log_softmax, async_schedul
     [preempted] = [step for step in steps if step.preempted]
     assert [seq.name for seq in preempted.preempted] == ["new"]
     assert 9 < known[preempted.index + 1] < len(SHARED), "it was not in the middle"
-    positions = [i for step in steps for scored in step.scoring.values() for i in scored]
+    positions = [i for step in steps for span in step.prompt_logprob_positions.values()
+                 for i in span]
     assert len(positions) > len(set(positions)) == len(SHARED) - 1
 
 
@@ -370,7 +372,7 @@ def test_ranks_by_sorting():
 
 def test_a_long_prompt_never_makes_a_large_matrix(qwen3, log_softmax, monkeypatch):
     """700 positions of a large vocabulary would be more than the model itself: 256 at a time."""
-    monkeypatch.setattr(model_runner, "MAX_SCORED_ROWS", 8)
+    monkeypatch.setattr(model_runner, "MAX_PROMPT_LOGPROB_ROWS", 8)
     llm, _ = start(qwen3)
     sizes, compute = [], llm.runner.model.compute_logits
     monkeypatch.setattr(llm.runner.model, "compute_logits",

@@ -111,8 +111,8 @@ def in_children(monkeypatch, code: str) -> None:
 
 def hasten(monkeypatch, seconds: float = 0.2) -> None:
     """Shorter beats in all ranks started from now on: dead after 3 s instead of 15."""
-    monkeypatch.setattr(processes, "PULSE_SECONDS", seconds)
-    in_children(monkeypatch, f"import nanoserve.processes as p; p.PULSE_SECONDS = {seconds}")
+    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", seconds)
+    in_children(monkeypatch, f"import nanoserve.processes as p; p.HEARTBEAT_SECONDS = {seconds}")
 
 
 # -------------------------------------------------------------- a user's script
@@ -233,10 +233,10 @@ def test_a_script_ends_and_so_do_its_ranks(qwen3, tmp_path, expected, names):
 def test_ctrl_c_and_a_suspended_terminal(qwen3, tmp_path, expected):
     """Signals reach all processes of a terminal. Ctrl-C in `generate` is rank 0's business: the
     others go on, nothing is lost but the requests. And Ctrl-Z for longer than it takes to declare
-    somebody dead kills nobody: pulses are not compared with a clock."""
+    somebody dead kills nobody: heartbeats are not compared with a clock."""
     script = Script(qwen3, tmp_path / "it", """\
 import nanoserve.processes as p
-p.PULSE_SECONDS = 0.1  # rank 0 would declare the other dead after 1.5 s
+p.HEARTBEAT_SECONDS = 0.1  # rank 0 would declare the other dead after 1.5 s
 long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 for _ in range(2):
     print("generating", flush=True)
@@ -367,17 +367,17 @@ def test_a_child_is_killed_in_the_middle_of_a_step(start, overlap):
 
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 def test_a_child_that_hangs_is_dead(start, monkeypatch, expected, when):
-    """Before that, an engine that idles for longer than any pulse may be missed serves as ever."""
+    """Before that, an engine that idles for longer than any heartbeat may be missed serves as ever."""
     hasten(monkeypatch)
     llm = start()
-    time.sleep(2 * processes.MAX_MISSED_PULSES * processes.PULSE_SECONDS)
+    time.sleep(2 * processes.MAX_MISSED_HEARTBEATS * processes.HEARTBEAT_SECONDS)
     assert run(llm)[0].outputs[0].token_ids == expected()
     assert llm.runner.ranks.watch.is_alive() and not llm.runner.ranks.broken
     [pid] = pids_of(llm)
     os.kill(pid, signal.SIGSTOP)
     if when == "idle":
         wait_for(lambda: llm.runner.ranks.broken, "rank 0 notices")
-    with pytest.raises(RuntimeError, match="rank 1 died: no pulse for 3 s"):
+    with pytest.raises(RuntimeError, match="rank 1 died: no heartbeat for 3 s"):
         run(llm)
     assert_gone([pid])
 
@@ -544,19 +544,19 @@ def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
     assert machines[1].process.returncode == 0 and machines[1].out == "", machines[1].err
 
 
-def started_by_hand(folder: Path, where: Path, ending: str, pulse: float) -> list[Script]:
+def started_by_hand(folder: Path, where: Path, ending: str, heartbeat: float) -> list[Script]:
     """Two ranks on their own, with the variables that torchrun or a batch system sets: there is
     nobody who would end the others, and the store is rank 0's."""
     port = str(free_port())
     return [Script(folder, where / str(i), ending, RANK=str(i), WORLD_SIZE="2",
                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                    setting="import nanoserve.processes as p; p.GRACE_SECONDS = 1; "
-                           f"p.PULSE_SECONDS = {pulse}")
+                           f"p.HEARTBEAT_SECONDS = {heartbeat}")
             for i in range(2)]
 
 
 def test_ranks_of_another_starter_end(qwen3, tmp_path, expected):
-    """Rank 0 takes its store with it, which looked like its death to whoever counted up a pulse
+    """Rank 0 takes its store with it, which looked like its death to whoever counted up a heartbeat
     before it had heard the last word."""
     ranks = [script.end() for script in started_by_hand(qwen3, tmp_path, "", 0.01)]
     ranks[0].check(expected(), 0)

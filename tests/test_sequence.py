@@ -131,7 +131,7 @@ def test_what_a_sequence_needs(params, index, bad_words, waits, controls, num_sc
     """Whether its next token depends on the value of the last one decides if it may be ahead of the
     host; and a sample without controls must not cost the sampler a look."""
     seq = Sequence("7", [1, 2, 3, 4], SamplingParams(**params), index=index, bad_word_ids=bad_words)
-    assert (seq.needs_output_tokens, seq.has_controls, seq.num_scored_tokens) == (
+    assert (seq.needs_output_tokens, seq.has_controls, seq.num_prompt_logprobs) == (
         waits, controls, num_scored)
     assert seq.needs_all_positions == (num_scored > 0)
     seq.token_ids.append(5)  # its prompt has been scored by now

@@ -36,8 +36,9 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from nanoserve.config import EngineConfig, ModelConfig, find_model
+from nanoserve.config import EngineConfig, find_model
 from nanoserve.llm import LLM
+from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import pick_device
 from nanoserve.request import load_tokenizer
 from nanoserve.sequence import RequestOutputKind, SamplingParams
@@ -88,7 +89,8 @@ MODES = [
     Mode("all at once", dict(block_size=5, max_num_batched_tokens=33, async_scheduling=True),
          n=3, rounds=2, tiny=True)]
 PARALLEL_MODES = [  # run over several ranks, too
-    BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED]
+    BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED,
+    Mode("overlap, chunks of 7", dict(async_scheduling=True, max_num_batched_tokens=7))]
 
 
 @dataclass
@@ -160,7 +162,11 @@ def read_prompts(path: Path, tokenizer, count: int, longest: int) -> list[list[i
     """The user's, one a line. Raises `ValueError` for none, or one that is too long."""
     if tokenizer is None:
         raise ValueError("--prompts needs a tokenizer, and the model has none")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
     prompts = [tokenizer.encode(line) for line in lines[:count]]
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= longest:
@@ -249,6 +255,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     engine = EngineConfig(model=args.model, tensor_parallel_size=ranks)  # refuses before any work
     folder = find_model(args.model)
     config = ModelConfig.from_folder(folder)
+    engine.check_ranks(config)
     tokenizer = load_tokenizer(engine, folder) if any(folder.glob("*token*")) else None
     longest = config.max_position_embeddings - max_tokens
     if min(args.num_prompts, max_tokens, longest) < 1:
@@ -259,6 +266,8 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     else:
         prompts = read_prompts(args.prompts, tokenizer, args.num_prompts, longest)
     near_tie = NEAR_TIE[args.dtype] if args.near_tie is None else args.near_tie
+    if not 0 <= near_tie < 1:
+        raise ValueError(f"--near-tie must be in [0, 1), got {near_tie}")
     model = load_reference(folder, args.dtype)
     texts = [write_reference(model, prompt, config.eos_token_ids, max_tokens, near_tie)
              for prompt in tqdm(prompts, "transformers", disable=None, leave=False)]
