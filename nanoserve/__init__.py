@@ -8,8 +8,8 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOME = {"LLM": "llm", "SamplingParams": "sequence", "RequestOutput": "sequence",
-         "CompletionOutput": "sequence", "RequestOutputKind": "sequence", "Logprob": "sequence",
+_HOME = {"LLM": "llm", "SamplingParams": "sampling_params", "RequestOutput": "sequence",
+         "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params", "Logprob": "sequence",
          "EngineConfig": "config", "ModelConfig": "model_config"}
 __all__ = list(_HOME)
 

@@ -20,7 +20,7 @@ Invariant: the pieces that were emitted, put together, are the final text.
 Not known here: where the tokens come from, and what ends a request otherwise.
 """
 
-from nanoserve.sequence import RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
 

@@ -39,8 +39,9 @@ from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_ra
 from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestOutput, RequestOutputKind, SamplingParams, Sequence, Step
+from nanoserve.sequence import RequestOutput, Sequence, Step
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 

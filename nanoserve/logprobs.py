@@ -16,7 +16,8 @@ fail, and gets the text of its tokens afterwards, which can: a tokenizer is some
 Not known here: tensors, steps, when an output is made.
 """
 
-from nanoserve.sequence import Logprob, SamplingParams
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import Logprob
 
 Entry = tuple[int, float, int]  # token id, logprob, rank
 

@@ -27,14 +27,8 @@ from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.logprobs import LogprobHistory
 from nanoserve.model_config import ModelConfig
-from nanoserve.sequence import (
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    Sequence,
-)
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, Sequence
 
 Prompt = str | dict | list[int]
 

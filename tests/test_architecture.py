@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "rope_config": [],
     "model_config": ["rope_config"],
     "config": ["model_config"],
-    "sequence": [],
+    "sampling_params": [],
+    "sequence": ["sampling_params"],
     "block_manager": ["sequence"],
     "scheduler": ["model_config", "config", "sequence", "block_manager"],
     "batch": ["sequence"],
@@ -27,18 +28,18 @@ MAY_IMPORT = {
     "layers": ["rope_config", "parallel", "kernels"],
     "model": ["model_config", "batch", "attention", "parallel", "layers"],
     "loader": ["model_config", "layers"],
-    "controls": ["sequence"],
-    "sampler": ["sequence", "controls", "kernels"],
+    "controls": ["sampling_params", "sequence"],
+    "sampler": ["sampling_params", "sequence", "controls", "kernels"],
     "processes": ["parallel"],
-    "model_runner": ["model_config", "config", "sequence", "batch", "parallel",
+    "model_runner": ["model_config", "config", "sampling_params", "sequence", "batch", "parallel",
                      "layers", "model", "loader", "sampler"],
-    "detokenizer": ["sequence"],
-    "logprobs": ["sequence"],
-    "request": ["model_config", "config", "sequence", "detokenizer", "logprobs"],
-    "llm": ["model_config", "config", "sequence", "scheduler", "parallel", "processes",
+    "detokenizer": ["sampling_params", "sequence"],
+    "logprobs": ["sampling_params", "sequence"],
+    "request": ["model_config", "config", "sampling_params", "sequence", "detokenizer", "logprobs"],
+    "llm": ["model_config", "config", "sampling_params", "sequence", "scheduler", "parallel", "processes",
             "model_runner", "request", "extras"],
 }
-PURE = ["rope_config", "model_config", "config", "sequence", "block_manager", "scheduler"]
+PURE = ["rope_config", "model_config", "config", "sampling_params", "sequence", "block_manager", "scheduler"]
 HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import
 OPTIONAL = {"huggingface_hub"}  # may be imported inside a function: needed for hub ids alone
 

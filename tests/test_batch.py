@@ -12,8 +12,9 @@ import torch
 
 from nanoserve.batch import HEADER, NUM_DECODES, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import SamplingParams, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 CPU = torch.device("cpu")
 MAX_LEN = 64

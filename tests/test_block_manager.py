@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.sequence import SamplingParams, Sequence
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import Sequence
 
 SIZE = 4
 
@@ -279,7 +280,8 @@ def test_keys_grow_with_the_sequence():
 @pytest.mark.parametrize("hash_seed", ["0", "12345"])
 def test_keys_are_the_same_in_every_process(hash_seed):
     code = ("import sys; from nanoserve.block_manager import BlockManager as B; "
-            "from nanoserve.sequence import SamplingParams, Sequence; "
+            "from nanoserve.sampling_params import SamplingParams; "
+            "from nanoserve.sequence import Sequence; "
             "seq = Sequence('s', list(range(1, 10)), SamplingParams()); "
             "print(*(key.hex() for key in B(8, 4).keys(seq))); assert 'torch' not in sys.modules")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoserve.detokenizer import Detokenizer
-from nanoserve.sequence import SamplingParams
+from nanoserve.sampling_params import SamplingParams
 
 no_clock = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 UNFINISHED = "\ufffd"

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import bench
-from nanoserve import EngineConfig, sequence
+from nanoserve import EngineConfig, sampling_params, sequence
 from nanoserve.model_config import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -93,7 +93,7 @@ def test_the_sampling_controls_are_all_there_with_their_defaults():
     listed = re.search(r"`SamplingParams`, with their defaults: (.*?`)\.", README, re.S)[1]
     assert re.sub(r"\s+", " ", listed) == ", ".join(
         f"`{f.name}={f.default if f.name == 'output_kind' else repr(f.default)}`"
-        for f in fields(sequence.SamplingParams))
+        for f in fields(sampling_params.SamplingParams))
 
 
 def test_the_bookkeeping_table_has_the_cases_that_the_command_measures():

@@ -16,7 +16,8 @@ from conftest import Reference
 
 from nanoserve import LLM
 from nanoserve.sampler import SamplingInputs, apply_filters, draw, sample, uniforms
-from nanoserve.sequence import SamplingParams, Sequence
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import Sequence
 
 MASK = 2 ** 64 - 1
 GOLDEN_RATIO = 0x9E3779B97F4A7C15

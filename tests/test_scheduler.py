@@ -11,8 +11,9 @@ import zlib
 import pytest
 
 from nanoserve.config import EngineConfig
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import SamplingParams, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 EOS, STOP = 5000, 5001
 

@@ -11,7 +11,8 @@ import re
 import numpy as np
 import pytest
 
-from nanoserve.sequence import RequestOutputKind, SamplingParams, Sequence
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sequence import Sequence
 
 DEFAULTS = dict(
     n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=1.0,

@@ -21,8 +21,9 @@ can hit each other's blocks. A cell of the table is what a request gets in that 
 import argparse
 
 from nanoserve.config import EngineConfig
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import SamplingParams, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 

@@ -41,7 +41,7 @@ from nanoserve.llm import LLM
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import pick_device
 from nanoserve.request import load_tokenizer
-from nanoserve.sequence import RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
