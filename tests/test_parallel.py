@@ -165,7 +165,7 @@ CASES = [("llama2", 2, False), ("llama2", 3, False), ("llama2", 4, False), ("lla
 @pytest.mark.parametrize(("name", "size", "expert_parallel"), CASES)
 def test_no_rank_holds_the_whole(folders, monkeypatch, name, size, expert_parallel):
     """Every matrix is shared, whole are only the norms, biases behind a sum, the router, and KV
-    heads where they are too few. While loading, one of the file's tensors is in memory at a time."""
+    heads where they are too few. While loading, one of the file's tensors is in memory."""
     folder, alive = folders[name], []
     config = ModelConfig.from_folder(folder, None)
     tensors = loader._tensors
