@@ -226,7 +226,7 @@ BAD_PROMPTS = [
     ([5, -1, 7], "token id -1.*vocabulary"), ({"prompt_token_ids": [3, 10 ** 12]}, "token id 1000"),
     (None, "NoneType"), (7, "int"), ([None], "no text: None"), ([1.5], "float"), ([True], "bool"),
     ([1, "a"], "list of token ids"), ({"prompt_token_ids": "abc"}, "list of token ids"),
-    ({"prompt": 7}, "7"), (iter(["a"]), "iterator"),
+    ({"prompt": 7}, "7"), pytest.param(iter(["a"]), "iterator", id="an iterator"),
 ]
 
 
