@@ -42,10 +42,10 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 # because there is little to compute. Prefill has 8: with 4, each thread would keep 128 numbers of
 # the output alone and spill. sm_80 stands for every older or smaller card too.
 LAUNCHES = {
-    ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2),
-    ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2),
+    ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
     ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
-    ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2),
+    ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
 # Decode programs that are worth having: four for each multiprocessor of an A100 and an H100.
 PROGRAMS = {"sm_80": 4 * 108, "sm_90": 4 * 132}
@@ -178,14 +178,15 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
 
     # Keys by position: [first, end) is seen by some query, [free, free_end) by every one, and all
     # but `end` are tile boundaries. With a prefix of 32, query i stands at position 32 + i.
-    start, stop = seq_len - query_len + first_query, seq_len - query_len + last_query
-    end = stop + 1
-    first, free, seen_from = 0, 0, 0
-    free_end = tl.maximum(start + 1, 0) // BLOCK_N * BLOCK_N
+    start, end = seq_len - query_len + first_query, seq_len - query_len + last_query + 1
+    first, seen_from, free, free_end = 0, 0, 0, 0
     if WINDOW > 0:
         seen_from = tl.maximum(start - WINDOW + 1, 0)
         first = seen_from // BLOCK_N * BLOCK_N
-        free = tl.cdiv(tl.maximum(stop - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
+    if not DECODE:  # a decode waits for memory, its masks are free: one loop, loads never pause
+        free_end = (start + 1) // BLOCK_N * BLOCK_N
+        if WINDOW > 0:
+            free = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
     if stats_ptr is not None:  # every split takes as many tiles, the last ones perhaps none
         share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2))
         share = tl.maximum(share, MIN_SPLIT) * BLOCK_N
@@ -199,22 +200,15 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
     k_ptr += kv_head * kv_stride_head
     v_ptr += kv_head * kv_stride_head
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-    # The window's edge, the middle where nothing needs a mask, the causal edge. A decode is memory's
-    # to wait for: its masks cost nothing, and one loop keeps loads in flight to the end.
-    for part in tl.static_range(0 if WINDOW > 0 and not DECODE else 1, 3):
-        if part == 0:
-            low, high = first, tl.minimum(free, end)
-        elif part == 1:
-            low, high = tl.maximum(first, free), tl.minimum(free_end, end)
-        else:
-            low, high = tl.maximum(first, tl.maximum(free, free_end)), end
-        if DECODE:
-            low = first
-        if part != 1 or not DECODE:
+    low = first
+    for part in tl.static_range(3):  # the window's edge, the middle without masks, the causal edge
+        high = tl.minimum(free if part == 0 else free_end, end) if part < 2 else end
+        if part == 2 or (not DECODE and (part == 1 or WINDOW > 0)):
             acc, highest, total = _attend(
                 acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_from, end,
                 positions, scale, kv_stride_block, kv_stride_slot, part != 1, HEAD_DIM, BLOCK_SIZE,
                 WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
+        low = tl.maximum(low, high)
 
     if stats_ptr is None:
         acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: padding, which is 0
@@ -259,16 +253,13 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
     scores that are replaced, but V is multiplied by a weight of 0, and 0 * inf is NaN.
     """
     dims = tl.arange(0, BLOCK_D)
+    block = _block_ids(table_ptr, low, seen_from, end, BLOCK_SIZE, BLOCK_N)
     for tile in range(low, high, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         readable = (keys >= seen_from) & (keys < end)
-        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
-            block = tl.load(table_ptr + tile // BLOCK_SIZE).to(tl.int64)
-            slots = block * stride_block + (keys % BLOCK_SIZE) * stride_slot
-        else:
-            block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=readable, other=0) if MASKED else (
-                tl.load(table_ptr + keys // BLOCK_SIZE))
-            slots = block.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_slot
+        slots = block.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_slot
+        # The table is read a tile ahead, for a load that waits for a load can't be started early.
+        block = _block_ids(table_ptr, tile + BLOCK_N, seen_from, end, BLOCK_SIZE, BLOCK_N)
         at = slots[:, None] + dims[None, :]  # (BLOCK_N, BLOCK_D)
         if MASKED:
             mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
@@ -297,6 +288,17 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         highest = new_highest
     return acc, highest, total
+
+
+@triton.jit
+def _block_ids(table_ptr, tile, seen_from, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of a tile's keys, one number where the tile lies in one block."""
+    keys = tile + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_ptr + tile // BLOCK_SIZE, mask=tile < end, other=0)
+    else:
+        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=(keys >= seen_from) & (keys < end),
+                       other=0)
 
 
 @triton.jit
