@@ -88,9 +88,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             sums = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
             stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
             launch("decode", num_decodes, splits, sums, stats)
-            _combine_kernel[q.shape[1], num_decodes](
-                sums, stats, out, *out.stride()[:2], HEAD_DIM=q.shape[2], NUM_SPLITS=splits,
-                BLOCK_D=triton.next_power_of_2(q.shape[2]), num_warps=4)
+            constants, options = _combine_launch(q.shape[2], splits)
+            _combine_kernel[q.shape[1], num_decodes](sums, stats, out, *out.stride()[:2],
+                                                     **constants, **options)
     if num_decodes < num_rows:
         block_q = _tiles("prefill", arch, q.dtype, group, q.shape[2])["BLOCK_M"] // group
         # At most one tile of a row is not full; the programs that this counts too many return.
@@ -133,10 +133,16 @@ def _attention_launch(phase: str, arch: str, dtype: torch.dtype, group: int, hea
     """The kernel's compile-time constants, and the compiler's options."""
     constants = _tiles(phase, arch, dtype, group, head_dim)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    options["enable_fp_fusion"] = True  # a multiplication and an addition may be one instruction
     constants |= dict(GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0,
                       SOFTCAP=softcap or 0.0, DECODE=phase == "decode",
                       MIN_SPLIT=triton.cdiv(MIN_SPLIT_KEYS, constants["BLOCK_N"]))
     return constants, options
+
+
+def _combine_launch(head_dim: int, splits: int) -> tuple[dict, dict]:
+    block_d = triton.next_power_of_2(head_dim)
+    return dict(HEAD_DIM=head_dim, NUM_SPLITS=splits, BLOCK_D=block_d), dict(num_warps=4)
 
 
 # Numbers and pointers that change from step to step are not specialised on: each new divisibility
@@ -333,22 +339,25 @@ class Variant:
 
 
 def variants(arch: str) -> list[Variant]:
-    """What `extras.kernel_report` compiles: every phase for the usual dtypes and head sizes."""
+    """What `extras.kernel_report` compiles: every phase for the usual dtypes and head sizes, with
+    blocks smaller than a tile and, once, with blocks that hold one."""
     found = []
-    ints = dict(tables_ptr="*i32", seq_lens_ptr="*i32", cu_seqlens_q_ptr="*i32")
-    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16), (64, 128)):
-        data = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
-        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), data) | ints | {"scale": "fp32"}
-        split = types | dict(out_ptr="*fp32", stats_ptr="*fp32")
-        for phase, block_size in itertools.product(("decode", "decode split", "prefill"), (16, 64)):
-            constants, options = _attention_launch(phase.split()[0], arch, dtype, 2, head_dim,
-                                                   block_size, None, None)
-            found.append(Variant(
-                f"{phase} {data[1:]} head {head_dim} block {block_size}", _attention_kernel,
-                *((split, constants) if "split" in phase else (types, constants | {"stats_ptr": None})),
-                options))
-        found.append(Variant(f"combine {data[1:]} head {head_dim}", _combine_kernel,
-                             dict(sums_ptr="*fp32", stats_ptr="*fp32", out_ptr=data),
-                             dict(HEAD_DIM=head_dim, NUM_SPLITS=8, BLOCK_D=head_dim),
-                             dict(num_warps=4)))
+    tables = dict.fromkeys(("tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"), "*i32")
+    for (dtype, data), head_dim in itertools.product(
+            ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16")), (64, 128)):
+        whole = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), data) | tables | {
+            "scale": "fp32"}
+        split = whole | {"out_ptr": "*fp32", "stats_ptr": "*fp32"}
+        about = f"{data[1:]} head {head_dim}"
+        for phase, block_size in (("decode", 16), ("decode split", 16), ("prefill", 16),
+                                  ("decode", 64), ("prefill", 64)):
+            if block_size == 16 or about == "bf16 head 128":
+                constants, options = _attention_launch(
+                    phase.split()[0], arch, dtype, 2, head_dim, block_size, None, None)
+                types, constants = (split, constants) if "split" in phase else (
+                    whole, constants | {"stats_ptr": None})
+                found.append(Variant(f"{phase} {about} block {block_size}", _attention_kernel,
+                                     types, constants, options))
+        found.append(Variant(f"combine {about}", _combine_kernel, split | {"sums_ptr": "*fp32",
+                             "out_ptr": data}, *_combine_launch(head_dim, 8)))
     return found

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -91,7 +90,7 @@ def compile_ahead(variant, arch: str):
 
 
 def cuobjdump(*args: str) -> str:
-    path = Path(kernels.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = kernels.triton.knobs.nvidia.cuobjdump.path
     return subprocess.run([path, *args], check=True, capture_output=True, text=True).stdout
 
 
@@ -103,4 +102,4 @@ def table(rows: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
