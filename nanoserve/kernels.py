@@ -3,29 +3,23 @@
 Paged attention (twin: `attention.paged_attention`, the specification) reads K and V where they lie,
 a tile of BLOCK_N keys at a time, and keeps a running softmax (FlashAttention; Dao et al. 2022):
 
-    one program: a row, one KV head, BLOCK_Q queries of the row's, times the GROUP heads that share
-    the KV head, folded into the BLOCK_M rows of one matrix product: K and V are read once a group
+    one program: BLOCK_Q queries of a row, and the GROUP query heads that share a KV head, folded
+    into the BLOCK_M rows of one matrix product, so that K and V are read once a group
 
-    query 35, heads 0 1 2 |        keys 0..15   16..31   32..47        block_table [7, 2, 9]
-    query 36, heads 0 1 2 |   x    block 7      block 2  block 9       K cache (num_blocks,
-    query 37, heads 0 1 2 |        free         free     masked          block_size, kv_heads, D)
-    padding to BLOCK_M    |        └────── tiles ──────┴─ causal edge, seq_len or window ─┘
+    query 35, heads 0 1 2 |        keys 0..15   16..31   32..37        block_table [7, 2, 9]
+    query 36, heads 0 1 2 |   x    block 7      block 2  block 9       k_cache (num_blocks,
+    query 37, heads 0 1 2 |        └─ no mask needed ─┘  masked        block_size, kv_heads, D)
+    padding to BLOCK_M
 
-Decode is the same with one query, so the source is one and the launches are two. Decoding reads
-each key once for a few flops: BLOCK_M is the group padded to 16, the least a tensor core takes.
-Prefill wants many flops a key: BLOCK_M 128 is two of Hopper's warpgroups of 64 rows (wgmma).
-
-Few rows with long contexts don't fill a GPU: their keys are split over programs whose results
-`_combine_kernel` joins (flash-decoding; Dao et al. 2023).
+Decode is the same with one query: one source, two launches. Few rows with long contexts don't fill
+a GPU: their keys are split over programs whose results `_combine_kernel` joins (flash-decoding).
 
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
 read from the device. So a CUDA graph of it stays true, and nothing is tuned or chosen at run time.
-Road not taken: a work list of prefill tiles made on the host. It would be copied every step; finding
-the row in `cu_seqlens_q` takes a program log2(rows) reads, microseconds, and needs nothing.
+Road not taken: a work list of prefill tiles made on the host, which would be one more copy a step;
+finding a tile's row in `cu_seqlens_q` takes log2(rows) reads, a microsecond, and needs nothing.
 """
 
-import itertools
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -36,21 +30,21 @@ from nanoserve.batch import Batch
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
-# How the attention is launched, for a KV head of at most 256 bytes (128 in fp16 and bf16); wider
-# ones get smaller tiles, see `_tiles`. BLOCK_N 64: two tiles of K and V on their way are enough bytes
-# to hide memory behind (64 KB), and three such programs fit on a multiprocessor. Decode has 4 warps
-# because there is little to compute. Prefill has 8: with 4, each thread would keep 128 numbers of
-# the output alone and spill. sm_80 stands for every older or smaller card too.
+# By architecture and phase, for heads of 256 bytes (128 in bf16) and less; see `_tiles`.
+# Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. Two tiles
+# of 64 keys on their way are 64 KB, in each of two (A100) or three (H100) programs side by side:
+# enough bytes in flight. By count, a tile's instructions take a third of the time its bytes do.
+# Prefill wants flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, the least wgmma takes;
+# with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 LAUNCHES = {
     ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
     ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
     ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
 }
-# Decode programs that are worth having: four for each multiprocessor of an A100 and an H100.
-PROGRAMS = {"sm_80": 4 * 108, "sm_90": 4 * 132}
+PROGRAMS = {"sm_80": 4 * 108, "sm_90": 4 * 132}  # worth starting: 4 a multiprocessor of A100, H100
 MAX_SPLITS = 32
-MIN_SPLIT_KEYS = 256  # fewer keys than these cost less to read than a split costs to join
+MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
@@ -59,49 +53,48 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     """`attention.paged_attention`, with the same arguments and meaning.
 
     q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
-    with equal strides. The last dimension is contiguous. fp16, bf16 or fp32; any head size (padded
-    to a power of two) and any block size (fastest when a multiple of BLOCK_N, and for other sizes
-    every key looks up its own block).
-
-    In a graph, batch.num_decodes is the bucket and rows of padding have seq_len 0: they yield 0.
+    both with the same strides; the last dimension contiguous. fp16, bf16, fp32. Any head size (a
+    power of two wastes nothing) and any block size (best a multiple of BLOCK_N; with other sizes
+    each key looks up its block). In a graph `num_decodes` is the bucket; rows of padding have
+    seq_len 0 and yield zeros.
     """
-    assert k_cache.stride() == v_cache.stride(), "K and V are read with the same strides"
-    arch, out = _arch(q.device), torch.empty_like(q)
+    assert k_cache.stride() == v_cache.stride(), "one set of strides serves K and V"
+    arch, out = table_line(q.device), torch.empty_like(q)
+    num_heads, head_dim = q.shape[1:]
     num_decodes, num_rows = batch.num_decodes, len(batch.seq_lens)
-    num_kv_heads, group = k_cache.shape[2], q.shape[1] // k_cache.shape[2]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
 
-    def launch(phase: str, programs: int, splits: int, out: torch.Tensor, stats) -> None:
-        constants, options = _attention_launch(phase, arch, q.dtype, group, q.shape[2],
-                                               k_cache.shape[1], window, softcap)
+    def launch(phase: str, programs: int, splits: int, out: torch.Tensor, stats=None) -> None:
         _attention_kernel[num_kv_heads, programs, splits](
             q, k_cache, v_cache, out, stats, batch.block_tables, batch.seq_lens,
             batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
             scale * LOG2E.value, *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[-3:-1],
-            out.stride(0), **constants, **options)
+            out.stride(0), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            WINDOW=window or 0, SOFTCAP=softcap or 0.0, DECODE=phase == "decode",
+            MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **_tiles(arch, phase, q.dtype, group, head_dim))
 
     if num_decodes > 0:
         splits = _num_splits(num_decodes, num_kv_heads, arch)
         if splits == 1:
-            launch("decode", num_decodes, 1, out, None)
-        else:  # each split's sum of weighted values, and its largest score and sum of weights
-            shape = (splits, num_decodes, q.shape[1])
-            sums = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
-            stats = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+            launch("decode", num_decodes, 1, out)
+        else:  # of each split its weighted sum, and its highest score and sum of weights
+            shape, as_ = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
+            sums, stats = torch.empty(*shape, head_dim, **as_), torch.empty(*shape, 2, **as_)
             launch("decode", num_decodes, splits, sums, stats)
-            constants, options = _combine_launch(q.shape[2], splits)
-            _combine_kernel[q.shape[1], num_decodes](sums, stats, out, *out.stride()[:2],
-                                                     **constants, **options)
+            _combine_kernel[num_heads, num_decodes](
+                sums, stats, out, *out.stride()[:2], HEAD_DIM=head_dim, NUM_SPLITS=splits,
+                BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, enable_fp_fusion=True)
     if num_decodes < num_rows:
-        block_q = _tiles("prefill", arch, q.dtype, group, q.shape[2])["BLOCK_M"] // group
+        block_q = _tiles(arch, "prefill", q.dtype, group, head_dim)["BLOCK_M"] // group
         # At most one tile of a row is not full; the programs that this counts too many return.
-        tiles = (len(q) - num_decodes) // block_q + num_rows - num_decodes
-        launch("prefill", tiles, 1, out, None)
+        launch("prefill", (len(q) - num_decodes) // block_q + num_rows - num_decodes, 1, out)
     return out
 
 
 @cache
-def _arch(device: torch.device) -> str:
-    """The line of the table. A CPU (the interpreter) takes the first."""
+def table_line(device: torch.device) -> str:
+    """The line of LAUNCHES for a GPU; older ones, and the interpreter on a CPU, take the first."""
     newer = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return "sm_90" if newer else "sm_80"
 
@@ -109,44 +102,24 @@ def _arch(device: torch.device) -> str:
 def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
     """Over how many programs a decode row's keys are spread: a power of two, from shapes alone.
 
-    Examples on sm_90 with 8 KV heads: 32 for one row, 8 for 8 rows, 2 for 32, none from 64 rows on.
-    Short rows use fewer of them.
+    On sm_90 with 8 KV heads: 32 for one row, 8 for 8, 2 for 32, and from 64 rows on they are not.
     """
     wanted = min(PROGRAMS[arch] // (num_rows * num_kv_heads), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
-def _tiles(phase: str, arch: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
-    """The table's entry for this head: a wide one (256, or fp32) halves what a tile holds."""
-    tiles = dict(LAUNCHES[arch, phase])
+@cache
+def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
+    """The table's entry. Wider heads, and fp32, get smaller tiles of about the same bytes."""
+    entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
     shrink = max(1, block_d * dtype.itemsize // 256)
-    tiles["BLOCK_N"] = max(16, tiles["BLOCK_N"] // shrink)
-    tiles["BLOCK_M"] = max(tiles["BLOCK_M"] // shrink, 16, triton.next_power_of_2(group))
-    return tiles | dict(BLOCK_D=block_d)
+    return entry | dict(BLOCK_D=block_d, BLOCK_N=max(16, entry["BLOCK_N"] // shrink), BLOCK_M=max(
+        16, entry["BLOCK_M"] // shrink, triton.next_power_of_2(group)), enable_fp_fusion=True)
 
 
-@cache
-def _attention_launch(phase: str, arch: str, dtype: torch.dtype, group: int, head_dim: int,
-                      block_size: int, window: int | None,
-                      softcap: float | None) -> tuple[dict, dict]:
-    """The kernel's compile-time constants, and the compiler's options."""
-    constants = _tiles(phase, arch, dtype, group, head_dim)
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    options["enable_fp_fusion"] = True  # a multiplication and an addition may be one instruction
-    constants |= dict(GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, WINDOW=window or 0,
-                      SOFTCAP=softcap or 0.0, DECODE=phase == "decode",
-                      MIN_SPLIT=triton.cdiv(MIN_SPLIT_KEYS, constants["BLOCK_N"]))
-    return constants, options
-
-
-def _combine_launch(head_dim: int, splits: int) -> tuple[dict, dict]:
-    block_d = triton.next_power_of_2(head_dim)
-    return dict(HEAD_DIM=head_dim, NUM_SPLITS=splits, BLOCK_D=block_d), dict(num_warps=4)
-
-
-# Numbers and pointers that change from step to step are not specialised on: each new divisibility
-# by 16 (of an address inside the packed batch, of a table's width) would compile another program.
+# Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
+# an address in the packed batch, would otherwise compile another program.
 @triton.jit(do_not_specialize=["num_decodes", "num_rows", "table_stride"],
             do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
 def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_lens_ptr,
@@ -155,15 +128,14 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
                       kv_stride_head, out_stride_token, out_stride_head, out_stride_split,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DECODE: tl.constexpr,
-                      MIN_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      MIN_SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       BLOCK_D: tl.constexpr):
-    """Grid: (KV heads, decode rows or prefill tiles, splits). KV heads are neighbours in memory and
-    run side by side. With `stats_ptr` the result is one split's, and is not divided yet."""
+    """Grid: (KV heads, decode rows or prefill tiles, splits); KV heads are neighbours in memory and
+    so run side by side. With `stats_ptr` the result is a split's, and not divided yet."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head, program, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
-        row, first_query, query_len = program, 0, 1
-        token = row
+        row, first_query, query_len, token = program, 0, 1, program
     else:  # a row's last tile has the most keys: the longest first
         row, first_query = _find_tile(cu_seqlens_q_ptr, tl.num_programs(1) - 1 - program,
                                       num_decodes, num_rows, BLOCK_Q)
@@ -171,20 +143,19 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
         query_len = tl.load(cu_seqlens_q_ptr + row + 1) - token
         if first_query >= query_len:
             return
-    seq_len = tl.load(seq_lens_ptr + row)
+    prefix = tl.load(seq_lens_ptr + row) - query_len  # the position of the row's first query
     last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
     # Row m of the product is query m // GROUP of the tile with head m % GROUP of the group.
-    m = tl.arange(0, BLOCK_M)
+    m, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     queries, heads = first_query + m // GROUP, kv_head * GROUP + m % GROUP
-    dims = tl.arange(0, BLOCK_D)
     in_tile = (queries <= last_query)[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = token.to(tl.int64) + queries  # 64 bits: a token times a stride may pass 2^31
     q = tl.load(q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * q_stride_head
                 + dims[None, :], mask=in_tile, other=0.0)  # (BLOCK_M, BLOCK_D)
 
-    # Keys by position: [first, end) is seen by some query, [free, free_end) by every one, and all
-    # but `end` are tile boundaries. With a prefix of 32, query i stands at position 32 + i.
-    start, end = seq_len - query_len + first_query, seq_len - query_len + last_query + 1
+    # Some query sees the keys at [first, end), every query those at [free, free_end). All but `end`
+    # are multiples of BLOCK_N. Queries 3 to 5 after a prefix of 32 see up to 36 to 38 keys.
+    start, end = prefix + first_query, prefix + last_query + 1
     first, seen_from, free, free_end = 0, 0, 0, 0
     if WINDOW > 0:
         seen_from = tl.maximum(start - WINDOW + 1, 0)
@@ -193,16 +164,14 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
         free_end = (start + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
             free = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
-    if stats_ptr is not None:  # every split takes as many tiles, the last ones perhaps none
-        share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2))
-        share = tl.maximum(share, MIN_SPLIT) * BLOCK_N
-        first += split * share
-        end = tl.minimum(end, first + share)
+    if stats_ptr is not None:  # all splits take as many tiles but the last, which may have none
+        share = tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), MIN_SPLIT_KEYS)
+        first += split * tl.cdiv(share, BLOCK_N) * BLOCK_N
+        end = tl.minimum(end, first + tl.cdiv(share, BLOCK_N) * BLOCK_N)
 
     highest = tl.full((BLOCK_M,), -1e30, tl.float32)  # not -inf: inf - inf is NaN
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    positions = seq_len - query_len + queries
     k_ptr += kv_head * kv_stride_head
     v_ptr += kv_head * kv_stride_head
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -212,17 +181,16 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
         if part == 2 or (not DECODE and (part == 1 or WINDOW > 0)):
             acc, highest, total = _attend(
                 acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_from, end,
-                positions, scale, kv_stride_block, kv_stride_slot, part != 1, HEAD_DIM, BLOCK_SIZE,
-                WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
+                prefix + queries, scale, kv_stride_block, kv_stride_slot, part != 1, HEAD_DIM,
+                BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
         low = tl.maximum(low, high)
 
     if stats_ptr is None:
-        acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: padding, which is 0
+        acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
     else:
         at = ((split * tl.num_programs(1) + row) * tl.num_programs(0) * GROUP + heads) * 2
         tl.store(stats_ptr + at, highest, mask=queries <= last_query)
         tl.store(stats_ptr + at + 1, total, mask=queries <= last_query)
-        in_tile = in_tile & (total > 0)[:, None]
     tl.store(out_ptr + split * out_stride_split + tokens[:, None] * out_stride_token
              + heads[:, None] * out_stride_head + dims[None, :],
              acc.to(out_ptr.dtype.element_ty), mask=in_tile)
@@ -232,18 +200,15 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
 def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.constexpr):
     """Which row a tile belongs to, and its first query there: (row, first_query).
 
-    Row r's tiles are numbered from cu_seqlens_q[r] // BLOCK_Q + r on, counted without the decodes.
-    That leaves at least as many numbers as it has tiles: with BLOCK_Q 4, rows of 3 and 6 queries
-    begin at tiles 0 and 3 // 4 + 1 = 1, and the next row at 9 // 4 + 2 = 4: tile 3 has no queries.
+    A row's tiles are numbered from (queries before it) // BLOCK_Q + (rows before it) on, decodes
+    not counted, which leaves enough numbers for the tiles of each. With BLOCK_Q 4, rows of 3 and 6
+    queries begin at 0 and 3 // 4 + 1 = 1, the next one at 9 // 4 + 2 = 4: tile 3 has no queries.
     """
     low, high = num_decodes, num_rows  # the row is in [low, high)
     while high - low > 1:
-        middle = (low + high) // 2
-        begin = (tl.load(cu_seqlens_q_ptr + middle) - num_decodes) // BLOCK_Q + middle - num_decodes
-        if begin <= tile:
-            low = middle
-        else:
-            high = middle
+        row = (low + high) // 2
+        begin = (tl.load(cu_seqlens_q_ptr + row) - num_decodes) // BLOCK_Q + row - num_decodes
+        low, high = tl.where(begin <= tile, row, low), tl.where(begin <= tile, high, row)
     begin = (tl.load(cu_seqlens_q_ptr + low) - num_decodes) // BLOCK_Q + low - num_decodes
     return low, (tile - begin) * BLOCK_Q
 
@@ -253,31 +218,26 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
             scale, stride_block, stride_slot, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
             BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Take the keys [low, high), which begin with a tile, into the running softmax.
+    """Take the keys at [low, high) into the running softmax; `low` is a multiple of BLOCK_N.
 
-    Nothing outside [seen_from, end) is read, neither keys nor table entries: K would only spoil
-    scores that are replaced, but V is multiplied by a weight of 0, and 0 * inf is NaN.
+    Nothing outside [seen_from, end) is read. Bad K would only spoil scores that are replaced, but
+    V is multiplied by a weight of 0, and 0 * inf is NaN.
     """
     dims = tl.arange(0, BLOCK_D)
     block = _block_ids(table_ptr, low, seen_from, end, BLOCK_SIZE, BLOCK_N)
     for tile in range(low, high, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
-        readable = (keys >= seen_from) & (keys < end)
         slots = block.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_slot
-        # The table is read a tile ahead, for a load that waits for a load can't be started early.
+        # The table is read a tile ahead: loads that wait for a load can't be started early.
         block = _block_ids(table_ptr, tile + BLOCK_N, seen_from, end, BLOCK_SIZE, BLOCK_N)
-        at = slots[:, None] + dims[None, :]  # (BLOCK_N, BLOCK_D)
+        mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
-            mask = readable[:, None] & (dims < HEAD_DIM)[None, :]
-            k, v = tl.load(k_ptr + at, mask=mask, other=0.0), tl.load(v_ptr + at, mask=mask,
-                                                                      other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            mask = (dims < HEAD_DIM)[None, :]
-            k, v = tl.load(k_ptr + at, mask=mask, other=0.0), tl.load(v_ptr + at, mask=mask,
-                                                                      other=0.0)
-        else:
-            k, v = tl.load(k_ptr + at), tl.load(v_ptr + at)
-        # Scores in units of log2, but for the factor, which joins the subtraction in one instruction.
+            readable = (keys >= seen_from) & (keys < end)
+            mask = mask & readable[:, None]
+        at = slots[:, None] + dims[None, :]  # (BLOCK_N, BLOCK_D)
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        # Scores in units of log2, but for a factor that joins the subtraction in one instruction.
         scores, factor = tl.dot(q, tl.trans(k), input_precision="ieee"), scale
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities
             scores = SOFTCAP * LOG2E * (1 - 2 / (1 + tl.exp2(scores * (2 * scale / SOFTCAP))))
@@ -298,7 +258,7 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
 
 @triton.jit
 def _block_ids(table_ptr, tile, seen_from, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of a tile's keys, one number where the tile lies in one block."""
+    """The blocks of a tile's keys: one number where the tile lies in one block."""
     keys = tile + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + tile // BLOCK_SIZE, mask=tile < end, other=0)
@@ -310,54 +270,19 @@ def _block_ids(table_ptr, tile, seen_from, end, BLOCK_SIZE: tl.constexpr, BLOCK_
 @triton.jit
 def _combine_kernel(sums_ptr, stats_ptr, out_ptr, out_stride_token, out_stride_head,
                     HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Join the splits of one head of one row. Grid: (heads, rows). Splits without keys wrote no sum.
+    """Join the splits of one head of a row. Grid: (heads, rows).
 
-    sums: (splits, rows, heads, head_dim); stats: (splits, rows, heads, 2).
+    sums: (splits, rows, heads, head_dim); stats: (splits, rows, heads, 2). A split without keys has
+    sum 0, total 0 and a highest score of -1e30.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, BLOCK_D)
     at = (splits * tl.num_programs(1) + row) * tl.num_programs(0) + head
     highest, total = tl.load(stats_ptr + 2 * at), tl.load(stats_ptr + 2 * at + 1)
     weights = tl.exp2(highest - tl.max(highest, 0))  # (NUM_SPLITS,)
-    mask = (total > 0)[:, None] & (dims < HEAD_DIM)[None, :]
-    sums = tl.load(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    sums = tl.load(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+                   mask=(dims < HEAD_DIM)[None, :], other=0.0)
     total = tl.sum(total * weights, 0)
     out = tl.sum(sums * weights[:, None], 0) / tl.where(total == 0, 1, total)
     tl.store(out_ptr + row.to(tl.int64) * out_stride_token + head * out_stride_head + dims,
              out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A kernel as one launch compiles it, so that it can be compiled where there is no GPU."""
-
-    name: str
-    kernel: triton.JITFunction
-    types: dict[str, str]  # of pointers and floats; every other argument is an i32
-    constants: dict[str, object]
-    options: dict[str, int]
-
-
-def variants(arch: str) -> list[Variant]:
-    """What `extras.kernel_report` compiles: every phase for the usual dtypes and head sizes, with
-    blocks smaller than a tile and, once, with blocks that hold one."""
-    found = []
-    tables = dict.fromkeys(("tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"), "*i32")
-    for (dtype, data), head_dim in itertools.product(
-            ((torch.bfloat16, "*bf16"), (torch.float16, "*fp16")), (64, 128)):
-        whole = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), data) | tables | {
-            "scale": "fp32"}
-        split = whole | {"out_ptr": "*fp32", "stats_ptr": "*fp32"}
-        about = f"{data[1:]} head {head_dim}"
-        for phase, block_size in (("decode", 16), ("decode split", 16), ("prefill", 16),
-                                  ("decode", 64), ("prefill", 64)):
-            if block_size == 16 or about == "bf16 head 128":
-                constants, options = _attention_launch(
-                    phase.split()[0], arch, dtype, 2, head_dim, block_size, None, None)
-                types, constants = (split, constants) if "split" in phase else (
-                    whole, constants | {"stats_ptr": None})
-                found.append(Variant(f"{phase} {about} block {block_size}", _attention_kernel,
-                                     types, constants, options))
-        found.append(Variant(f"combine {about}", _combine_kernel, split | {"sums_ptr": "*fp32",
-                             "out_ptr": data}, *_combine_launch(head_dim, 8)))
-    return found

@@ -101,7 +101,8 @@ def test_the_core_runs_without_extras(tmp_path, qwen3):
     """Extras are optional by construction: delete them, and everything else still works."""
     shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
         "extras", "assets", "__pycache__"))
-    names = "; ".join(f"import nanoserve.{path.stem}" for path in modules())
+    names = "; ".join(f"import nanoserve.{path.stem}" for path in modules()
+                      if path.stem != "kernels")  # which needs triton, and is imported for GPUs
     code = (f"{names}; from nanoserve import LLM, SamplingParams; "
             f"out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4)); "
             "assert len(out[0].outputs[0].token_ids) == 4; "

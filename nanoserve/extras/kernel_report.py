@@ -3,15 +3,15 @@
     python -m nanoserve.extras.kernel_report
     python -m nanoserve.extras.kernel_report --arch sm_90 --only prefill --json report.json
 
-Triton's wheel carries the assembler and the disassembler, so nothing here needs a driver. What a
-GPU would find out at its first launch, or only as a disappointing speed, is read from the program:
+The engine's own functions are called, on small tensors on the CPU, under a driver that says "I am
+an H100" and compiles each launch but does not start it. So what is read here is what a GPU would
+run, and a new kernel needs one more line in `cases`. Triton's wheel carries the assembler and the
+disassembler. What a GPU would find out at its first launch, or only as a disappointing speed:
 
     regs, stack   registers a thread; a stack means that they did not suffice (spills)
     shared        bytes of shared memory; too many are no compile error, the launch fails
-    wgmma, mma    instructions on Hopper's warpgroups and on older tensor cores
+    wgmma, mma    instructions for Hopper's warpgroups and for older tensor cores
     wide, narrow  loads of 128 bits from global memory, and of fewer (lengths, table entries)
-
-The list is `kernels.variants(arch)`; a module of more kernels is one more entry of MODULES.
 """
 
 import argparse
@@ -20,73 +20,105 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from nanoserve import kernels
 
-MODULES = [kernels]
-# The most shared memory one program can have, and the warps' width, by architecture.
-SHARED_LIMITS = {"sm_80": 166_912, "sm_90": 232_448}
+ARCHS = ("sm_80", "sm_90")
 # What the table counts, as the disassembler spells it.
 INSTRUCTIONS = {
     "wgmma": r"\bHGMMA\.", "mma": r"\bHMMA\.",
     "wide": r"\b(LDGSTS|LDG)\.\S*\b128\b", "narrow": r"\b(LDGSTS|LDG)\.(?!\S*\b128\b)",
     "total": r"^\s+/\*[0-9a-f]{4,}\*/",
 }
-COLUMNS = ("arch", "name", "warps", "stages", "regs", "stack", "shared", *INSTRUCTIONS)
+COLUMNS = ("arch", "kernel", "case", "warps", "regs", "stack", "shared", *INSTRUCTIONS)
+
+
+def cases() -> dict[str, Callable]:
+    """What is compiled: calls by name. One of them may launch several kernels."""
+    found = {}
+    for dtype, head_dim, block_size in ((torch.bfloat16, 64, 16), (torch.bfloat16, 128, 16),
+                                        (torch.bfloat16, 128, 64), (torch.float16, 64, 16),
+                                        (torch.float16, 128, 16)):
+        about = f"{str(dtype).removeprefix('torch.')} head {head_dim} block {block_size}"
+        shape = (dtype, head_dim, block_size)
+        # Splits are for few rows; 300 fill the GPU without.
+        found[f"decode {about}"] = lambda shape=shape: attend(*shape, num_decodes=300)
+        found[f"split {about}"] = lambda shape=shape: attend(*shape, num_decodes=8)
+        found[f"prefill {about}"] = lambda shape=shape: attend(*shape, num_chunks=1)
+    return found
+
+
+def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
+           num_chunks: int = 0, width: int = 1, offset: int = 0) -> None:
+    """4 query heads on 2 KV heads. The batch's integers lie at `offset` in memory."""
+    def ints(n: int) -> torch.Tensor:
+        return torch.zeros(offset + n, dtype=torch.int32)[offset:]
+
+    num_rows, cache = num_decodes + num_chunks, torch.zeros(1, block_size, 2, head_dim, dtype=dtype)
+    batch = SimpleNamespace(
+        num_decodes=num_decodes, seq_lens=ints(num_rows), cu_seqlens_q=ints(num_rows + 1),
+        block_tables=ints(num_rows * width).view(num_rows, width))
+    q = torch.zeros(num_decodes + 9 * num_chunks, 4, head_dim, dtype=dtype)
+    kernels.paged_attention(q, cache, cache, batch, scale=0.1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", action="append", choices=sorted(SHARED_LIMITS))
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--arch", action="append", choices=ARCHS)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
     args = parser.parse_args()
-    rows = report(args.arch or sorted(SHARED_LIMITS), args.only)
+    rows = [row for arch in args.arch or ARCHS for row in report(arch, args.only)]
     print(table(rows))
     if args.json:
         Path(args.json).write_text(json.dumps(rows))
 
 
-def report(archs: list[str], only: str = "") -> list[dict]:
-    """One row for each architecture and variant, with the numbers of COLUMNS."""
+def report(arch: str, only: str = "") -> list[dict]:
+    """One row for each launch of each case, with the numbers of COLUMNS."""
+    return [dict(arch=arch, case=name) | measure(program)
+            for name, call in cases().items() if only in name for program in compiled(arch, call)]
+
+
+def compiled(arch: str, call: Callable) -> list:
+    """The programs that `call` would launch on `arch`, in order."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("TRITON_INTERPRET=1 leaves nothing to compile: unset it")
-    return [{"arch": arch, "name": variant.name} | measure(variant, arch)
-            for arch in archs for module in MODULES for variant in module.variants(arch)
-            if only in variant.name]
+    triton, programs = kernels.triton, []
+    target = triton.backends.compiler.GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    triton.runtime.driver.set_active(SimpleNamespace(
+        get_current_device=lambda: arch, get_current_stream=lambda device: 0,
+        get_current_target=lambda: target))
+    run, line = triton.JITFunction.run, kernels.table_line
+
+    def compile_only(self, *args, grid, warmup, **constants):
+        programs.append(run(self, *args, grid=grid, warmup=True, **constants))
+
+    triton.JITFunction.run, kernels.table_line = compile_only, lambda device: arch
+    try:
+        call()
+    finally:
+        triton.JITFunction.run, kernels.table_line = run, line
+    return programs
 
 
-def measure(variant, arch: str) -> dict:
-    """Compile one variant and count what is in it."""
-    compiled = compile_ahead(variant, arch)
+def measure(program) -> dict:
+    """Count what is in a compiled program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
+        Path(file.name).write_bytes(program.asm["cubin"])
         usage, code = cuobjdump("-res-usage", file.name), cuobjdump("-sass", file.name)
     lines = code.splitlines()
     counts = {name: sum(bool(re.search(pattern, line)) for line in lines)
               for name, pattern in INSTRUCTIONS.items()}
-    return dict(warps=compiled.metadata.num_warps, stages=compiled.metadata.num_stages,
+    return dict(kernel=program.metadata.name, warps=program.metadata.num_warps,
                 regs=int(re.search(r"REG:(\d+)", usage)[1]),
                 stack=int(re.search(r"STACK:(\d+)", usage)[1]),
-                shared=compiled.metadata.shared) | counts
-
-
-def compile_ahead(variant, arch: str):
-    """The program that a launch would compile, if all addresses and strides that Triton specialises
-    on are multiples of 16, as they are in the engine: without that, it is another program."""
-    triton = kernels.triton
-    signature, attributes = {}, {}
-    for i, param in enumerate(variant.kernel.params):
-        constant = param.is_constexpr or param.name in variant.constants
-        kind = signature[param.name] = "constexpr" if constant else (
-            variant.types.get(param.name, "i32"))
-        aligned = not param.do_not_specialize and not param.do_not_specialize_on_alignment
-        if aligned and (kind == "i32" or kind.startswith("*")):
-            attributes[i,] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(variant.kernel, signature, variant.constants, attributes)
-    target = triton.backends.compiler.GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options=variant.options)
+                shared=program.metadata.shared) | counts
 
 
 def cuobjdump(*args: str) -> str:
@@ -97,8 +129,9 @@ def cuobjdump(*args: str) -> str:
 def table(rows: list[dict]) -> str:
     cells = [COLUMNS, *([str(row[column]) for column in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join(cell.ljust(width) if i < 2 else cell.rjust(width) for i, (
-        cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells)
+    return "\n".join("  ".join(
+        cell.ljust(width) if i < 3 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells)
 
 
 if __name__ == "__main__":
