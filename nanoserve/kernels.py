@@ -79,8 +79,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         if splits == 1:
             launch("decode", num_decodes, 1, out)
         else:  # of each split its weighted sum, and its highest score and sum of weights
-            shape, as_ = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
-            sums, stats = torch.empty(*shape, head_dim, **as_), torch.empty(*shape, 2, **as_)
+            shape, on = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
+            sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
             launch("decode", num_decodes, splits, sums, stats)
             _combine_kernel[num_heads, num_decodes](
                 sums, stats, out, *out.stride()[:2], HEAD_DIM=head_dim, NUM_SPLITS=splits,
@@ -110,10 +110,11 @@ def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
 
 @cache
 def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
-    """The table's entry. Wider heads, and fp32, get smaller tiles of about the same bytes."""
+    """The table's entry. Wider heads get smaller tiles of the same bytes; fp32, which has no tensor
+    cores and is for comparisons, gets them smaller again, or it would spill."""
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
-    shrink = max(1, block_d * dtype.itemsize // 256)
+    shrink = max(1, block_d * dtype.itemsize ** 2 // 512)
     return entry | dict(BLOCK_D=block_d, BLOCK_N=max(16, entry["BLOCK_N"] // shrink), BLOCK_M=max(
         16, entry["BLOCK_M"] // shrink, triton.next_power_of_2(group)), enable_fp_fusion=True)
 
@@ -220,16 +221,16 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Take the keys at [low, high) into the running softmax; `low` is a multiple of BLOCK_N.
 
-    Nothing outside [seen_from, end) is read. Bad K would only spoil scores that are replaced, but
+    Nothing outside [seen_from, end) is read of K and V. Bad K would only spoil scores that are replaced, but
     V is multiplied by a weight of 0, and 0 * inf is NaN.
     """
     dims = tl.arange(0, BLOCK_D)
-    block = _block_ids(table_ptr, low, seen_from, end, BLOCK_SIZE, BLOCK_N)
+    block = _block_ids(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
     for tile in range(low, high, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         slots = block.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_slot
         # The table is read a tile ahead: loads that wait for a load can't be started early.
-        block = _block_ids(table_ptr, tile + BLOCK_N, seen_from, end, BLOCK_SIZE, BLOCK_N)
+        block = _block_ids(table_ptr, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         mask = (dims < HEAD_DIM)[None, :]
         if MASKED:
             readable = (keys >= seen_from) & (keys < end)
@@ -257,14 +258,14 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
 
 
 @triton.jit
-def _block_ids(table_ptr, tile, seen_from, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The blocks of a tile's keys: one number where the tile lies in one block."""
-    keys = tile + tl.arange(0, BLOCK_N)
+def _block_ids(table_ptr, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of a tile's keys: one number where the tile lies in one block. The table is not
+    read past the row's own entries."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + tile // BLOCK_SIZE, mask=tile < end, other=0)
     else:
-        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=(keys >= seen_from) & (keys < end),
-                       other=0)
+        keys = tile + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
 
 @triton.jit

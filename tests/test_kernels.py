@@ -97,6 +97,16 @@ def cut_tables(rng, seq_lens, block_size, spare=1):
     return [[blocks.pop() for _ in range(n)] for n in needed], 1 + sum(needed)
 
 
+def cut(rng, query_lens, seq_lens, block_size):
+    tables, num_blocks = cut_tables(rng, seq_lens, block_size)
+    return tables, query_lens, seq_lens, num_blocks
+
+
+def to_device(batch) -> None:
+    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
+        setattr(batch, name, getattr(batch, name).to(DEVICE))
+
+
 def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads, head_dim,
                         block_size, dtype=torch.float32, window=None, softcap=None, seed=0, **how):
     # The cache is the middle of a larger one, and padding of the tables points behind its end.
@@ -109,8 +119,7 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
     expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, scale, window, softcap)
     for row, seq_len in enumerate(seq_lens):
         batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
-    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
-        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    to_device(batch)
     got = attend(q, k_cache, v_cache, batch, scale, window, softcap, **how).cpu()
     assert got.dtype == dtype
     assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -136,14 +145,9 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
         query_lens = [1] * rng.randrange(1, 4) + [rng.randrange(2, 50), rng.randrange(2, 200)]
         seq_lens = [n + rng.choice((0, 1, rng.randrange(40, 260))) for n in query_lens]
         assert_equals_twins(
-            attend, *cut_tables_first(rng, query_lens, seq_lens, block_size), heads, head_dim,
-            block_size, dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
+            attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
+            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
             window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)))
-
-
-def cut_tables_first(rng, query_lens, seq_lens, block_size):
-    tables, num_blocks = cut_tables(rng, seq_lens, block_size)
-    return tables, query_lens, seq_lens, num_blocks
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -159,31 +163,30 @@ def test_decodes_on_both_sides_of_every_boundary(attend, seq_len, splits):
 def test_windows_of_decodes_and_chunks(attend, window):
     rng, query_lens, seq_lens = random.Random(window), [1, 1, 70, 90], [200, 64, 70, 290]
     for splits in (1, 2):
-        assert_equals_twins(attend, *cut_tables_first(rng, query_lens, seq_lens, 16), (4, 2), 32,
+        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), (4, 2), 32,
                             16, window=window, splits=splits)
 
 
 def test_blocks_that_a_window_has_left_behind_are_not_read(attend):
-    """Their entries in the table may be anything: here, a block full of poison behind the cache."""
-    rng, query_lens, seq_lens = random.Random(0), [1, 40], [300, 290]
+    """Their entries in the table may be anything: here, a block full of poison."""
+    rng, query_lens, seq_lens, window = random.Random(0), [1, 39], [300, 290], 44
     tables, num_blocks = cut_tables(rng, seq_lens, 16, spare=0)
     caches = poisoned_cache(num_blocks + 1, 16, 1, 32, tables, seq_lens)
-    q = torch.randn(41, 2, 32, device=DEVICE)
+    q = torch.randn(40, 2, 32, device=DEVICE)
     batch = make_batch(tables, query_lens, seq_lens)
-    expected = twin(q.cpu(), *caches, batch, 0.2, 50)
-    batch.block_tables[0, :250 // 16] = num_blocks  # its only query sees positions 250 to 299
-    batch.block_tables[1, :201 // 16] = num_blocks  # its first query stands at 250, sees 201
-    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
-        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    expected = twin(q.cpu(), *caches, batch, 0.2, window)
+    batch.block_tables[0, :16] = num_blocks  # its query sees 256 to 299: from block 16 on
+    batch.block_tables[1, :13] = num_blocks  # its first query stands at 251, sees from 208 on
+    to_device(batch)
     for splits in (1, 2):
-        got = attend(q, *(c.to(DEVICE) for c in caches), batch, 0.2, 50, splits=splits)
+        got = attend(q, *(c.to(DEVICE) for c in caches), batch, 0.2, window, splits=splits)
         assert_close(got.cpu(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 24, 128])
 def test_any_block_size_is_right(attend, block_size):
     rng, query_lens, seq_lens = random.Random(block_size), [1, 1, 37], [1, 150, 100]
-    assert_equals_twins(attend, *cut_tables_first(rng, query_lens, seq_lens, block_size), (4, 2),
+    assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, block_size), (4, 2),
                         48, block_size, splits=2)
 
 
@@ -191,7 +194,7 @@ def test_any_block_size_is_right(attend, block_size):
 def test_wide_heads_large_groups_and_odd_sizes(attend, heads, head_dim):
     rng, query_lens, seq_lens = random.Random(head_dim), [1, 1, 60], [33, 150, 100]
     for dtype in TOLERANCE:
-        assert_equals_twins(attend, *cut_tables_first(rng, query_lens, seq_lens, 16), heads,
+        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads,
                             head_dim, 16, dtype, splits=2)
 
 
@@ -206,7 +209,7 @@ def test_many_short_rows_find_their_tiles(attend):
     """Tiles are numbered so that rows can be searched; some numbers belong to no tile."""
     rng = random.Random(3)
     query_lens = [1, 1] + [rng.choice((2, 3, 15, 16, 17, 31, 32, 33, 64)) for _ in range(13)]
-    assert_equals_twins(attend, *cut_tables_first(rng, query_lens, query_lens, 16), (8, 1), 32, 16)
+    assert_equals_twins(attend, *cut(rng, query_lens, query_lens, 16), (8, 1), 32, 16)
 
 
 def test_large_scores_do_not_overflow(attend):
@@ -216,8 +219,7 @@ def test_large_scores_do_not_overflow(attend):
     q = 1e4 * torch.randn(151, 1, 32, device=DEVICE)
     batch = make_batch(tables, [1, 150], [150, 150])
     expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, 1.0)
-    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
-        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    to_device(batch)
     for splits in (1, 2):
         got = attend(q, k_cache, v_cache, batch, 1.0, splits=splits)
         assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
@@ -230,8 +232,7 @@ def test_queries_may_be_a_slice_of_a_wider_product(attend):
     wide = POISON[torch.zeros(34, 8, 32, dtype=torch.int64)].to(DEVICE)
     wide[:, :4] = torch.randn(34, 4, 32, device=DEVICE)
     batch = make_batch(tables, [1, 33], [90, 33])
-    for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
-        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    to_device(batch)
     for splits in (1, 2):
         got = attend(wide[:, :4], *caches, batch, 0.2, splits=splits)
         assert_close(got, attend(wide[:, :4].contiguous(), *caches, batch, 0.2, splits=splits))
@@ -251,9 +252,7 @@ def test_rows_of_padding_yield_zeros_and_disturb_nobody(attend, splits):
     small = make_batch(tables, [1] * 3, seq_lens)
     q = torch.full((8, 4, 32), torch.nan, device=DEVICE)
     q[:3] = torch.randn(3, 4, 32, device=DEVICE)
-    for batch in (padded, small):
-        for name in ("block_tables", "seq_lens", "cu_seqlens_q"):
-            setattr(batch, name, getattr(batch, name).to(DEVICE))
+    to_device(padded), to_device(small)
     got = attend(q, *caches, padded, 0.2, splits=splits)
     assert torch.equal(got[3:], torch.zeros(5, 4, 32, device=DEVICE))
     assert_close(got[:3], attend(q[:3], *caches, small, 0.2, splits=splits), rtol=0, atol=0)
