@@ -32,8 +32,8 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 i
 
 # By architecture and phase, for heads of 256 bytes (128 in bf16) and less; see `_tiles`.
 # Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. Two tiles
-# of 64 keys on their way are 64 KB, in each of two (A100) or three (H100) programs side by side:
-# enough bytes in flight. By count, a tile's instructions take a third of the time its bytes do.
+# of 64 keys on their way are 64 KB, in each of two (A100) or three (H100) programs side by side,
+# and counting instructions, computing a tile takes a third of the time that reading it does.
 # Prefill wants flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, the least wgmma takes;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 LAUNCHES = {
@@ -221,8 +221,8 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Take the keys at [low, high) into the running softmax; `low` is a multiple of BLOCK_N.
 
-    Nothing outside [seen_from, end) is read of K and V. Bad K would only spoil scores that are replaced, but
-    V is multiplied by a weight of 0, and 0 * inf is NaN.
+    Nothing of K and V outside [seen_from, end) is read. Bad K would only spoil scores that are
+    replaced, but V is multiplied by a weight of 0, and 0 * inf is NaN.
     """
     dims = tl.arange(0, BLOCK_D)
     block = _block_ids(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)

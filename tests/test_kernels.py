@@ -1,4 +1,4 @@
-"""The Triton kernels against their plain torch twins, in Triton's interpreter where there is no GPU.
+"""The Triton kernels against their plain torch twins; in the interpreter where there is no GPU.
 
 Every launch is surrounded by poison: slots of the cache that no row may read, entries of the tables
 behind a sequence's blocks, rows of padding, the outputs and scratch before they are written. The
@@ -7,6 +7,7 @@ second oracle is a softmax in float64 that knows nothing of blocks but where a p
 The interpreter is exact about fp32 and fp16 alone: bf16 arithmetic is silently wrong there.
 """
 
+import mmap
 import random
 
 import pytest
@@ -18,7 +19,7 @@ from nanoserve.attention import paged_attention as twin
 
 pytest.importorskip("triton")
 
-from nanoserve import kernels  # noqa: E402
+from nanoserve import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GUARD = 64  # numbers on either side of an output that must stay as they were
@@ -225,8 +226,21 @@ def test_large_scores_do_not_overflow(attend):
         assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a cache that is mostly not there")
+def test_a_cache_of_more_than_2_31_numbers(attend):
+    """Block 2,100,000 of 1,024 numbers begins behind what 32 bits can say. 4 GB are reserved here,
+    of which two blocks are ever touched."""
+    memory = mmap.mmap(-1, 2_100_001 * 2048, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    cache = torch.frombuffer(memory, dtype=torch.float16).view(-1, 16, 1, 64)
+    cache[[7, 2_100_000]] = torch.randn(2, 16, 1, 64).half()
+    q = torch.randn(10, 2, 64).half()
+    batch = make_batch([[2_100_000, 7], [7, 2_100_000]], [1, 9], [20, 30])
+    expected = twin(q, cache, cache, batch, 0.2)
+    assert_close(attend(q, cache, cache, batch, 0.2), expected, rtol=4e-3, atol=4e-3)
+
+
 def test_queries_may_be_a_slice_of_a_wider_product(attend):
-    """q, k and v come out of one matrix product: q's rows are then further apart than it is wide."""
+    """q, k and v come out of one matrix product: rows of q are further apart than q is wide."""
     tables, num_blocks = cut_tables(random.Random(0), [90, 33], 16)
     caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [90, 33])]
     wide = POISON[torch.zeros(34, 8, 32, dtype=torch.int64)].to(DEVICE)

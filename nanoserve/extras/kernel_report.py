@@ -50,11 +50,14 @@ def cases() -> dict[str, Callable]:
         found[f"decode {about}"] = lambda shape=shape: attend(*shape, num_decodes=300)
         found[f"split {about}"] = lambda shape=shape: attend(*shape, num_decodes=8)
         found[f"prefill {about}"] = lambda shape=shape: attend(*shape, num_chunks=1)
+    # Gemma's, which have one loop more, and much more to compute.
+    found["prefill window softcap"] = lambda: attend(torch.bfloat16, 128, 16, num_chunks=1,
+                                                     window=4096, softcap=50.0)
     return found
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
-           num_chunks: int = 0, width: int = 1, offset: int = 0) -> None:
+           num_chunks: int = 0, width: int = 1, offset: int = 0, **options) -> None:
     """4 query heads on 2 KV heads. The batch's integers lie at `offset` in memory."""
     def ints(n: int) -> torch.Tensor:
         return torch.zeros(offset + n, dtype=torch.int32)[offset:]
@@ -64,7 +67,7 @@ def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int 
         num_decodes=num_decodes, seq_lens=ints(num_rows), cu_seqlens_q=ints(num_rows + 1),
         block_tables=ints(num_rows * width).view(num_rows, width))
     q = torch.zeros(num_decodes + 9 * num_chunks, 4, head_dim, dtype=dtype)
-    kernels.paged_attention(q, cache, cache, batch, scale=0.1)
+    kernels.paged_attention(q, cache, cache, batch, scale=0.1, **options)
 
 
 def main() -> None:
