@@ -30,7 +30,7 @@ from nanoserve.batch import Batch
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
-# By architecture and phase, for heads of 256 bytes (128 in bf16) and less; see `_tiles`.
+# By architecture and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.
 # Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. Two tiles
 # of 64 keys on their way are 64 KB, in each of two (A100) or three (H100) programs side by side,
 # and counting instructions, computing a tile takes a third of the time that reading it does.
@@ -110,13 +110,14 @@ def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
 
 @cache
 def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
-    """The table's entry. Wider heads get smaller tiles of the same bytes; fp32, which has no tensor
-    cores and is for comparisons, gets them smaller again, or it would spill."""
+    """The table's entry, for this head: a tile of keys keeps its bytes, within 16 to 64 keys. fp32,
+    which has no tensor cores and is for comparisons, gets half of that, or it would spill."""
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
-    shrink = max(1, block_d * dtype.itemsize ** 2 // 512)
-    return entry | dict(BLOCK_D=block_d, BLOCK_N=max(16, entry["BLOCK_N"] // shrink), BLOCK_M=max(
-        16, entry["BLOCK_M"] // shrink, triton.next_power_of_2(group)), enable_fp_fusion=True)
+    size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
+    block_m = max(16, entry["BLOCK_M"] * 512 // max(size, 512), triton.next_power_of_2(group))
+    block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size))
+    return entry | dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, enable_fp_fusion=True)
 
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
