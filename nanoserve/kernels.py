@@ -111,7 +111,7 @@ def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
 @cache
 def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
     """The table's entry, for this head: a tile of keys keeps its bytes, within 16 to 64 keys. fp32,
-    which has no tensor cores and is for comparisons, gets half of that, or it would spill."""
+    which has no tensor cores and is for comparisons, gets half of that, or spills a lot."""
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
     size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
