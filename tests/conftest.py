@@ -5,11 +5,16 @@ session, in a temporary folder; nothing is downloaded.
 """
 
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # kernels run in Triton's interpreter; transformers imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
