@@ -245,8 +245,9 @@ def _combine_kernel(pairs, weights, ids, out, size, first_expert, last_expert,
     total = tl.zeros((BLOCK,), tl.float32)
     for pair in range(token * PAIRS_PER_ROW, (token + 1) * PAIRS_PER_ROW):
         expert = tl.load(ids + pair)
-        here = (expert >= first_expert) & (expert <= last_expert)  # or the row was never written
-        value = tl.load(pairs + pair * size + i, here & (i < size), 0).to(tl.float32)
+        here = (expert >= first_expert) & (expert <= last_expert)
+        written = tl.where(here, size, 0)  # another rank's pair is a row that nobody wrote
+        value = tl.load(pairs + pair * size + i, i < written, 0).to(tl.float32)
         total += tl.load(weights + pair).to(tl.float32) * value
     tl.store(out + token * size + i, total, i < size)
 
