@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-NORM_PAIRS = 512  # pairs a program turns: one 128-bit load of each half a lane for two warps
+NORM_PAIRS = 1024  # pairs a program turns: one 128-bit load of each half a lane for 4 warps
 GATED_BLOCK = 1024  # columns a program multiplies: 8 a lane, one 128-bit load of each half
 SAMPLE_CHUNK, SAMPLE_BLOCK = 8192, 2048  # logits a program looks at, and how many at a time
-FILTER_BLOCK = 8192  # logits at a time, 16 a lane: bytes in flight are what one program lacks
+FILTER_BLOCK = 16384  # logits at a time, 32 a lane: bytes in flight are what one program lacks
 # Grouped matmul: rows, columns, bytes of depth, warps, stages. A few rows an expert are bound by
 # memory: the smallest tile there is, deep loads. Many are bound by arithmetic: 128 rows, because
 # Hopper's wgmma starts at 64. float32 is for checks: without tensor cores, sums take registers.
@@ -113,7 +113,7 @@ def norm_rope_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     _norm_rope_store_kernel[num_tokens, tiles](
         q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), k_cache.stride(1), num_heads,
-        num_kv_heads, head_dim, num_warps=2, **launch)
+        num_kv_heads, head_dim, num_warps=4, **launch)
     return out
 
 
@@ -316,47 +316,58 @@ def _mix64(x):
 
 
 @triton.jit
-def _gumbel(key, ids):
-    """-log(-log(1 - u)) for each token id, u in (0, 1) from 32 bits of (key, id) alone.
+def _exponential(key, ids):
+    """-log(1 - u) for each token id, u in (0, 1) from 32 bits of (key, id) alone.
 
     The winner of 150,000 tokens has a u of about 1e-5, which float32 tells from its neighbours; of
     1 - u it keeps seven bits. So a series takes log's place there: u + u^2/2 + u^3/3 + u^4/4.
     """
-    bits = (_mix64(key + ids.to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
+    x = key + ids.to(tl.uint64) * GOLDEN
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9  # SplitMix64's output function ...
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    bits = (x >> 32).to(tl.uint32)
+    bits ^= bits >> 31  # ... of which the upper half is enough
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0 ** -32, 1 - 2.0 ** -24)
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
-    return -tl.log(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
+    return tl.where(u < 1 / 64, series, -tl.log(1 - u))
 
 
 @triton.jit
 def _scaled(logits, ids, vocab_size, heat):
-    """logits / temperature, rounded as torch does it; -0 becomes 0, which equals it."""
+    """logits times 1 / temperature; -0 becomes 0, which equals it."""
     x = tl.load(logits + ids, ids < vocab_size, float("-inf")).to(tl.float32)
-    return tl.div_rn(x, tl.where(heat == 0, 1.0, heat)) + 0.0
+    return x * tl.div_rn(1.0, tl.where(heat == 0, 1.0, heat)) + 0.0
 
 
 @triton.jit
 def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scores, tokens, stride,
                    vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The best score in a chunk of a row, and the lowest id that has it."""
+    """The best score in a chunk of a row, and the lowest id that has it.
+
+    A score is x - log(e), x the scaled logit and -log(e) Gumbel noise. Of two, x - log(e) > y -
+    log(d) is exp(x - y) * d > e: each lane races its tokens like that, and takes one log in all.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     key = tl.load(seeds + row).to(tl.uint64, bitcast=True)
     key = _mix64(key + tl.load(positions + row).to(tl.uint64) * GOLDEN)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best, best_e = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 1, tl.float32)
     best_id = chunk * CHUNK + tl.arange(0, BLOCK)
     for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, vocab_size), BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        score = _scaled(logits + row * stride, ids, vocab_size, heat)
-        if heat != 0:
+        x = _scaled(logits + row * stride, ids, vocab_size, heat)
+        x = tl.where(x != x, float("inf"), x)  # NaN wins, as in torch.argmax
+        if heat == 0:
+            better = x > best
+        else:
             if floors is not None:
                 floor, last_id = tl.load(floors + row), tl.load(last_ids + row)
-                out = (score < floor) | ((score == floor) & (ids > last_id))
-                score = tl.where(out, float("-inf"), score)
-            score += _gumbel(key, ids)
-        score = tl.where(score != score, float("inf"), score)  # NaN wins, as in torch.argmax
-        best_id = tl.where(score > best, ids, best_id)
-        best = tl.maximum(best, score)
+                x = tl.where((x < floor) | ((x == floor) & (ids > last_id)), float("-inf"), x)
+            e = _exponential(key, ids)
+            better = tl.exp(x - best) * best_e > e
+            best_e = tl.where(better, e, best_e)
+        best, best_id = tl.where(better, x, best), tl.where(better, ids, best_id)
+    best -= tl.log(best_e)
     top = tl.max(best, 0)
     at = row * tl.num_programs(1) + chunk
     tl.store(scores + at, top)

@@ -218,7 +218,7 @@ def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.
                   positions: torch.Tensor, floors: torch.Tensor | None = None,
                   last_ids: torch.Tensor | None = None) -> torch.Tensor:
     """The plain twin of `kernels_fused.sample_tokens`."""
-    scaled = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    scaled = logits.float() * (1 / torch.where(temperature == 0, 1.0, temperature))[:, None]
     drawn = scaled
     if floors is not None:
         ids = torch.arange(logits.shape[1], device=logits.device)
@@ -326,7 +326,7 @@ def kept_by_kernel(logits: torch.Tensor, heat: list, min_p: list, k: list, p: li
     as_tensor = lambda x: torch.tensor(x, device=DEVICE)  # noqa: E731
     floors, last_ids = kernels.find_floors(
         logits, *(as_tensor(x).float() for x in (heat, min_p)), as_tensor(k), as_tensor(p).float())
-    scaled = logits.float() / as_tensor(heat).float()[:, None]
+    scaled = logits.float() * (1 / as_tensor(heat).float())[:, None]
     ids = torch.arange(logits.shape[1], device=DEVICE)
     dropped = scaled < floors[:, None]
     return ~(dropped | (scaled == floors[:, None]) & (ids > last_ids[:, None]))
@@ -342,14 +342,14 @@ def kept_by_twin(logits: torch.Tensor, heat: list, min_p: list, k: list, p: list
         inputs.max_top_k = max(k)
     if rows := [i for i, x in enumerate(p) if x < 1]:
         inputs.top_p_rows, inputs.top_p = torch.tensor(rows), torch.tensor([[p[i]] for i in rows])
-    scaled = logits.cpu().float() / torch.tensor(heat).float()[:, None]
+    scaled = logits.cpu().float() * (1 / torch.tensor(heat).float())[:, None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "sort", partialmethod(torch.Tensor.sort, stable=True))
         return (apply_filters(scaled.clone(), inputs) == scaled).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab_size", [5, 257, 10007])
+@pytest.mark.parametrize("vocab_size", [5, 257, 20011])
 def test_filters_keep_what_the_twin_keeps(dtype, vocab_size):
     """Rows that ask for one filter, for several, and for none. In float16 ties are common."""
     logits = framed(random_tensor(10, vocab_size, dtype=dtype, scale=2))
@@ -369,8 +369,8 @@ def test_filters_keep_what_the_twin_keeps(dtype, vocab_size):
 
 def test_filters_and_ties():
     """Example: eight equals, top-p .5: before them lie 0 .125 .25 .375 .5: the first four stay."""
-    logits = torch.full((6, 9000), -INF, device=DEVICE)
-    logits[:, 1000::1000] = 2.  # eight equals, one of them in the second block
+    logits = torch.full((6, 18000), -INF, device=DEVICE)
+    logits[:, 2000::2000] = 2.  # eight equals, the last of them in the second block
     logits[3:, 77] = 3.
     heat, none = [1.] * 6, [0.] * 6
     k, p = [0, 3, 0, 0, 2, 1], [.5, 1, 1e-30, .5, 1, .3]
@@ -378,7 +378,7 @@ def test_filters_and_ties():
     assert torch.equal(got, kept_by_twin(logits, heat, none, k, p) & (logits > -INF))
     # e / (e + 8) = .25 of the mass is the best one's; .5 takes another .25, of .093 each.
     assert got.sum(-1).tolist() == [4, 8, 1, 4, 9, 1]
-    assert got[2].nonzero()[0] == 1000 and got[0].nonzero()[-1] == 4000
+    assert got[2].nonzero()[0] == 2000 and got[0].nonzero()[-1] == 8000
 
 
 def test_filtered_samples():

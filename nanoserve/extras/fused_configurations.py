@@ -30,10 +30,10 @@ def configurations(arch: int) -> list[tuple]:
         for head_dim in (64, 80, 128, 256):
             sizes = dict(HEAD_DIM=head_dim, **kernels._norm_rope_launch(head_dim))
             rest = f" fp32 {t} {t} {t} {t} *i64" + 7 * " i32"
-            add(kernels._norm_rope_store_kernel, 6 * f"{t} " + rest, sizes, 2)
+            add(kernels._norm_rope_store_kernel, 6 * f"{t} " + rest, sizes)
             if head_dim == 128:
                 sizes = dict(sizes, q_weight=None, k_weight=None)
-                add(kernels._norm_rope_store_kernel, 4 * f"{t} " + rest, sizes, 2)
+                add(kernels._norm_rope_store_kernel, 4 * f"{t} " + rest, sizes)
         for size in (1024, 4096, 8192):
             launch = kernels._norm_launch(size)
             warps = launch.pop("num_warps")
