@@ -108,6 +108,7 @@ def norm_rope_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     num_kv_heads = k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v, k_cache[0], v_cache[0]))
+    assert k_cache.stride() == v_cache.stride()
     launch = _norm_rope_launch(head_dim)
     tiles = sum(triton.cdiv(n, launch["HEADS"]) for n in (num_heads, num_kv_heads))
     _norm_rope_store_kernel[num_tokens, tiles](
@@ -268,6 +269,7 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     token and expert are sorted by expert, and cut into tiles of one expert each. How many tiles
     that makes only the device knows; the grid is the most there can be, the surplus returns.
     """
+    assert hidden.is_contiguous() and weights.is_contiguous() and ids.is_contiguous()
     (num_tokens, size), per_token = hidden.shape, ids.shape[1]
     num_experts, _, inner = down_proj.shape
     sorted_ids, order = ids.flatten().sort(stable=True)
@@ -277,7 +279,7 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     launch = _experts_launch(_arch(hidden), "float32" if hidden.dtype == torch.float32 else phase)
     # 100 pairs, 16 experts, tiles of 16: at most 6 full tiles, and a partial one for each expert.
     tiles = len(order) // launch["M"] + min(num_experts, len(order))
-    padded = triton.next_power_of_2(num_experts)
+    padded = max(triton.next_power_of_2(num_experts), 16)
     gated = hidden.new_empty(len(order), inner)
     _experts_kernel[triton.cdiv(inner, launch["N"]), tiles](
         hidden, gate_up_proj, gated, order, starts, inner, size, num_experts, per_token,

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve import kernels_fused as kernels
 from nanoserve.attention import store_kv
@@ -68,6 +69,13 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, **loose)
 
 
+def assert_rounded_alike(got: torch.Tensor, expected: torch.Tensor, share: float = .999) -> None:
+    """float16 numbers are the same bit for bit, but for the few where another order of a sum turns
+    the scale. One rounding too few or too many shows in a tenth of them."""
+    assert_same(got, expected)
+    assert got.dtype == torch.float32 or (got == expected).float().mean() > share
+
+
 def norm(weight: torch.Tensor | None, eps: float):
     """RMSNorm.forward with this weight; the identity without one."""
     if weight is None:
@@ -106,10 +114,10 @@ def test_norm_rope_store(dtype, head_dim, heads, kv_heads, norms):
     expected_k = apply_rope(norm(k_weight, eps)(k), cos, sin)
     expected_k_cache, expected_v_cache, real = before.clone(), before.clone(), slots >= 0
     store_kv(expected_k[real], v[real], expected_k_cache[1:-1], expected_v_cache[1:-1], slots[real])
-    assert_same(got, expected_q)
+    assert_rounded_alike(got, expected_q)
     torch.testing.assert_close(v_cache, expected_v_cache, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(k_cache.isnan(), expected_k_cache.isnan())  # nothing beside the slots
-    assert_same(k_cache.nan_to_num(), expected_k_cache.nan_to_num())
+    assert_rounded_alike(k_cache.nan_to_num(), expected_k_cache.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,8 +129,8 @@ def test_add_rms_norm(dtype, size):
         module = norm(weight, 1e-5)
         got, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
         assert torch.equal(total, x + residual)  # rounded before it is normalised
-        assert_same(got, module(x + residual))
-        assert_same(kernels.rms_norm(x, weight, 1e-5), module(x))
+        assert_rounded_alike(got, module(x + residual))
+        assert_rounded_alike(kernels.rms_norm(x, weight, 1e-5), module(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,7 +140,9 @@ def test_silu_and_mul(dtype, activation, size):
     gate_up = framed(random_tensor(3, 2 * size, dtype=dtype, scale=4))
     gate_up[0, 0], gate_up[1, 0], gate_up[2, 0] = -200, 200, 0  # exp overflows, and nothing happens
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_same(kernels.silu_and_mul(gate_up, activation), ACTIVATIONS[activation](gate) * up)
+    # torch's 1 + tanh loses digits where tanh is nearly -1; ours doesn't.
+    assert_rounded_alike(kernels.silu_and_mul(gate_up, activation),
+                         ACTIVATIONS[activation](gate) * up, .999 if activation == "silu" else .9)
 
 
 # -------------------------------------------------------- mixture of experts
@@ -180,6 +190,55 @@ def test_experts_in_large_tiles():
                               module.down_proj, 1, "silu")
         assert_same(got, module(hidden, weights.to(DEVICE), ids.to(DEVICE)))
         assert got.any() == (hit == 2)
+
+
+class Recorder(TorchDispatchMode):
+    """Which operators ran on what shapes, and none that waits for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in (
+            "_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique"), func
+        out = func(*args, **kwargs or {})
+        self.log.append((str(func), getattr(out, "shape", None)))
+        return out
+
+
+def test_a_graph_may_hold_them(monkeypatch):
+    """What is launched, allocated and computed around the kernels is the same whatever the data:
+    routed evenly or all to one expert, greedy or filtered. (The kernels themselves don't run.)"""
+    launches = []
+    for name in vars(kernels):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(kernels, name, _Launches(name, launches))
+    module = make_experts(8, 0, 8, 32, 32, "silu", torch.float16)
+    hidden, weights = random_tensor(6, 32, dtype=torch.float16), random_tensor(6, 2)
+    logits, (seeds, positions) = random_tensor(6, 9001), a_batch(6)
+    records = []
+    for data in (0, 1):
+        ids, ones = torch.full((6, 2), data * 7, device=DEVICE), torch.full((6,), float(data))
+        ids[:, 0], ones = torch.arange(6), ones.to(DEVICE)
+        launches.clear()
+        with Recorder() as recorder:
+            kernels.experts(hidden, weights, ids, module.gate_up_proj, module.down_proj, 0, "silu")
+            floors = kernels.find_floors(logits, ones, ones, positions * data, ones)
+            kernels.sample_tokens(logits, ones, seeds, positions, *floors)
+        records.append((recorder.log, list(launches)))
+    assert len(records[0][1]) == 5 and records[0] == records[1]
+
+
+class _Launches:
+    """In a kernel's place: notes the grid and every argument that isn't a tensor."""
+
+    def __init__(self, name: str, launches: list):
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append(
+            (self.name, grid, [x for x in args if not isinstance(x, torch.Tensor)], kwargs))
 
 
 # ----------------------------------------------------------------- sampling
@@ -401,48 +460,51 @@ def test_filtered_samples():
 
 MAX_SHARED = {80: 101_376, 90: 232_448}  # sm_80 has 166,912, but its table serves sm_86 and sm_89
 
-COMPILE = """
-import json, os, re, subprocess, sys, tempfile
+COMPILE = r"""
+import json, os, re, subprocess, sys
+import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nanoserve.extras.fused_configurations import configurations
 
-arch, tools = int(sys.argv[1]), os.path.dirname(triton.backends.nvidia.__file__) + "/bin/"
-for kernel, signature, constexprs, options in configurations(arch)[eval(sys.argv[2])]:
+arch, types, cubin = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+cuobjdump = os.path.dirname(triton.backends.nvidia.__file__) + "/bin/cuobjdump"
+for kernel, signature, constexprs, options in configurations(arch):
+    if next(iter(signature.values())) not in types.split():
+        continue
     attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values())
              if kind[0] in "*i"}
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs),
                               target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with open(cubin, "wb") as file:
         file.write(compiled.asm["cubin"])
-        file.flush()
-        used, code = (subprocess.run([tools + "cuobjdump", flag, file.name], check=True, text=True,
-                                     capture_output=True).stdout for flag in ("-res-usage", "-sass"))
-    registers, stack = (int(re.search(rf"{name}:(\\\\d+)", used)[1]) for name in ("REG", "STACK"))
-    print(json.dumps(dict(name=kernel.__name__, type=next(iter(signature.values())),
-                          constexprs=constexprs, registers=registers, stack=stack,
-                          shared=compiled.metadata.shared, wgmma=code.count("HGMMA"),
-                          wide=len(re.findall(r"LDG\\S*128|LDGSTS\\S*128", code)))))
-""".replace("\\\\", "\\")
+    code = subprocess.run([cuobjdump, "-res-usage", "-sass", cubin], check=True, text=True,
+                          capture_output=True).stdout
+    registers, stack = (int(re.search(name + r":(\d+)", code)[1]) for name in ("REG", "STACK"))
+    print(json.dumps(dict(name=kernel.__name__, constexprs=constexprs, registers=registers,
+                          stack=stack, shared=compiled.metadata.shared, wgmma=code.count("HGMMA"),
+                          wide=len(re.findall(r"LDG\S*\.128", code)))))
+"""
 
 
-def compiled(arch: int, which: str, cache: Path) -> list[dict]:
-    """Compile in another process: in this one triton is its interpreter."""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache),
-           "PYTHONPATH": str(Path(__file__).parent.parent)}
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, str(arch), which], env=env,
-                         capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", MAX_SHARED)
 def test_what_is_shipped_fits(arch, tmp_path):
-    """No spills, shared memory within the limit, 128-bit loads, wgmma where there is any."""
+    """No spills, shared memory within the limit, 128-bit loads, wgmma where there is any.
+
+    Compiled in another process: in this one triton is its interpreter. NANOSERVE_ALL_KERNELS=1 does
+    it for float16 and float32, too.
+    """
     pytest.importorskip("nanoserve.extras.fused_configurations")
-    which = "slice(None)" if os.environ.get("NANOSERVE_ALL_KERNELS") else "slice(0, 19)"
-    for kernel in compiled(arch, which, tmp_path):
+    types = "*bf16 *fp16 *fp32" if os.environ.get("NANOSERVE_ALL_KERNELS") else "*bf16"
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path),
+           "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE, str(arch), types,
+                          str(tmp_path / "cubin")], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    shipped = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len({kernel["name"] for kernel in shipped}) == 7
+    for kernel in shipped:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= MAX_SHARED[arch], kernel
         assert kernel["wide"] > 0, kernel
