@@ -10,7 +10,7 @@ cost, not arithmetic. So each kernel reads its input once and writes its result 
 Invariant: **the slow version is the specification.** Every public function has a plain torch twin,
 named beside it, and rounds to the tensors' dtype wherever its twin does, so that a layer may use
 either. Nothing here waits for the device or has a shape that depends on data: all of it can stand
-in a CUDA graph. Sums have a fixed order (no atomics), results don't depend on the launch.
+in a CUDA graph. Sums have a fixed order (no atomics): the same call gives the same bits.
 
 Launch parameters are constants or stand in a table; nothing is tuned at run time. The last
 dimension of every tensor is contiguous; rows may be further apart (views of one larger matrix).
@@ -310,11 +310,10 @@ NO_ID = tl.constexpr(2 ** 31 - 1)
 
 
 @triton.jit
-def _mix64(x):
-    """SplitMix64's output function, for uint64."""
+def _stir(x):
+    """SplitMix64's output function for uint64, but for its last step, x ^ (x >> 31)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
+    return (x ^ (x >> 27)) * 0x94D049BB133111EB
 
 
 @triton.jit
@@ -324,11 +323,8 @@ def _exponential(key, ids):
     The winner of 150,000 tokens has a u of about 1e-5, which float32 tells from its neighbours; of
     1 - u it keeps seven bits. So a series takes log's place there: u + u^2/2 + u^3/3 + u^4/4.
     """
-    x = key + ids.to(tl.uint64) * GOLDEN
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9  # SplitMix64's output function ...
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    bits = (x >> 32).to(tl.uint32)
-    bits ^= bits >> 31  # ... of which the upper half is enough
+    bits = (_stir(key + ids.to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
+    bits ^= bits >> 31  # the last step, for the upper half
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0 ** -32, 1 - 2.0 ** -24)
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
     return tl.where(u < 1 / 64, series, -tl.log(1 - u))
@@ -352,7 +348,8 @@ def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scor
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     key = tl.load(seeds + row).to(tl.uint64, bitcast=True)
-    key = _mix64(key + tl.load(positions + row).to(tl.uint64) * GOLDEN)
+    key = _stir(key + tl.load(positions + row).to(tl.uint64) * GOLDEN)
+    key ^= key >> 31
     best, best_e = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), 1, tl.float32)
     best_id = chunk * CHUNK + tl.arange(0, BLOCK)
     for start in range(chunk * CHUNK, min((chunk + 1) * CHUNK, vocab_size), BLOCK):
