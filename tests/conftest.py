@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run in Triton's interpreter; transformers imports triton
+if not torch.cuda.is_available():  # must be said before triton is imported, as transformers does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

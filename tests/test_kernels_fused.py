@@ -343,9 +343,10 @@ def test_a_draw_depends_on_nothing_but_its_row():
         alone = kernels.sample_tokens(logits[rows], heat[rows], seeds[rows], positions[rows])
         assert torch.equal(alone, together[rows])
     same = logits[:1].expand(6, -1)  # one distribution, six draws
-    draws = kernels.sample_tokens(same, heat, seeds[:1].expand(6), torch.arange(6, device=DEVICE))
+    draws = kernels.sample_tokens(same, heat, seeds[:1].repeat(6), torch.arange(6, device=DEVICE))
     assert len(set(draws.tolist())) > 1
-    draws = kernels.sample_tokens(same, heat, torch.arange(6, device=DEVICE), positions[:1].repeat(6))
+    here = positions[:1].repeat(6)
+    draws = kernels.sample_tokens(same, heat, torch.arange(6, device=DEVICE), here)
     assert len(set(draws.tolist())) > 1
 
 

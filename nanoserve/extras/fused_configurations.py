@@ -37,7 +37,8 @@ def configurations(arch: int) -> list[tuple]:
         for size in (1024, 4096, 8192):
             launch = kernels._norm_launch(size)
             warps = launch.pop("num_warps")
-            add(kernels._add_rms_norm_kernel, f"{t} {t} {t} fp32 {t} {t} i32 i32 i32", launch, warps)
+            add(kernels._add_rms_norm_kernel, f"{t} {t} {t} fp32 {t} {t} i32 i32 i32", launch,
+                warps)
         add(kernels._add_rms_norm_kernel, f"{t} {t} fp32 {t} {t} i32 i32 i32",
             dict(launch, residual=None), warps)
         for activation in ("silu", "gelu_tanh"):
