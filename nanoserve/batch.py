@@ -152,14 +152,15 @@ class BatchBuilder:
             self._prompt_logprob_tokens(step, last_token_of),
             unknown,
             sources,
-            np.array(step.block_copies, dtype=np.int32).reshape(-1, 2).T.reshape(-1),
+            np.array(step.block_copies, dtype=np.int32).T.reshape(-1),
             self.tables[rows, :width].reshape(-1),
         )
         at = HEADER
         for i, section in enumerate(sections):
             host[i] = len(section)
-            host[at:at + len(section)] = section
-            at += len(section)
+            if len(section):  # most steps leave some sections empty, and each write costs
+                host[at:at + len(section)] = section
+                at += len(section)
         host[NUM_DECODES] = num_decodes
 
     def _input_ids(self, seqs: list[Sequence], starts: list[int], query_lens: list[int],
@@ -213,7 +214,7 @@ class BatchBuilder:
 
 def packed_length(buffer: torch.Tensor) -> int:
     """How many numbers of a packed buffer are in use, by its header."""
-    return HEADER + int(buffer[:HEADER - 1].sum())
+    return HEADER + int(buffer.numpy()[:HEADER - 1].sum())
 
 
 def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, int]:
