@@ -89,17 +89,17 @@ class RowState:
         self.ids = array("q", set(seq.token_ids[:seq.num_prompt_tokens])
                          if params.repetition_penalty != 1 else ())
         self.counts = array("f", [0] * len(self.ids))  # exact up to 2^24
-        self.place_of = {token_id: i for i, token_id in enumerate(self.ids)}
+        self.index_of = {token_id: i for i, token_id in enumerate(self.ids)}
         self.num_read = seq.num_prompt_tokens
 
     def read(self, seq: Sequence) -> None:
         """Count the output tokens that are new."""
         for token_id in seq.token_ids[self.num_read:]:
-            place = self.place_of.setdefault(token_id, len(self.ids))
-            if place == len(self.ids):
+            index = self.index_of.setdefault(token_id, len(self.ids))
+            if index == len(self.ids):
                 self.ids.append(token_id)
                 self.counts.append(0)
-            self.counts[place] += 1
+            self.counts[index] += 1
         self.num_read = len(seq.token_ids)
 
 

@@ -64,8 +64,9 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.ranks = ranks
-        self.device = torch.device(
-            "cuda", ranks.local_rank) if config.device == "cuda" else torch.device("cpu")
+        self.device = torch.device(config.device)  # one rank takes the user's current GPU
+        if config.device == "cuda" and ranks.size > 1:
+            self.device = torch.device("cuda", ranks.local_rank)
         self.dtype = getattr(torch, config.dtype)
         placement = Placement(self.dtype, self.device, ranks)
         self.model = Decoder(model_config, placement, config.expert_parallel)

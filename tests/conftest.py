@@ -200,6 +200,22 @@ def assert_same_text(got: list[int], expected: list[int], gaps: list[float], whe
     assert len(got) == len(expected), f"{where}: {len(got)} tokens for {len(expected)}"
 
 
+def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cut ids into chunks of these sizes, over and over."""
+    chunks, i = [], 0
+    while ids:
+        size = sizes[i % len(sizes)]
+        chunks.append(ids[:size])
+        ids, i = ids[size:], i + 1
+    return chunks
+
+
+def assert_grows(seen: list[str]) -> None:
+    """Nothing that was shown is ever taken back: so the pieces add up to the final text."""
+    for shorter, longer in zip(seen, seen[1:]):
+        assert longer.startswith(shorter), (shorter, longer)
+
+
 def write_json(path: Path, **changes) -> None:
     """Change entries of a JSON file; None removes one."""
     content = json.loads(path.read_text()) | changes

@@ -5,7 +5,7 @@ anew after every token and looks for stop strings in the whole text.
 """
 
 import pytest
-from conftest import BOS, END_OF_TURN, EOS, byte_tokenizer
+from conftest import BOS, END_OF_TURN, EOS, assert_grows, byte_tokenizer, cut
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -47,22 +47,6 @@ def stream(tokenizer, prompt: list[int], chunks: list[list[int]], **params) -> l
         seen.append(detokenizer.visible_text)
     detokenizer.flush()
     return [*seen, detokenizer.text]
-
-
-def assert_grows(seen: list[str]) -> None:
-    """Nothing that was shown is ever taken back: so the pieces add up to the final text."""
-    for shorter, longer in zip(seen, seen[1:]):
-        assert longer.startswith(shorter), (shorter, longer)
-
-
-def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Cut ids into chunks of these sizes, over and over."""
-    chunks, i = [], 0
-    while ids:
-        size = sizes[i % len(sizes)]
-        chunks.append(ids[:size])
-        ids, i = ids[size:], i + 1
-    return chunks
 
 
 # --------------------------------------------------------- whole characters

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import assert_grows, cut
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -235,16 +236,6 @@ def start_of(name: str) -> int:
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
-def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """Cut ids into chunks of these sizes, over and over."""
-    chunks, i = [], 0
-    while ids:
-        size = sizes[i % len(sizes)]
-        chunks.append(ids[:size])
-        ids, i = ids[size:], i + 1
-    return chunks
-
-
 def stream(name: str, prompt: list[int], chunks: list[list[int]], **params):
     """What a caller sees after each chunk of tokens; then the final text and the stop string."""
     detokenizer = Detokenizer(TOKENIZERS[name], SamplingParams(**params), prompt)
@@ -256,12 +247,6 @@ def stream(name: str, prompt: list[int], chunks: list[list[int]], **params):
     detokenizer.flush()
     assert_grows([*seen, detokenizer.text])
     return seen, detokenizer.text, detokenizer.stop_string
-
-
-def assert_grows(seen: list[str]) -> None:
-    """Nothing that was shown is ever taken back: so the pieces add up to the final text."""
-    for shorter, longer in zip(seen, seen[1:]):
-        assert longer.startswith(shorter), (shorter, longer)
 
 
 # ----------------------------------------------------------------- whole characters
