@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "block_manager": ["sequence"],
     "scheduler": ["model_config", "config", "sequence", "block_manager"],
     "batch": ["sequence"],
-    "attention": ["batch", "kernels"],
+    "attention": ["batch"],
+    "ops": ["attention"],
     "parallel": [],
-    "layers": ["rope_config", "parallel", "kernels"],
+    "layers": ["rope_config", "parallel", "ops"],
     "model": ["model_config", "batch", "attention", "parallel", "layers"],
     "loader": ["model_config", "layers"],
     "controls": ["sampling_params", "sequence"],
@@ -56,9 +57,10 @@ def imports(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
             found += [(alias.name, node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import of {node.module}"
-            found.append((node.module, node))
             if node.module == "nanoserve":
                 found += [(f"nanoserve.{alias.name}", node) for alias in node.names]
+            else:
+                found.append((node.module, node))
     return found
 
 

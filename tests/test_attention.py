@@ -25,9 +25,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from nanoserve import LLM, SamplingParams, attention
 from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
-from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, apply_rope
+from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MoE
 from nanoserve.model_config import ModelConfig
+from nanoserve.ops import apply_rope
 from nanoserve.parallel import Span
 from nanoserve.rope_config import RopeConfig
 
