@@ -5,12 +5,17 @@ session, when it is first asked for, in a temporary folder; nothing is downloade
 """
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton, which decides at its import
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
