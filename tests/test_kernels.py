@@ -10,13 +10,15 @@ The interpreter is exact about fp32 and fp16 alone: bf16 arithmetic is silently 
 
 import mmap
 import random
+from functools import partial
 
 import pytest
 import torch
 from test_attention import POISON, make_batch, poisoned_cache
 from torch.testing import assert_close
 
-from nanoserve.attention import paged_attention as twin
+from nanoserve import ops
+from nanoserve.ops import paged_attention as twin
 
 pytest.importorskip("triton")
 
@@ -291,6 +293,37 @@ def test_rows_of_padding_yield_zeros_and_disturb_nobody(attend, splits):
     got = attend(q, *caches, padded, 0.2, splits=splits)
     assert torch.equal(got[3:], torch.zeros(5, 4, 32, device=DEVICE))
     assert_close(got[:3], attend(q[:3], *caches, small, 0.2, splits=splits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
+    """From the product for q, k and v to attention's output, the cache included: 3 rows in a bucket
+    of 8, and `ops` with the 3 rows alone."""
+    seq_lens, weight = [40, 129, 1], 1 + 0.1 * torch.randn(32, device=DEVICE)
+    tables, num_blocks = cut_tables(random.Random(2), seq_lens, 16)
+    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1] * 3,
+                                                   [n - 1 for n in seq_lens])]
+    copies = [c.clone() for c in caches]
+    slots = [table[(n - 1) // 16] * 16 + (n - 1) % 16 for table, n in zip(tables, seq_lens)]
+    slots = torch.tensor(slots + [-1] * 5, dtype=torch.int32, device=DEVICE)
+    qkv = torch.full((8, 8, 32), torch.nan, device=DEVICE)
+    qkv[:3] = torch.randn(3, 8, 32, device=DEVICE)
+    angles = torch.rand(8, 1, 16, device=DEVICE).repeat(1, 1, 2)
+
+    def step(module, attend, rows, batch, caches):
+        q, k, v = qkv[:rows].split((4, 2, 2), dim=1)
+        q = module.norm_rope_store(q, k, v, weight, weight, 1e-6, angles[:rows].cos(),
+                                   angles[:rows].sin(), *caches, slots[:rows])
+        return attend(q, *caches, batch, 0.2)
+
+    expected = step(ops, ops.paged_attention, 3, make_batch(tables, [1] * 3, seq_lens), copies)
+    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
+    to_device(padded)
+    got = step(kernels, partial(attend, splits=splits), 8, padded, caches)
+    assert_close(got[:3], expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(got[3:], torch.zeros(5, 4, 32, device=DEVICE))
+    for cache, copy in zip(caches, copies):
+        assert_close(cache, copy, equal_nan=True)
 
 
 def test_a_launch_does_not_depend_on_lengths(monkeypatch):

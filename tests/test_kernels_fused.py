@@ -77,6 +77,15 @@ def test_layers_can_be_given_either_module():
         assert fast == slow, name
 
 
+def test_every_architecture_has_a_line_in_every_table():
+    lines = {c: kernels.line_of(*c) for c in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))}
+    assert {c for c, line in lines.items() if line == "sm_90"} == {(9, 0), (10, 0)}
+    for table in (namespace.LAUNCHES, kernels.EXPERT_LAUNCHES):
+        assert {line for line, _ in table} == set(lines.values())
+    with pytest.raises(AssertionError, match="compute capability 7.5"):
+        kernels.line_of(7, 5)
+
+
 def unaligned(x: torch.Tensor) -> torch.Tensor:
     """The same numbers, an item behind an aligned address: as they lie in a packed batch."""
     return torch.cat((x[:1], x))[1:]
