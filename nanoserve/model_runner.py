@@ -376,6 +376,10 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
             raise ValueError('kernels="triton" needs a GPU, or the environment variable '
                              'TRITON_INTERPRET=1 from the start, which runs kernels slowly in '
                              'Python: use kernels="torch"')
+        if on_gpu and torch.cuda.get_device_capability() < (8, 0):
+            said.append(f"{torch.cuda.get_device_name()} is older than compute capability 8.0: "
+                        "plain torch takes the kernels' place, which is many times slower")
+            return replace(config, kernels="torch"), said
     return config, said
 
 
