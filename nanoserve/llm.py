@@ -35,7 +35,13 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.model_config import ModelConfig
-from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_rank
+from nanoserve.model_runner import (
+    LAST_WORD,
+    ModelRunner,
+    fit_to_device,
+    pick_device,
+    serve_rank,
+)
 from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
@@ -62,6 +68,9 @@ class LLM:
         folder = find_model(model)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
+        config, said = fit_to_device(config, asked)
+        for line in said:
+            _say(line)
         config.check_ranks(self.model_config)
         self.tokenizer = load_tokenizer(config, folder)
         ranks = _start_ranks(config, folder)
@@ -73,6 +82,7 @@ class LLM:
             self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
             self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
             self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
+            self.runner.record_graphs()
         except BaseException:
             ranks.abort("the engine could not be made")
             raise
@@ -378,7 +388,9 @@ class LLM:
         """One line: on what, how, and with how much memory. A slow path is never silent."""
         c = self.config
         ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
-        return (f"{Path(c.model).name}: {c.device}, {c.dtype}{ranks}, torch attention, no graphs | "
+        graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
+        return (f"{Path(c.model).name}: {self.runner.device_name}, {c.dtype}{ranks}, "
+                f"{c.kernels} attention, {graphs} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.attention import MAX_GATHERED_KEYS
 from nanoserve.batch import Batch
 from nanoserve.layers import Embedding, Experts, Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model_config import ModelConfig
@@ -209,22 +208,3 @@ class MoE(nn.Module):
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return self.ranks.all_reduce(self.experts(hidden, weights, ids))
-
-
-def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max_model_len: int,
-                        itemsize: int) -> int:
-    """Memory that a step of `num_tokens` and `num_seqs` takes beside weights and KV cache.
-
-    By its largest tensors: the activations of every token in one layer, one group of gathered keys
-    and values in attention, and the sampler's copies of the logits. Ranks that share the work need
-    less; they are not told apart here.
-    """
-    inner = max(config.intermediate_size,
-                config.moe_intermediate_size * config.num_experts_per_tok)
-    per_token = 4 * inner + 8 * config.hidden_size + 4 * (
-        config.num_attention_heads * config.head_dim + config.kv_width)
-    keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
-    gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32
-    num_rows = max(num_seqs, MAX_PROMPT_LOGPROB_ROWS)
-    logits = 16 * num_rows * config.vocab_size  # four copies in float32
-    return (num_tokens * per_token + gathered) * itemsize + logits
