@@ -120,7 +120,8 @@ def mix(dtype: torch.dtype, num_tokens: int, activation: str) -> None:
 def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 0) -> None:
     logits, heat = torch.zeros(num_rows, 64, dtype=dtype), torch.zeros(offset + num_rows)[offset:]
     numbers = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
-    floors = kernels.find_floors(logits, heat, heat, numbers, heat) if filtered else ()
+    top_k = ints(num_rows, offset)
+    floors = kernels.find_floors(logits, heat, heat, top_k, heat) if filtered else ()
     kernels.sample_tokens(logits, heat, numbers, numbers, *floors)
 
 
