@@ -71,6 +71,7 @@ class ModelRunner:
         self.device = torch.device(config.device)  # one rank takes the user's current GPU
         if config.device == "cuda" and ranks.size > 1:
             self.device = torch.device("cuda", ranks.local_rank)
+            torch.cuda.set_device(self.device)  # kernels are launched on the current one
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
         placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
