@@ -34,10 +34,10 @@ import torch
 from nanoserve import ops
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
-from nanoserve.graphs import CudaGraph, DecodeGraphs
+from nanoserve.graphs import CudaGraph, DecodeGraphs, graph_sizes
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.memory import cpu_budget, gpu_budget, largest_step
+from nanoserve.memory import GB, cpu_budget, gpu_budget, largest_step
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
@@ -46,6 +46,7 @@ from nanoserve.sampler import (
     SamplerOutput,
     SamplingInputs,
     choose_by_kernels,
+    put,
     sample,
     score,
 )
@@ -68,10 +69,15 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.ranks = ranks
-        self.device = torch.device(config.device)  # one rank takes the user's current GPU
-        if config.device == "cuda" and ranks.size > 1:
-            self.device = torch.device("cuda", ranks.local_rank)
-            torch.cuda.set_device(self.device)  # kernels are launched on the current one
+        self.device = torch.device(config.device)
+        if config.device == "cuda":
+            if ranks.size > 1:
+                torch.cuda.set_device(ranks.local_rank)  # kernels are launched on the current one
+            # With its number: one rank takes the user's current GPU, and stays there. What an
+            # engine before this one has left in torch's pool goes back: weights that were put into
+            # pieces of its KV cache would keep the rest of them from being of use.
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            torch.cuda.empty_cache()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
         placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
@@ -125,6 +131,11 @@ class ModelRunner:
             return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         if self.device.type == "cuda":
             budget, reason = gpu_budget(config, self.device, self.run_largest_step)
+            if self.wants_graphs:  # each keeps its logits, for who wants to choose anew from them
+                kept = (sum(graph_sizes(config.max_num_seqs)) * self.model_config.vocab_size
+                        * self.dtype.itemsize)
+                budget -= kept
+                reason += f", less {kept / GB:.1f} GB for the logits of CUDA graphs"
         else:
             budget, reason = cpu_budget(self.ranks.local_size)
         # Every sequence at its full length; a small engine keeps room to remember prefixes.
@@ -267,7 +278,7 @@ class ModelRunner:
         """Each position's logits are about the token that follows it."""
         following = [token_id for seq, positions in step.prompt_logprob_positions.items()
                      for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
-        token_ids = torch.tensor(following, dtype=torch.int64).to(self.device, non_blocking=True)
+        token_ids = put(following, torch.int64, device=self.device)
         num_top = max((seq.params.prompt_logprobs for seq in step.prompt_logprob_positions),
                       default=0)
         return [score(self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]]),
