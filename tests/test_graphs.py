@@ -6,8 +6,11 @@ into the same memory. So a number that was frozen, an address that moved, a row 
 leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's interpreter.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from conftest import assert_same_text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from nanoserve import LLM, SamplingParams, llm
+from nanoserve import LLM, EngineConfig, SamplingParams, llm, model_runner
 from nanoserve.graphs import DecodeGraphs, graph_sizes
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
@@ -233,3 +236,37 @@ def test_a_frozen_number_shows(checkpoints, references, recorded):
                               use_tqdm=False)
     expected, _ = references("tiny", [10, 20, 30], 12)
     assert output.outputs[0].token_ids != expected[:8]
+
+
+# ------------------------------------------------------------------- memory
+
+
+def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
+    """Not when Python's garbage collector comes by: nothing holds on to a runner in a circle, no
+    closure of a recording either. Or the next engine would find its memory taken."""
+    engine = start(checkpoints["tiny"], max_num_seqs=2)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    held = [weakref.ref(part) for part in (engine.runner, engine.runner.model,
+                                           engine.runner.graphs, engine.runner.kv_cache[0][0])]
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert [ref() for ref in held] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_the_logits_that_graphs_keep_are_subtracted(monkeypatch):
+    """Each recording keeps its own, 0.7 GB for a vocabulary of 151,936 and 256 rows. Without them
+    a cache sized to the last byte would leave no room for recording."""
+    monkeypatch.setattr(model_runner, "gpu_budget", lambda *args: (10 ** 9, "of 10.0 GB"))
+    config = EngineConfig(model="none", max_num_seqs=256, max_model_len=10 ** 6)
+    runner = SimpleNamespace(
+        config=config, device=torch.device("cuda"), run_largest_step=None, wants_graphs=True,
+        model_config=SimpleNamespace(vocab_size=151_936), dtype=torch.bfloat16, block_bytes=10 ** 6)
+    budget, reason = ModelRunner._kv_budget(runner)
+    assert 10 ** 9 - budget == sum(graph_sizes(256)) * 151_936 * 2 == 665_783_552
+    assert reason == "of 10.0 GB, less 0.6 GB for the logits of CUDA graphs"
+    runner.wants_graphs = False
+    assert ModelRunner._kv_budget(runner) == (10 ** 9, "of 10.0 GB")

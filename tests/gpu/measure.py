@@ -754,7 +754,7 @@ def markdown(results: dict) -> str:
     return "\n".join(parts + ["## README\n", readme_table(results)])
 
 
-# README's rows: what, the target on an H200, part of the results, entry of it, and how it is written
+# README's rows: what is said, the part of the results and its entry, and how it is written.
 README_ROWS = [("output tok/s, 256 requests", "throughput", "output_tok_per_s", "{:,.0f}"),
                ("share of the roofline", "throughput", "of_roofline", "{:.0%}"),
                ("one stream at 1k context, tok/s", "one stream", "tok_per_s", "{:,.0f}"),
