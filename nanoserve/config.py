@@ -55,6 +55,7 @@ class EngineConfig:
     trust_remote_code: bool = False  # passed on to the tokenizer; no model code is ever loaded
     device: str = "auto"
     async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: off
+    trace: str | None = None  # a .html or .json file in which every step is recorded
 
     def __post_init__(self):
         # torch.float32 and vLLM's "half" are welcome, too: one spelling from here on.
@@ -81,6 +82,10 @@ class EngineConfig:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise ValueError(f"hf_overrides must be a dict laid over config.json, got "
                              f"{self.hf_overrides!r}")
+        if self.trace is not None and (Path(self.trace).suffix not in (".html", ".json")
+                                       or not Path(self.trace).parent.is_dir()):
+            raise ValueError(f"trace={self.trace!r} must name a file in a folder that exists, "
+                             "ending in .html (a page to look at) or .json (for Perfetto)")
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

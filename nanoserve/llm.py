@@ -31,9 +31,8 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from nanoserve.config import EngineConfig, find_model
+from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress, summary
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_rank
 from nanoserve.parallel import Ranks
@@ -77,6 +76,14 @@ class LLM:
             ranks.abort("the engine could not be made")
             raise
         self.scheduler = Scheduler(self.config, num_blocks, self.model_config.window)
+        self.metrics = EngineMetrics(config.enable_prefix_caching)
+        self.observers = [self.metrics]  # they are told what happens, and change nothing
+        self.trace = None
+        if config.trace is not None:
+            from nanoserve.extras.recorder import Trace  # here: the core runs without extras
+            self.trace = Trace(config.trace, self.scheduler, Path(config.model).name, _say)
+            self.observers.append(self.trace)
+            weakref.finalize(self, self.trace.close)  # an error or Ctrl-C leaves a trace, too
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
@@ -102,6 +109,8 @@ class LLM:
         try:
             with _ctrl_c_held():
                 step = self.scheduler.schedule()
+                for observer in self.observers:
+                    observer.scheduled(step)
             if step.num_new_tokens:
                 # Ranks that are stopped in the middle of a step would be out of step for good.
                 with _ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
@@ -135,8 +144,11 @@ class LLM:
         with _ctrl_c_held():
             self.in_flight.popleft()
             self._keep_prompt_logprobs(step, prompt_logprobs)
-            self._collect(self.scheduler.update(step, token_ids),
-                          {step.sampling[row]: entries for row, entries in logprobs.items()})
+            grown = self.scheduler.update(step, token_ids)
+            for observer in self.observers:
+                observer.updated(step, grown)
+            self._collect(grown, {
+                step.sampling[row]: entries for row, entries in logprobs.items()})
         if self.check_every_step:
             self.scheduler.check()
 
@@ -165,6 +177,8 @@ class LLM:
                 continue
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string)
+        for observer in self.observers:
+            observer.ended([seq for seq in grown if seq.finish_reason is not None])
         for request in touched.values():
             if request.finished:
                 del self.requests[request.request_id]
@@ -192,6 +206,8 @@ class LLM:
                 request.flush()
                 for seq in request.sequences:
                     self.scheduler.finish(seq, "abort")
+                for observer in self.observers:
+                    observer.ended(request.sequences)
                 request.inbox.append(request.output())
 
     def has_unfinished_requests(self) -> bool:
@@ -220,26 +236,35 @@ class LLM:
             self.requests[request.request_id] = request
             for seq in sequences:
                 self.scheduler.add(seq)
+            for observer in self.observers:
+                observer.added(sequences, request.stats, request.prompt)
 
     # ------------------------------------------------------ offline batches
 
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-                 use_tqdm: bool = True, priority: list[int] | None = None) -> list[RequestOutput]:
+                 use_tqdm: bool = True, priority: list[int] | None = None,
+                 summarize: bool = False) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
-        Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
+        summarize: end with a line of what it took. Raises `ValueError` before any work starts.
+        After Ctrl-C the engine stays usable.
         """
+        start = time.perf_counter()
         requests = self._make_requests(prompts, sampling_params, priority)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         results = {}
-        with closing(self._drive(requests)) as outputs, _Progress(requests, use_tqdm) as progress:
+        with closing(self._drive(requests)) as outputs, Progress(
+                len(requests), use_tqdm) as progress:
             for output in outputs:
                 results[output.request_id] = output
                 progress.finished(output)
+        if summarize:
+            _say(summary([output.metrics for output in results.values()],
+                         time.perf_counter() - start))
         return [results[request.request_id] for request in requests]
 
     def stream(self, prompts: Prompt | list[Prompt],
@@ -330,8 +355,17 @@ class LLM:
                 except BaseException:
                     self._drop_in_flight()
                     raise
+                finally:
+                    if self.trace:
+                        self.trace.write()
 
     # -------------------------------------------------------------- the rest
+
+    def get_metrics(self) -> list[Counter | Gauge | Histogram]:
+        """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
+        with self.lock:
+            self._check_open()
+            return self.metrics.read(self.scheduler, self.config.model)
 
     def get_tokenizer(self):
         """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""
@@ -359,6 +393,8 @@ class LLM:
         with self.lock:  # another thread's step is waited for
             self.requests.clear()
             self.in_flight.clear()
+            if self.trace is not None:
+                self.trace.close()
             if self.runner is not None:
                 self.runner.close()
             self.runner = self.scheduler = None
@@ -384,30 +420,6 @@ class LLM:
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
                 f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
-
-
-class _Progress:
-    """The tqdm bar of `generate`: prompts done, prompt and output tokens per second."""
-
-    def __init__(self, requests: list[Request], enabled: bool):
-        self.bar = tqdm(total=len(requests), desc="Processed prompts", unit="prompt",
-                        disable=not enabled or not requests, dynamic_ncols=True)
-        self.start = time.perf_counter()
-        self.num_prompt_tokens = self.num_output_tokens = 0
-
-    def finished(self, output: RequestOutput) -> None:
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        seconds = max(time.perf_counter() - self.start, 1e-9)
-        self.bar.set_postfix_str(f"input: {self.num_prompt_tokens / seconds:.1f} tok/s, "
-                                 f"output: {self.num_output_tokens / seconds:.1f} tok/s", False)
-        self.bar.update()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self.bar.close()
 
 
 @contextmanager

@@ -36,10 +36,12 @@ MAY_IMPORT = {
     "detokenizer": ["sampling_params", "sequence"],
     "logprobs": ["sampling_params", "sequence"],
     "request": ["model_config", "config", "sampling_params", "sequence", "detokenizer", "logprobs"],
+    "metrics": ["sequence", "scheduler"],
     "llm": ["model_config", "config", "sampling_params", "sequence", "scheduler", "parallel", "processes",
-            "model_runner", "request", "extras"],
+            "model_runner", "request", "metrics", "extras"],
 }
-PURE = ["rope_config", "model_config", "config", "sampling_params", "sequence", "block_manager", "scheduler"]
+PURE = ["rope_config", "model_config", "config", "sampling_params", "sequence", "block_manager", "scheduler",
+        "metrics"]
 HOME_OF = {"safetensors": "loader", "triton": "kernels"}  # a package only one module may import
 OPTIONAL = {"huggingface_hub"}  # may be imported inside a function: needed for hub ids alone
 
@@ -66,10 +68,11 @@ def imports(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
 def test_imports_follow_the_reading_order(path):
     tree = ast.parse(path.read_text())
     allowed = MAY_IMPORT[path.stem]
-    for name, _ in imports(tree):
+    for name, node in imports(tree):
         parts = name.split(".")
         if parts[0] == "nanoserve":
             assert len(parts) > 1 and parts[1] in allowed, f"{path.name} imports {name}"
+            assert parts[1] != "extras" or node not in tree.body, f"{path.name} needs {name}"
         if parts[0] in HOME_OF:
             assert path.stem == HOME_OF[parts[0]], f"{path.name} imports {name}"
         if parts[0] == "torch":
@@ -77,7 +80,8 @@ def test_imports_follow_the_reading_order(path):
     assert "TYPE_CHECKING" not in path.read_text()
     top_level = {node for node in tree.body}
     for name, node in imports(tree):
-        assert node in top_level or name.split(".")[0] in OPTIONAL, (
+        optional = name.split(".")[0] in OPTIONAL or name.startswith("nanoserve.extras.")
+        assert node in top_level or optional, (
             f"{path.name}:{node.lineno} imports {name} inside a function")
 
 
