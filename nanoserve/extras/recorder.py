@@ -171,15 +171,20 @@ class Trace:
             entry = self.blocks.entry_of[block_id]
             if entry is not None and self.block_of.get(entry.key) != block_id:
                 self.block_of[entry.key] = block_id
-                self.findable[block_id] = True
+                self._change(block_id, True)
         lane.num_committed = max(lane.num_committed, num_full)
 
     def _evicted(self, key: bytes) -> None:
         block_id = self.block_of.pop(key, None)
         if block_id is not None:
-            self.findable[block_id] = False
+            self._change(block_id, False)
         if self.next_in_line is not None:
             self.next_in_line(key)
+
+    def _change(self, block_id: int, findable: bool) -> None:
+        """Twice in one frame is no change: committed, given back and taken by the next one."""
+        if self.findable.pop(block_id, None) is None:
+            self.findable[block_id] = findable
 
     def _forget_ended(self) -> None:
         """Ended sequences give their blocks back at once, or with the last step in flight."""
