@@ -54,10 +54,11 @@ class Browser:
     def __init__(self, program: str, profile: Path, size: tuple[int, int] = (1440, 900)):
         to_browser, self.write_end = os.pipe()
         self.read_end, from_browser = os.pipe()
-        # The shell moves the pipes to 3 and 4, whatever their numbers are here.
+        # The shell moves the pipes to 3 and 4, whatever their numbers are here (bash, because a
+        # plain sh knows no numbers above 9).
         command = [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self.process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", *command],
+            ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *command],
             pass_fds=(to_browser, from_browser), stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL)
         os.close(to_browser)
@@ -140,9 +141,18 @@ class Browser:
     def screenshot(self) -> bytes:
         return base64.b64decode(self("Page.captureScreenshot", format="png")["data"])
 
-    def pixels(self) -> list[bytes]:
-        """The screen: a line of RGB bytes each (Chromium writes PNGs of 8 bits, RGB or RGBA)."""
-        return read_png(self.screenshot())
+    def color(self, x: float, y: float) -> tuple[int, int, int]:
+        """Red, green and blue on the screen: a picture of one pixel, which no PNG filter changes,
+        because each works with the neighbours."""
+        clip = dict(x=int(x), y=int(y), width=1, height=1, scale=1)
+        data = base64.b64decode(self("Page.captureScreenshot", format="png", clip=clip)["data"])
+        at, packed = 8, b""  # behind the signature: length, kind, body, checksum, over and over
+        while at < len(data):
+            length = int.from_bytes(data[at:at + 4])
+            if data[at + 4:at + 8] == b"IDAT":
+                packed += data[at + 8:at + 8 + length]
+            at += 12 + length
+        return tuple(zlib.decompress(packed)[1:4])
 
     # -------------------------------------------------------------- hands
 
@@ -188,31 +198,3 @@ class Browser:
         os.close(self.write_end)
         os.close(self.read_end)
 
-
-def read_png(data: bytes) -> list[bytes]:
-    """The five filters of the PNG standard, undone: enough for 8 bits without interlacing."""
-    at, packed = 8, b""
-    while at < len(data):
-        length, kind = int.from_bytes(data[at:at + 4]), data[at + 4:at + 8]
-        body = data[at + 8:at + 8 + length]
-        if kind == b"IHDR":
-            width, color = int.from_bytes(body[:4]), body[9]
-        packed += body if kind == b"IDAT" else b""
-        at += 12 + length
-    size = {2: 3, 6: 4}[color]
-    raw, lines, old = zlib.decompress(packed), [], bytearray(width * size)
-    for start in range(0, len(raw), width * size + 1):
-        how, line = raw[start], bytearray(raw[start + 1:start + 1 + width * size])
-        for i in range(len(line) if how else 0):
-            left, up = (line[i - size] if i >= size else 0), old[i]
-            corner = old[i - size] if i >= size else 0
-            if how == 4:
-                near = [abs(up - corner), abs(left - corner), abs(left + up - 2 * corner)]
-                guess = (left, up, corner)[near.index(min(near))]
-            else:
-                guess = (0, left, up, (left + up) // 2)[how]
-            line[i] = (line[i] + guess) & 255
-        lines.append(bytes(line) if size == 3 else bytes(
-            b for i in range(0, len(line), 4) for b in line[i:i + 3]))
-        old = line
-    return lines
