@@ -13,65 +13,84 @@ padding, decode rows (one token each) first; `cu_seqlens_q` says where each row 
 
 All of it travels as **one packed int32 buffer** in persistent memory (pinned where there is a GPU):
 one copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that
-a rank which got nothing but the buffer can read it.
+a rank which got nothing but the buffer can read it. Floats and 64-bit seeds travel as their bits.
+
+With overlap a row's input may not be known yet, because the step before is still sampling it. An id
+below zero is a place: -1 - r stands for the last token of row r, which the device has.
+
+A CUDA graph reads the same addresses every time. So what has a fixed size for a given number of
+rows stands in front, and a batch can be padded to more rows than it has: these attend to nothing
+(seq_len 0), write nowhere (slot -1), and their samples are thrown away.
 
 Invariant: no Python loop runs over tokens. Token ids are copied as slices of lists, what follows
-from them is vectorised numpy, and the loops over rows touch integers only. Block tables are kept
-from step to step, one line a running sequence (`Sequence.row`), because copying every table every
-step would be the most expensive part.
+from them is vectorised numpy, and the loops over rows touch integers only. Block tables and what
+rows ask of the sampler are kept from step to step, one line a running sequence (`Sequence.row`):
+copying every table in every step would be the most expensive part.
 
-Not known here: the model, the sampler's parameters, whose turn it is.
+Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from nanoserve.sequence import Sequence, Step
 
-# The header: the length of each section, in this order.
-SECTIONS = ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices",
-            "prompt_logprob_indices", "unknown_indices", "unknown_sources", "block_copies",
-            "block_tables")
-NUM_DECODES = len(SECTIONS)  # one more header entry: rows with a single new token
-HEADER = len(SECTIONS) + 1
+# The header: the length of each section, in this order. Those that a batch for a graph has with a
+# size of their own come last. Seeds come first: 64 bits have to begin at an even place.
+SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "positions",
+            "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices", "sample_rows",
+            "prompt_logprob_indices", "block_copies", "block_tables")
+NUM_DECODES = len(SECTIONS)  # two more entries: rows with a single new token ...
+NUM_UNKNOWN = NUM_DECODES + 1  # ... and inputs that only the device knows
+HEADER = NUM_UNKNOWN + 2 - NUM_UNKNOWN % 2  # even
+NOT_INTEGERS = {"seeds": torch.int64, "temperature": torch.float32, "top_p": torch.float32,
+                "min_p": torch.float32}
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
 
 
 @dataclass
 class Batch:
-    """The integers of one step, as views of the packed buffer. n tokens, b rows, s samples."""
+    """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples."""
 
-    input_ids: torch.Tensor  # (n,)
+    seeds: torch.Tensor  # (s,) int64, and what else a sample depends on: see SamplingParams
+    temperature: torch.Tensor  # (s,) float32
+    top_k: torch.Tensor  # (s,)
+    top_p: torch.Tensor  # (s,) float32
+    min_p: torch.Tensor  # (s,) float32
+    input_ids: torch.Tensor  # (n,) below zero: -1 - r is the last token of row r
     positions: torch.Tensor  # (n,)
     slot_mapping: torch.Tensor  # (n,)
     cu_seqlens_q: torch.Tensor  # (b + 1,)
     seq_lens: torch.Tensor  # (b,)
     logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
+    sample_rows: torch.Tensor  # (s,) the rows, as in `Sequence.row`, that they belong to
     prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
-    unknown_indices: torch.Tensor  # (u,) places in input_ids that the last step's samples fill ...
-    unknown_sources: torch.Tensor  # (u,) ... and which of those samples
     block_copies: torch.Tensor  # (2, c) blocks to copy from and to, before anything is written
     block_tables: torch.Tensor  # (b, w) the widest row's width
+    host: dict[str, np.ndarray]  # the same by name, as the host has them
     num_decodes: int  # the first rows, one new token each
-    query_lens: list[int]  # (b,) the same numbers on the host, for what is computed row by row
+    num_unknown: int  # inputs below zero
+    query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
 
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
-        views, at = {}, HEADER
-        host_views = {}
-        for name, length in zip(SECTIONS, host[:HEADER - 1].tolist(), strict=True):
+        views, host_views, at = {}, {}, HEADER
+        for name, length in zip(SECTIONS, host[:len(SECTIONS)].tolist(), strict=True):
             views[name] = device[at:at + length]
             host_views[name] = host[at:at + length]
             at += length
+        for name, dtype in NOT_INTEGERS.items():
+            views[name] = views[name].view(dtype)
         num_rows = len(host_views["seq_lens"])
         views["block_copies"] = views["block_copies"].view(2, -1)
         views["block_tables"] = views["block_tables"].view(num_rows, -1) if num_rows else (
             views["block_tables"].view(0, 0))
-        return cls(**views, num_decodes=int(host[NUM_DECODES]),
+        return cls(**views, host=host_views, num_decodes=int(host[NUM_DECODES]),
+                   num_unknown=int(host[NUM_UNKNOWN]),
                    query_lens=np.diff(host_views["cu_seqlens_q"]).tolist(),
                    seq_lens_host=host_views["seq_lens"].tolist())
 
@@ -84,95 +103,135 @@ class Batch:
         return len(self.query_lens)
 
 
+# What a row asks of the sampler, and as what its bits are to be read. A seed is two int32.
+SAMPLING = {"seeds": np.uint64, "temperature": np.float32, "top_k": np.int32, "top_p": np.float32,
+            "min_p": np.float32}
+
+
 class BatchBuilder:
     """Writes steps into persistent buffers, which take turns so that one may still be in use.
 
     With overlap the copy of step n may not have ended when step n+1 is written. `num_buffers` is
-    therefore one more than the number of steps in flight while a batch is built.
+    therefore one more than the number of steps in flight while a batch is built, and a buffer whose
+    copy is still on its way is waited for. staged: the numbers are
+    copied to a buffer of the device's, always the same one; on a CPU there is no need to.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-                 block_size: int, device: torch.device, num_buffers: int = 2):
-        self.block_size = block_size
-        self.device = device
+                 block_size: int, device: torch.device, num_buffers: int = 2,
+                 staged: bool = False):
+        self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
         # Each running sequence may copy a block, which is two numbers.
-        size = HEADER + 4 * max_num_batched_tokens + 7 * max_num_seqs + 1 + max_num_seqs * width
+        size = HEADER + 4 * max_num_batched_tokens + 12 * max_num_seqs + 1 + max_num_seqs * width
         size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]
-        self.next_buffer = 0
+        self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device) if (
+            pin or staged) else None
+        self.device_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
+        self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
+        self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
         self.table_lens = [0] * max_num_seqs
-        self.last_sampling: dict[Sequence, int] = {}
+        self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
 
-    def build(self, step: Step) -> Batch:
+    def build(self, step: Step, num_rows: int | None = None) -> Batch:
         """Pack `step`, copy it to the device, and return the views. O(rows) in Python."""
         buffer = self.take_buffer()
-        self.pack(step, buffer)
+        self.pack(step, buffer, num_rows)
         return self.unpack(buffer)
 
     def take_buffer(self) -> torch.Tensor:
         """The buffer whose turn it is, to be packed here or received from rank 0."""
-        buffer = self.buffers[self.next_buffer]
-        self.next_buffer = (self.next_buffer + 1) % len(self.buffers)
-        return buffer
+        self.turn = (self.turn + 1) % len(self.buffers)
+        if self.copied[self.turn] is not None:
+            self.copied[self.turn].synchronize()
+        return self.buffers[self.turn]
 
     def unpack(self, buffer: torch.Tensor) -> Batch:
-        device = buffer[:packed_length(buffer)]
-        if self.device.type != "cpu":
-            device = device.to(self.device, non_blocking=True)
+        """Views of a packed buffer, or of its copy on the device, whose addresses stay the same.
+
+        The copy waits its turn behind the last step, which reads that memory.
+        """
+        device = buffer
+        if self.device_buffer is not None:
+            length = packed_length(buffer)
+            device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
+            if self.copied[self.turn] is not None:
+                self.copied[self.turn].record()
         return Batch.unpack(buffer.numpy(), device)
 
-    def pack(self, step: Step, buffer: torch.Tensor) -> None:
-        """Fill the buffer."""
+    def fix_tables(self, batch: Batch) -> Batch:
+        """The same batch with block tables whose address and stride are always the same, too."""
+        num_rows, width = batch.block_tables.shape
+        fixed = self.device_tables[:num_rows]
+        fixed[:, :width].copy_(batch.block_tables)
+        return replace(batch, block_tables=fixed)
+
+    def pack(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
+        """Fill the buffer. num_rows: what a step of decodes is padded to, for a graph."""
         host = buffer.numpy()
         seqs, query_lens, starts, num_decodes = _decodes_first(step)
-        num_rows, num_tokens = len(seqs), step.num_tokens
-        cu_seqlens_q = np.zeros(num_rows + 1, dtype=np.int32)
+        padding = 0 if num_rows is None else num_rows - len(seqs)
+        num_tokens = step.num_tokens
+        cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         # A token's position is its row's start plus its place in the row. Example: a row with
         # start 32 whose tokens begin at index 7 of the batch: index 9 has position 32 - 7 + 9.
-        row_of_token = np.repeat(np.arange(num_rows), query_lens)
+        row_of_token = np.repeat(np.arange(len(seqs)), query_lens)
         positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(num_tokens)
-        rows = self._refresh_tables(seqs)
+        rows = self._refresh_rows(seqs)
         blocks = self.tables[rows[row_of_token], positions // self.block_size]
-        width = max((len(seq.block_table) for seq in seqs), default=0)
+        width = max((len(seq.block_table) for seq in seqs), default=1)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
-        unknown, sources = self._unknown_tokens(step, last_token_of)
-        sections = (
-            self._input_ids(seqs, starts.tolist(), query_lens.tolist(), num_decodes),
-            positions,
-            blocks * self.block_size + positions % self.block_size,
-            cu_seqlens_q,
-            starts + query_lens,
-            [last_token_of[seq] for seq in step.sampling],
-            self._prompt_logprob_tokens(step, last_token_of),
-            unknown,
-            sources,
-            np.array(step.block_copies, dtype=np.int32).T.reshape(-1),
-            self.tables[rows, :width].reshape(-1),
+        sample_rows = np.array([seq.row for seq in step.sampling], dtype=np.int64)
+        input_ids = self._input_ids(seqs, starts.tolist(), query_lens.tolist(), num_decodes)
+        sections = (  # each with what its padding consists of
+            (self.seeds[sample_rows].view(np.int32), 0, 2 * padding),
+            (self.temperature[sample_rows].view(np.int32), 0, padding),
+            (self.top_k[sample_rows], 0, padding),
+            (self.top_p[sample_rows].view(np.int32), 0, padding),
+            (self.min_p[sample_rows].view(np.int32), 0, padding),
+            (input_ids, 0, padding),
+            (positions, 0, padding),
+            (blocks * self.block_size + positions % self.block_size, -1, padding),
+            (cu_seqlens_q, num_tokens, padding),
+            (starts + query_lens, 0, padding),
+            ([last_token_of[seq] for seq in step.sampling], 0, padding),
+            (sample_rows, self.max_num_seqs, padding),  # a row that nobody has
+            (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
+            (np.array(step.block_copies, dtype=np.int32).T.reshape(-1), 0, 0),
+            (self.tables[rows, :width].reshape(-1), 0, padding * width),
         )
         at = HEADER
-        for i, section in enumerate(sections):
-            host[i] = len(section)
-            if len(section):  # most steps leave some sections empty, and each write costs
-                host[at:at + len(section)] = section
-                at += len(section)
-        host[NUM_DECODES] = num_decodes
+        for i, (section, filling, num_filled) in enumerate(sections):
+            host[i] = len(section) + num_filled
+            if host[i]:  # most steps leave some sections empty, and each write costs
+                end = at + len(section)
+                host[at:end] = section
+                host[end:end + num_filled] = filling
+                at = end + num_filled
+        host[NUM_DECODES] = num_decodes + padding
+        host[NUM_UNKNOWN] = (input_ids < 0).sum()
 
     def _input_ids(self, seqs: list[Sequence], starts: list[int], query_lens: list[int],
-                   num_decodes: int) -> list[int]:
-        """Token ids of all rows; a token that is not known yet is a 0 that gets replaced."""
-        ids = [seq.token_ids[start] if start < len(seq.token_ids) else 0
+                   num_decodes: int) -> np.ndarray:
+        """Token ids of all rows. A decode's may still be in the sampling of the step before this
+        one; a chunk's are all known, since whoever was preempted waits until they are."""
+        ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
                for seq, start in zip(seqs[:num_decodes], starts)]
         for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],
                                  strict=True):
-            row = seq.token_ids[start:start + n]
-            ids += row + [0] * (n - len(row))
-        return ids
+            assert start + n <= len(seq.token_ids), f"{seq.name}: a chunk with an unknown token"
+            ids += seq.token_ids[start:start + n]
+        return np.array(ids, dtype=np.int32)
 
     def _prompt_logprob_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
         """Where the positions that give prompt logprobs stand in the batch: from the beginning of
@@ -183,28 +242,20 @@ class BatchBuilder:
             indices += range(first, first + len(positions))
         return indices
 
-    def _unknown_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> tuple[list, list]:
-        """Overlap: rows whose last token is still being sampled by the step before this one.
+    def _refresh_rows(self, seqs: list[Sequence]) -> np.ndarray:
+        """Bring the persistent lines up to date; returns the row of each sequence.
 
-        `num_unknown_tokens` counts this step's own sample too, where it takes one: the input is
-        unknown when a sample is missing *before* it.
-        """
-        last, self.last_sampling = self.last_sampling, {
-            seq: i for i, seq in enumerate(step.sampling)}
-        pairs = [(last_token_of[seq], last[seq]) for seq in step.sampling
-                 if seq.num_unknown_tokens > 1]
-        return [index for index, _ in pairs], [source for _, source in pairs]
-
-    def _refresh_tables(self, seqs: list[Sequence]) -> np.ndarray:
-        """Bring the persistent tables up to date; returns the row of each sequence.
-
-        Tables only grow by their tail, and a table that starts anew is a new list object: comparing
-        identity and length finds what changed.
+        Tables only grow by their tail, and a table that starts anew is a new list object, as a row
+        with a new owner has it: comparing identity and length finds what changed.
         """
         for seq in seqs:
             row, table = seq.row, seq.block_table
             if self.table_sources[row] is not table:
                 self.table_sources[row], self.table_lens[row] = table, 0
+                params = seq.params
+                self.seeds[row], self.temperature[row] = seq.seed, params.temperature
+                self.top_k[row] = max(params.top_k, 0)
+                self.top_p[row], self.min_p[row] = params.top_p, params.min_p
             known = self.table_lens[row]
             if known != len(table):
                 self.tables[row, known:len(table)] = table[known:]
@@ -214,7 +265,7 @@ class BatchBuilder:
 
 def packed_length(buffer: torch.Tensor) -> int:
     """How many numbers of a packed buffer are in use, by its header."""
-    return HEADER + int(buffer.numpy()[:HEADER - 1].sum())
+    return HEADER + int(buffer.numpy()[:len(SECTIONS)].sum())
 
 
 def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, int]:

@@ -22,6 +22,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "triton", "torch")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -50,11 +51,12 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
-    enforce_eager: bool = False
+    enforce_eager: bool = False  # no CUDA graphs
     hf_overrides: dict | None = None  # entries laid over config.json
     trust_remote_code: bool = False  # passed on to the tokenizer; no model code is ever loaded
     device: str = "auto"
-    async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: off
+    kernels: str = "auto"  # "triton" on a GPU, or "torch": their plain twins
+    async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: on a GPU
     trace: str | None = None  # a .html or .json file in which every step is recorded
 
     def __post_init__(self):
@@ -65,6 +67,7 @@ class EngineConfig:
         self._check_choice("load_format", LOAD_FORMATS)
         self._check_choice("scheduling_policy", SCHEDULING_POLICIES)
         self._check_choice("device", DEVICES)
+        self._check_choice("kernels", KERNELS)
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
                      "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size"):
             value = getattr(self, name)
@@ -143,9 +146,12 @@ class EngineConfig:
         if dtype not in DTYPES[1:]:
             raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
                              f"{', '.join(DTYPES[1:])} with the option dtype")
+        on_gpu = device == "cuda"
+        kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "torch"
+        overlap = on_gpu if self.async_scheduling is None else self.async_scheduling
         return replace(
             self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
-            max_num_seqs=num_seqs, dtype=dtype, async_scheduling=bool(self.async_scheduling))
+            max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap)
 
 
 def find_model(model: str | Path) -> Path:

@@ -25,27 +25,29 @@ taken: `nn.Linear` and `nn.Embedding`, which spend seconds on random numbers tha
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanoserve import ops
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.rope_config import RopeConfig
 
 # What is a weight as it stands; integers and 8-bit floats mean nothing without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights are kept, and as what: the same for all parts of a model."""
+    """Where weights are kept, as what, and what computes between them: the same for all parts of
+    a model."""
 
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks = SOLO
+    ops: ModuleType = ops  # or `kernels`, which has the same functions
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         memory = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -64,7 +66,7 @@ def _copy(into: torch.Tensor, tensor: torch.Tensor, rows: Span, columns: Span | 
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+    """Root mean square normalisation: `ops.rms_norm` and its weight.
 
     offset: the weight is stored as its distance from 1 (Gemma), and kept in float32, because 1 +
     weight in bfloat16 would lose most of it.
@@ -72,7 +74,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, on: Placement, offset: bool = False):
         super().__init__()
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.ops = eps, offset, on.ops
         self.weight = on.weight(size, dtype=torch.float32 if offset else None)
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
@@ -86,8 +88,12 @@ class RMSNorm(nn.Module):
             self.weight += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = self.weight.shape
-        return F.rms_norm(x.to(self.weight.dtype), shape, self.weight, self.eps).to(x.dtype)
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor,
+            residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` joins the residual stream: (the stream normalised, the stream)."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Linear(nn.Module):
@@ -172,7 +178,7 @@ class Experts(nn.Module):
                  on: Placement):
         super().__init__()
         self.experts, self.inner = experts, inner
-        self.act = ACTIVATIONS[activation]
+        self.activation, self.ops = activation, on.ops
         self.gate_up_proj = on.weight(experts.size, 2 * inner.size, hidden_size)
         self.down_proj = on.weight(experts.size, hidden_size, inner.size)
 
@@ -202,24 +208,10 @@ class Experts(nn.Module):
                 ids: torch.Tensor) -> torch.Tensor:
         """hidden (num_tokens, hidden_size); weights and ids (num_tokens, experts per token).
 
-        Returns this rank's share of the sum. Tokens are sorted by expert, and each expert that is
-        hit computes its own in one go. Confessed: counting them waits for the device, which costs
-        nothing on a CPU; a GPU wants one kernel for all experts.
+        Returns this rank's share of the sum.
         """
-        out = torch.zeros_like(hidden)
-        order = ids.flatten().argsort(stable=True)
-        tokens = order // ids.shape[1]
-        weights = weights.flatten()[order][:, None]
-        counts = ids.flatten().bincount(minlength=self.experts.total).tolist()
-        at = sum(counts[:self.experts.start])
-        for expert, count in enumerate(counts[self.experts.start:self.experts.stop]):
-            if count:
-                own = tokens[at:at + count]
-                gate, up = F.linear(hidden[own], self.gate_up_proj[expert]).chunk(2, dim=-1)
-                result = F.linear(self.act(gate) * up, self.down_proj[expert])
-                out.index_add_(0, own, (result * weights[at:at + count]).to(out.dtype))
-            at += count
-        return out
+        return self.ops.experts(hidden, weights, ids, self.gate_up_proj, self.down_proj,
+                                self.experts.start, self.activation)
 
 
 class RotaryEmbedding(nn.Module):
@@ -283,10 +275,3 @@ def _yarn_keep(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001  # the reference's way out of a division by zero
     return 1 - ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)
-
-
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x (num_tokens, num_heads, head_dim). Pairs are (i, i + head_dim / 2), as in Llama's
-    Hugging Face checkpoints, not (2i, 2i + 1) as in the paper."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -23,7 +23,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -32,9 +31,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
-from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress, summary
+from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.model_config import ModelConfig
-from nanoserve.model_runner import LAST_WORD, ModelRunner, pick_device, serve_rank
+from nanoserve.model_runner import (
+    LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
 from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
@@ -61,6 +61,9 @@ class LLM:
         folder = find_model(model)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
+        config, said = fit_to_device(config, asked)
+        for line in said:
+            _say(line)
         config.check_ranks(self.model_config)
         self.tokenizer = load_tokenizer(config, folder)
         ranks = _start_ranks(config, folder)
@@ -72,13 +75,13 @@ class LLM:
             self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
             self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
             self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
+            self.runner.record_graphs()
         except BaseException:
             ranks.abort("the engine could not be made")
             raise
         self.scheduler = Scheduler(self.config, num_blocks, self.model_config.window)
         self.metrics = EngineMetrics(config.enable_prefix_caching)
-        self.observers = [self.metrics]  # they are told what happens, and change nothing
-        self.trace = None
+        self.observers, self.trace = [self.metrics], None  # told what happens, they change nothing
         if config.trace is not None:
             from nanoserve.extras.recorder import Trace  # here: the core runs without extras
             self.trace = Trace(config.trace, self.scheduler, Path(config.model).name, _say)
@@ -252,19 +255,15 @@ class LLM:
         summarize: end with a line of what it took. Raises `ValueError` before any work starts.
         After Ctrl-C the engine stays usable.
         """
-        start = time.perf_counter()
         requests = self._make_requests(prompts, sampling_params, priority)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         results = {}
         with closing(self._drive(requests)) as outputs, Progress(
-                len(requests), use_tqdm) as progress:
+                len(requests), use_tqdm, _say if summarize else None) as progress:
             for output in outputs:
                 results[output.request_id] = output
                 progress.finished(output)
-        if summarize:
-            _say(summary([output.metrics for output in results.values()],
-                         time.perf_counter() - start))
         return [results[request.request_id] for request in requests]
 
     def stream(self, prompts: Prompt | list[Prompt],
@@ -414,7 +413,9 @@ class LLM:
         """One line: on what, how, and with how much memory. A slow path is never silent."""
         c = self.config
         ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
-        return (f"{Path(c.model).name}: {c.device}, {c.dtype}{ranks}, torch attention, no graphs | "
+        graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
+        return (f"{Path(c.model).name}: {self.runner.device_name}, {c.dtype}{ranks}, "
+                f"{c.kernels} attention, {graphs} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "

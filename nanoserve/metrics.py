@@ -191,15 +191,21 @@ def _time(seconds: float) -> str:
 
 
 class Progress:
-    """The tqdm bar of `generate`: prompts done, prompt and output tokens per second."""
+    """The tqdm bar of `generate`: prompts done, prompt and output tokens per second.
 
-    def __init__(self, num_requests: int, enabled: bool):
+    say: gets the summary at the end, if it is wanted.
+    """
+
+    def __init__(self, num_requests: int, enabled: bool, say: Callable[[str], None] | None):
+        self.say = say
+        self.metrics: list[RequestStateStats] = []
         self.bar = tqdm(total=num_requests, desc="Processed prompts", unit="prompt",
                         disable=not enabled or not num_requests, dynamic_ncols=True)
         self.start = time.perf_counter()
         self.num_prompt_tokens = self.num_output_tokens = 0
 
     def finished(self, output: RequestOutput) -> None:
+        self.metrics.append(output.metrics)
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         seconds = max(time.perf_counter() - self.start, 1e-9)
@@ -210,5 +216,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, error: type | None, *exc_info) -> None:
         self.bar.close()
+        if self.say is not None and error is None:
+            self.say(summary(self.metrics, time.perf_counter() - self.start))

@@ -26,18 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.attention import MAX_GATHERED_KEYS, paged_attention, store_kv
 from nanoserve.batch import Batch
-from nanoserve.layers import (
-    ACTIVATIONS,
-    Embedding,
-    Experts,
-    Linear,
-    Placement,
-    RMSNorm,
-    RotaryEmbedding,
-    apply_rope,
-)
+from nanoserve.layers import Embedding, Experts, Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import Span, share_heads
 
@@ -81,12 +71,15 @@ class Decoder(nn.Module):
         global_rope = local_rope = self.rotary(positions, hidden.dtype)  # cos and sin
         if self.rotary_local is not None:
             local_rope = self.rotary_local(positions, hidden.dtype)
+        residual = None  # the stream is `hidden`, or the sum of both where there are two
         for i in layers:
             cos, sin = global_rope if self.config.windows[i] is None else local_rope
-            hidden = self.layers[i](hidden, cos, sin, kv_cache[i], batch)
+            hidden, residual = self.layers[i](hidden, residual, cos, sin, kv_cache[i], batch)
             if taps is not None and i in taps:
-                taps[i] = hidden
-        return self.norm(hidden) if layers.stop == len(self.layers) else hidden
+                taps[i] = hidden + residual
+        if layers.stop == len(self.layers):
+            return self.norm.add(hidden, residual)[0]
+        return hidden if residual is None else hidden + residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
@@ -100,6 +93,9 @@ class Decoder(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
+
+    The last addition is left to the norm that follows, in this layer or the next, which reads the
+    sum anyway: a layer takes and returns the stream as two terms.
 
     `post_attention_layernorm` is a name with two meanings: for most families the norm in front of
     the MLP, which Gemma calls `pre_feedforward_layernorm` because it has one behind attention, too.
@@ -119,15 +115,17 @@ class DecoderLayer(nn.Module):
                     else MLP(config, on))
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, kv, batch)
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor,
+                sin: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor],
+                batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.input_layernorm.add(hidden, residual)
+        attended = self.self_attn(normed, cos, sin, kv, batch)
         if self.pre_feedforward_layernorm is None:
-            hidden = hidden + attended
-            return hidden + self.mlp(self.post_attention_layernorm(hidden))
-        hidden = hidden + self.post_attention_layernorm(attended)
-        out = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return hidden + self.post_feedforward_layernorm(out)
+            normed, residual = self.post_attention_layernorm.add(attended, residual)
+            return self.mlp(normed), residual
+        attended = self.post_attention_layernorm(attended)
+        normed, residual = self.pre_feedforward_layernorm.add(attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
 class Attention(nn.Module):
@@ -138,7 +136,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, on: Placement):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.eps, self.ops = config.head_dim, config.rms_norm_eps, on.ops
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.window = config.windows[index]
         heads, kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads,
@@ -160,11 +158,11 @@ class Attention(nn.Module):
         q = q.view(num_tokens, -1, self.head_dim)  # (num_tokens, num_heads, head_dim)
         k = k.view(num_tokens, -1, self.head_dim)  # (num_tokens, num_kv_heads, head_dim)
         v = v.view(num_tokens, -1, self.head_dim)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        store_kv(k, v, *kv, batch.slot_mapping)
-        out = paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
+        q_weight, k_weight = (None, None) if self.q_norm is None else (
+            self.q_norm.weight, self.k_norm.weight)
+        q = self.ops.norm_rope_store(q, k, v, q_weight, k_weight, self.eps, cos, sin, *kv,
+                                     batch.slot_mapping)
+        out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj(out.flatten(1))
 
 
@@ -174,13 +172,12 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, on: Placement):
         super().__init__()
         stream, inner = Span.whole(config.hidden_size), on.ranks.share(config.intermediate_size)
-        self.act = ACTIVATIONS[config.activation]
+        self.activation, self.ops = config.activation, on.ops
         self.gate_up_proj = Linear(stream, {"gate": inner, "up": inner}, config.mlp_bias, on)
         self.down_proj = Linear(inner, {"all": stream}, config.mlp_bias, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
+        return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))
 
 
 class MoE(nn.Module):
@@ -211,22 +208,3 @@ class MoE(nn.Module):
         if self.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return self.ranks.all_reduce(self.experts(hidden, weights, ids))
-
-
-def estimate_step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, max_model_len: int,
-                        itemsize: int) -> int:
-    """Memory that a step of `num_tokens` and `num_seqs` takes beside weights and KV cache.
-
-    By its largest tensors: the activations of every token in one layer, one group of gathered keys
-    and values in attention, and the sampler's copies of the logits. Ranks that share the work need
-    less; they are not told apart here.
-    """
-    inner = max(config.intermediate_size,
-                config.moe_intermediate_size * config.num_experts_per_tok)
-    per_token = 4 * inner + 8 * config.hidden_size + 4 * (
-        config.num_attention_heads * config.head_dim + config.kv_width)
-    keys = min(max(MAX_GATHERED_KEYS, max_model_len), num_seqs * max_model_len)
-    gathered = 4 * keys * config.kv_width  # as they are, transposed, and as float32
-    num_rows = max(num_seqs, MAX_PROMPT_LOGPROB_ROWS)
-    logits = 16 * num_rows * config.vocab_size  # four copies in float32
-    return (num_tokens * per_token + gathered) * itemsize + logits

@@ -3,64 +3,68 @@
     Step ──build──► Batch ──embed, layers──► hidden ──rows that sample──► logits ──sample──► tokens
           integers         KV cache: read and written                              stay on device
 
-The runner owns device memory. It loads the weights, finds out what is left, and *returns* how many
-KV blocks fit; whoever made it decides on that number and hands it back to `allocate_kv_cache`.
+The runner owns device memory. It loads the weights, finds out what is left (memory.py), and
+*returns* how many KV blocks fit; whoever made it decides on that number and hands it back to
+`allocate_kv_cache`.
 
-    memory    | weights | largest step's activations | KV blocks .......... | others' |
-              └────────── what this process may use ────────────────────────┘
+Invariant: only the runner touches KV bytes, and a step never waits for the device. `launch` queues
+a step and the way of its tokens to the host, and returns; whoever needs them waits (`fetch`). With
+overlap the next step is queued before that. Its inputs, which the host has not seen, it finds in
+`last_tokens`, on the device:
 
-Invariant: only the runner touches KV bytes, and a step never waits for the device. `launch` returns
-the sampled tokens as a tensor; whoever needs their values asks it (`tolist()`), which waits. With
-overlap the next step is launched first: its unknown inputs are filled on the device, from that
-tensor, before the host has seen them.
+    host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
+    device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
+
+On a GPU the layers get `kernels` instead of `ops`, and a step of nothing but decodes is a replay of
+a CUDA graph (graphs.py), from the embedding to the chosen tokens.
 
 With tensor parallelism rank 0 launches, and on the other ranks `serve` repeats what it does: the
 packed step is broadcast, every rank runs the forward on its share, and rank 0 gathers the logits
 and samples. Only what the others can't know travels: the step, and with overlap the tokens.
 
-Not known here: the queue, text, users. Road not taken: sizing the KV cache by trial until memory is
-exhausted; a laptop that swaps is worse than a small cache.
+Not known here: the queue, text, users.
 """
 
-import os
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
+from nanoserve import ops
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
+from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache, estimate_step_bytes
+from nanoserve.memory import cpu_budget, gpu_budget, largest_step
+from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
-from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, sample, score
+from nanoserve.sampler import (
+    Logprobs,
+    SamplerOutput,
+    SamplingInputs,
+    choose_by_kernels,
+    sample,
+    score,
+)
 from nanoserve.sequence import Step
 
-CPU_MEMORY_SHARE = 0.25  # of what is free: a laptop's owner has other programs open
 MIN_CACHE_TOKENS = 2 ** 16
 STOP = -1  # in the place of a step's first length: no more steps will come
 LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)
-UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
-
-
-def pick_device(device: str) -> str:
-    """ "auto" is the GPU if there is one. Raises `ValueError` for a GPU that isn't there."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device="cuda", but torch sees no GPU: use device="cpu" or "auto"')
-    return device
 
 
 class ModelRunner:
     """Weights, KV cache and buffers on one device, which is one rank's.
 
-    config: resolved, `device` and `dtype` included. folder: the checkpoint's.
+    config: resolved, `device` and `dtype` included. folder: the checkpoint's. graph_class: what
+    records decode steps; a stand-in records them on a CPU, too.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
-                 ranks: Ranks = SOLO):
+                 ranks: Ranks = SOLO, graph_class: type = CudaGraph):
         self.config = config
         self.model_config = model_config
         self.ranks = ranks
@@ -68,7 +72,8 @@ class ModelRunner:
         if config.device == "cuda" and ranks.size > 1:
             self.device = torch.device("cuda", ranks.local_rank)
         self.dtype = getattr(torch, config.dtype)
-        placement = Placement(self.dtype, self.device, ranks)
+        self.kernels = import_kernels() if config.kernels == "triton" else None
+        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
         self.model = Decoder(model_config, placement, config.expert_parallel)
         if config.load_format == "dummy":
             load_dummy_weights(self.model, config.seed)
@@ -76,7 +81,9 @@ class ModelRunner:
             load_weights(self.model, model_config, folder, show_progress=ranks.rank == 0)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
-        self.last_sampled: torch.Tensor | None = None
+        self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
+        self.graph_class = graph_class
+        self.graphs: DecodeGraphs | None = None  # see record_graphs
 
     # ---------------------------------------------------------------- memory
 
@@ -93,43 +100,45 @@ class ModelRunner:
                            self.ranks)[1].size
 
     def count_kv_blocks(self) -> int:
-        """How many KV blocks there is room for on every rank; allocates nothing.
+        """How many KV blocks there is room for on every rank; none is allocated yet.
 
         Raises `ValueError` with the numbers when there is room for none.
         """
         if self.config.num_gpu_blocks_override is not None:
             return self.config.num_gpu_blocks_override
-        budget = self._kv_budget()
+        budget, reason = self._kv_budget()
         with self.ranks.together():
             num_blocks = self.ranks.minimum(budget // self.block_bytes)
         if num_blocks < 1:
             raise ValueError(
                 f"no room for one KV block: {self.block_bytes:,} bytes are needed, {budget:,} are "
-                "to be had: raise kv_cache_memory_bytes or gpu_memory_utilization, lower "
-                "block_size, or end other programs that use the memory")
+                f"to be had ({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, "
+                "lower block_size, or end other programs that use the memory")
         return num_blocks
 
-    def _kv_budget(self) -> int:
-        """Bytes for KV on this rank; negative when others have taken more than there was."""
+    def _kv_budget(self) -> tuple[int, str]:
+        """Bytes for KV on this rank, negative when others have taken more than there was; and how
+        that comes about."""
         config = self.config
-        budget = config.kv_cache_memory_bytes
-        if budget is None:
-            budget = self._gpu_budget() if self.device.type == "cuda" else int(
-                CPU_MEMORY_SHARE * free_cpu_memory() / self.ranks.local_size)
-            # Every sequence at its full length; a small engine keeps room to remember prefixes.
-            most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
-            budget = min(budget, -(-most // config.block_size) * self.block_bytes)
-        return budget
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        if self.device.type == "cuda":
+            budget, reason = gpu_budget(config, self.device, self.run_largest_step)
+        else:
+            budget, reason = cpu_budget(self.ranks.local_size)
+        # Every sequence at its full length; a small engine keeps room to remember prefixes.
+        most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
+        return min(budget, -(-most // config.block_size) * self.block_bytes), reason
 
-    def _gpu_budget(self) -> int:
-        """Bytes for KV on the GPU: our share, less what anybody uses already, less what a step
-        needs beside the cache, which is estimated and not measured yet."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        used = total - free  # ours and other processes'
-        config = self.config
-        step = estimate_step_bytes(self.model_config, config.max_num_batched_tokens,
-                                   config.max_num_seqs, config.max_model_len, self.dtype.itemsize)
-        return int(total * config.gpu_memory_utilization) - used - step
+    def run_largest_step(self) -> None:
+        """Take, for a moment, all the memory that a step can take beside the KV cache."""
+        self.allocate_kv_cache(1, self.config.max_model_len)
+        with self.ranks.waiting():
+            if self.ranks.rank == 0:
+                self.launch(largest_step(self.config, MAX_PROMPT_LOGPROB_ROWS)).tolist()
+            else:
+                self.serve_one()
+        self.kv_cache, self.builder, self.last_tokens = [], None, None
 
     def agree_on_cache(self, num_blocks: int = 0, max_model_len: int = 0) -> tuple[int, int]:
         """What rank 0 has made of the count goes to all, who return it."""
@@ -152,28 +161,61 @@ class ModelRunner:
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
                 "lower kv_cache_memory_bytes or num_gpu_blocks_override") from error
         self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
-                                    max_model_len, config.block_size, self.device)
+                                    max_model_len, config.block_size, self.device,
+                                    staged=self.wants_graphs)
+        # One more than there are rows: padding writes there.
+        self.last_tokens = torch.zeros(
+            config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+
+    @property
+    def device_name(self) -> str:
+        """For the line that tells what this engine runs on."""
+        if self.device.type == "cuda":
+            return f"cuda ({torch.cuda.get_device_name(self.device)})"
+        return "cpu" if self.kernels is None else "cpu (Triton's interpreter, very slow)"
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Plain torch operators ask the host for lengths, and collectives of several ranks have not
+        been tried in a graph: neither is recorded."""
+        return (not self.config.enforce_eager and self.kernels is not None and self.ranks.size == 1
+                and (self.device.type == "cuda" or self.graph_class is not CudaGraph))
+
+    @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Record decode steps of all sizes, if this engine wants to."""
+        if self.wants_graphs:
+            self.graphs = DecodeGraphs(
+                self.config.max_num_seqs, lambda size: self.builder.fix_tables(
+                    self.builder.build(Step(0), num_rows=size)), self._decode, self.graph_class)
 
     # ------------------------------------------------------------------ step
 
     @torch.inference_mode()
     def launch(self, step: Step) -> SamplerOutput:
-        """Run one step. Returns the token of each of `step.sampling`, and whatever logprobs are
-        wanted, on the device."""
+        """Queue one step. Returns the token of each of `step.sampling`, and whatever logprobs are
+        wanted, on their way to the host."""
+        size = None
+        if self.graphs is not None and len(step.sampling) == step.num_tokens:  # decodes alone
+            size = self.graphs.size_for(len(step.sampling))
         buffer = self.builder.take_buffer()
-        self.builder.pack(step, buffer)
-        inputs = SamplingInputs.of(step.sampling, self.model_config.vocab_size, self.device)
+        self.builder.pack(step, buffer, size)
         with self.ranks.together():
             if self.ranks.size > 1:
                 self._broadcast(buffer)
             batch = self.builder.unpack(buffer)
-            hidden = self._forward(batch)
-            output = sample(self.model.compute_logits(hidden[batch.logits_indices]), inputs)
-            output.prompt_logprobs = self._score_prompts(hidden, batch, step)
-            self.last_sampled = output.token_ids
-            if self.config.async_scheduling:  # the next step's inputs, before the host knows them
-                self.ranks.broadcast(self.last_sampled)
-        return output
+            inputs = SamplingInputs.of(step.sampling, batch, self.model_config.vocab_size)
+            if size is not None:
+                output = self._replay(batch, inputs, size)
+            else:
+                hidden = self._forward(batch)
+                output = sample(self.model.compute_logits(hidden[batch.logits_indices]), inputs,
+                                self.kernels)
+                output.prompt_logprobs = self._score_prompts(hidden, batch, step)
+            if self.config.async_scheduling and (size is None or inputs.edits is not None):
+                self._remember(batch, output.token_ids)
+            output.token_ids = output.token_ids[:len(step.sampling)]
+        return output.to_host()
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's packed step to all. Its length stands in its header, so that a long one takes a
@@ -184,15 +226,41 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """(num_tokens, hidden_size), after everything that a step does to the KV cache."""
+        self._copy_blocks(batch)
+        ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
+        return self.model(self.model.embed(ids), batch.positions, self.kv_cache, batch)
+
+    def _copy_blocks(self, batch: Batch) -> None:
         if batch.block_copies.numel():
             source, target = batch.block_copies
             for k, v in self.kv_cache:
                 k[target], v[target] = k[source], v[source]
-        if len(batch.unknown_indices):
-            batch.input_ids[batch.unknown_indices] = self.last_sampled[
-                batch.unknown_sources].to(torch.int32)
-        hidden = self.model.embed(batch.input_ids)
-        return self.model(hidden, batch.positions, self.kv_cache, batch)
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """Put the last token of row r in the place of -1 - r."""
+        return torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
+
+    def _remember(self, batch: Batch, token_ids: torch.Tensor) -> None:
+        """For the next step, whose inputs these are before the host knows them."""
+        self.ranks.broadcast(token_ids)
+        self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)
+
+    def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is recorded: a step in which each row computes one token and samples the next. Here
+        nothing may depend on what the host knows of the batch, but for its size."""
+        hidden = self.model.embed(self._known(batch.input_ids))
+        hidden = self.model(hidden, batch.positions, self.kv_cache, batch)
+        logits = self.model.compute_logits(hidden)
+        token_ids = choose_by_kernels(logits, batch, self.kernels)
+        self._remember(batch, token_ids)
+        return logits, token_ids
+
+    def _replay(self, batch: Batch, inputs: SamplingInputs, size: int) -> SamplerOutput:
+        """A recorded step. Rows with edits choose once more, from the logits it has left."""
+        self._copy_blocks(batch)
+        self.builder.fix_tables(batch)
+        logits, token_ids = self.graphs.replay(size)
+        return sample(logits, inputs, self.kernels, token_ids)
 
     def _score_prompts(self, hidden: torch.Tensor, batch: Batch, step: Step) -> list[Logprobs]:
         """Each position's logits are about the token that follows it."""
@@ -204,28 +272,32 @@ class ModelRunner:
         return [score(self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]]),
                       token_ids[some], num_top) for some in _slices(len(following))]
 
-    @torch.inference_mode()
     def serve(self) -> None:
-        """A rank above 0: repeat rank 0's launches, collective by collective, until it says STOP.
+        """A rank above 0: repeat rank 0's launches until it says STOP."""
+        while self.serve_one():
+            pass
+
+    @torch.inference_mode()
+    def serve_one(self) -> bool:
+        """Repeat one launch, collective by collective; False: it was STOP.
 
         The step, the layers' sums, the logits that are sampled, those of prompts slice by slice,
         and with overlap the tokens.
         """
-        while True:
-            buffer = self.builder.take_buffer()
-            with self.ranks.together():
-                self._broadcast(buffer)
-                if buffer[0] == STOP:
-                    return
-                batch = self.builder.unpack(buffer)
-                hidden = self._forward(batch)
-                self.model.compute_logits(hidden[batch.logits_indices])
-                for some in _slices(len(batch.prompt_logprob_indices)):
-                    self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]])
-                if self.config.async_scheduling:
-                    self.last_sampled = torch.empty(
-                        len(batch.logits_indices), dtype=torch.int64, device=self.device)
-                    self.ranks.broadcast(self.last_sampled)
+        buffer = self.builder.take_buffer()
+        with self.ranks.together():
+            self._broadcast(buffer)
+            if buffer[0] == STOP:
+                return False
+            batch = self.builder.unpack(buffer)
+            hidden = self._forward(batch)
+            self.model.compute_logits(hidden[batch.logits_indices])
+            for some in _slices(len(batch.prompt_logprob_indices)):
+                self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]])
+            if self.config.async_scheduling:
+                self._remember(batch, torch.empty(
+                    len(batch.logits_indices), dtype=torch.int64, device=self.device))
+        return True
 
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for a launched step; see `SamplerOutput.tolist`."""
@@ -242,7 +314,7 @@ class ModelRunner:
         if self.ranks.broken is None:
             self.synchronize()
         self.ranks.close(LAST_WORD)
-        self.model = self.builder = self.last_sampled = None
+        self.model = self.builder = self.last_tokens = self.graphs = None
         self.kv_cache = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -264,40 +336,50 @@ def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path]) -> None:
     runner.serve()
 
 
-def free_cpu_memory() -> int:
-    """Bytes that this process may still take: the machine's free memory, or its container's.
+# ------------------------------------------------------------ what there is
 
-    Linux says what is available without swapping, and a container may be allowed less. Elsewhere
-    half of the physical memory is taken to be free.
+
+def pick_device(device: str) -> str:
+    """ "auto" is the GPU if there is one. Raises `ValueError` for a GPU that isn't there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device="cuda", but torch sees no GPU: use device="cpu" or "auto"')
+    return device
+
+
+def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """What this machine's GPU and software make of a resolved config, with what to say about it.
+
+    Raises `ValueError` where the user asked for what isn't there.
     """
-    available = _physical_memory() // 2
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    for group, limit, usage in (("", "memory.max", "memory.current"),  # cgroup v2, then v1
-                                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
-        folder = Path("/sys/fs/cgroup", group)
+    said = []
+    on_gpu = config.device == "cuda"
+    if on_gpu and config.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(
+            including_emulation=False):
+        name = torch.cuda.get_device_name()
+        if asked.dtype != "auto":
+            raise ValueError(f'dtype="bfloat16", but {name} has no bfloat16: use "float16"')
+        said.append(f"{name} has no bfloat16: float16 takes its place, whose range is smaller")
+        config = replace(config, dtype="float16")
+    if config.kernels == "triton":
         try:
-            allowed = int((folder / limit).read_text())
-            used = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat")
-        except (OSError, ValueError):  # no such file, or "max": no limit
-            continue
-        available = min(available, allowed - used)
-    return max(available, 0)
+            kernels = import_kernels()
+        except ImportError as error:
+            if asked.kernels != "auto":
+                raise ValueError(f'kernels="triton", but triton can\'t be imported ({error}): '
+                                 'install it, or use kernels="torch"') from error
+            said.append(f"triton can't be imported ({error}): plain torch takes its place, which "
+                        "is many times slower")
+            return replace(config, kernels="torch"), said
+        if not on_gpu and not kernels.INTERPRETED:
+            raise ValueError('kernels="triton" needs a GPU, or the environment variable '
+                             'TRITON_INTERPRET=1 from the start, which runs kernels slowly in '
+                             'Python: use kernels="torch"')
+    return config, said
 
 
-def _page_cache(stat: Path) -> int:
-    """Bytes of files, the checkpoint's say, that count as used but are dropped when needed."""
-    if not stat.exists():
-        return 0
-    entries = dict(line.split() for line in stat.read_text().splitlines())
-    return int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))
-
-
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return UNKNOWN_MEMORY
+def import_kernels() -> ModuleType:
+    """Late, because only who uses them needs triton, which there is for Linux alone."""
+    from nanoserve import kernels
+    return kernels

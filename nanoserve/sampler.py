@@ -17,73 +17,73 @@ Everything is vectorised over the batch, and rows that ask for nothing pay nothi
 greedy rows is an argmax, and the filters touch only the rows that use them.
 
 Order, as in vLLM: constraints and penalties (`controls`), temperature, min-p, top-k, top-p.
-Logprobs are the model's own, before any of these. Road not taken: Gumbel-max, one pass on a GPU but
-an exponential a logit on a CPU, thirty times slower than this there.
+Logprobs are the model's own, before any of these.
+
+A GPU draws by Gumbel-max instead (`kernels.sample_tokens`): one pass over the logits, but with an
+exponential a logit, which on a CPU takes thirty times as long as all of this. Both follow the same
+distribution and are functions of seed and position; a seed's text is another on the other device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import ModuleType
 
-import numpy as np
 import torch
 
+from nanoserve.batch import Batch
 from nanoserve.controls import Edits, gather_edits
 from nanoserve.sequence import Sequence
 
-GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2^64 / golden ratio, odd
+GOLDEN = 0x9E3779B97F4A7C15 - 2 ** 64  # SplitMix64's increment: 2^64 / golden ratio, odd; as int64
 MAX_CHUNK = 512
 
 
 @dataclass
 class SamplingInputs:
-    """The sampling parameters of s rows as tensors; `None` where no row uses them."""
+    """What s rows ask of the sampler, on the device; and on the host, who asks for what."""
 
-    temperature: torch.Tensor | None = None  # (s,) float32; None: all greedy
-    uniform: torch.Tensor | None = None  # (s,) float64 in [0, 1)
-    min_p: torch.Tensor | None = None  # (s,) float32
-    top_k_rows: torch.Tensor | None = None  # (r,) the rows that use top-k ...
-    top_k: torch.Tensor | None = None  # (r, 1) ... and their k
+    batch: Batch  # temperature and its like of every row
+    all_greedy: bool = True
+    any_min_p: bool = False
+    top_k_rows: torch.Tensor | None = None  # (r,) the rows that use top-k
     max_top_k: int = 0  # on the host, because it is the shape of a result
     top_p_rows: torch.Tensor | None = None  # (r,)
-    top_p: torch.Tensor | None = None  # (r, 1) float32
     edits: Edits | None = None
     logprob_rows: list[int] | None = None  # rows that want logprobs ...
     logprob_rows_on_device: torch.Tensor | None = None  # (r,) ... the same on the device
     num_logprobs: int = 0  # the most that any of them asks for
 
+    @property
+    def any_filters(self) -> bool:
+        return self.any_min_p or self.top_k_rows is not None or self.top_p_rows is not None
+
     @classmethod
-    def of(cls, seqs: list[Sequence], vocab_size: int, device: torch.device) -> "SamplingInputs":
-        """Gather the parameters of the rows, which are about to sample their last token.
+    def of(cls, seqs: list[Sequence], batch: Batch, vocab_size: int) -> "SamplingInputs":
+        """Look through the rows, which are about to sample their last token.
 
-        By now that token is counted (`num_unknown_tokens`), so its position is num_tokens - 1.
-        Which rows use a filter is found here, on the host: asking the device would wait for it.
+        Which of them use a filter is found on the host: asking the device would wait for it.
         """
-        params = [seq.params for seq in seqs]
-        temperatures = [p.temperature for p in params]
-        inputs = cls()
+        inputs = cls(batch)
 
-        def put(values: list | np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)
+        def put(values, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=dtype).to(batch.seeds.device, non_blocking=True)
 
         if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
             inputs.edits = gather_edits([(i, seqs[i]) for i in rows], put)
-            inputs.logprob_rows = [i for i in rows if params[i].logprobs is not None]
+            inputs.logprob_rows = [i for i in rows if seqs[i].params.logprobs is not None]
             if inputs.logprob_rows:
                 inputs.logprob_rows_on_device = put(inputs.logprob_rows, torch.int64)
-                inputs.num_logprobs = max(params[i].logprobs for i in inputs.logprob_rows)
-        if not any(temperatures):
+                inputs.num_logprobs = max(seqs[i].params.logprobs for i in inputs.logprob_rows)
+        s, host = len(seqs), batch.host  # which may have more rows, of padding
+        if not host["temperature"][:s].any():  # the bits of 0.0 are 0
             return inputs
-        uniform = uniforms([seq.seed for seq in seqs], [seq.num_tokens - 1 for seq in seqs])
-        inputs.temperature = put(temperatures)
-        inputs.uniform = put(uniform, torch.float64)
-        if any(p.min_p for p in params):
-            inputs.min_p = put([p.min_p for p in params])
-        if rows := [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size]:
+        inputs.all_greedy = False
+        inputs.any_min_p = bool(host["min_p"][:s].any())
+        top_k, top_p = host["top_k"][:s], host["top_p"][:s].view("float32")
+        if len(rows := ((top_k > 0) & (top_k < vocab_size)).nonzero()[0]):
             inputs.top_k_rows = put(rows, torch.int64)
-            inputs.top_k = put([[params[i].top_k] for i in rows], torch.int64)
-            inputs.max_top_k = max(params[i].top_k for i in rows)
-        if rows := [i for i, p in enumerate(params) if p.top_p < 1]:
+            inputs.max_top_k = int(top_k[rows].max())
+        if len(rows := (top_p < 1).nonzero()[0]):
             inputs.top_p_rows = put(rows, torch.int64)
-            inputs.top_p = put([[params[i].top_p] for i in rows])
         return inputs
 
 
@@ -96,6 +96,11 @@ class Logprobs:
     ranks: torch.Tensor  # (p,) 1: no other token is likelier
     top_ids: torch.Tensor  # (p, k)
     top_values: torch.Tensor  # (p, k) falling
+
+    def to_host(self) -> "Logprobs":
+        """All of it on its way to the host."""
+        return Logprobs(*(getattr(self, f.name).to("cpu", non_blocking=True)
+                          for f in fields(self)))
 
     def tolist(self) -> list[list[tuple[int, float, int]]]:
         """For each position (token id, logprob, rank): of the token, then of the likeliest. Waits
@@ -114,16 +119,30 @@ class Logprobs:
 
 @dataclass
 class SamplerOutput:
-    """What a step has to say, still on the device."""
+    """What a step has to say: on the device, and after `to_host` on its way from there."""
 
     token_ids: torch.Tensor  # (s,) int64
     logprobs: Logprobs | None = None  # of the rows that want them ...
     logprob_rows: list[int] | None = None  # ... which are these
     prompt_logprobs: list[Logprobs] | None = None  # of `Step.prompt_logprob_positions`, in slices
+    ready: torch.cuda.Event | None = None  # when it has arrived
+
+    def to_host(self) -> "SamplerOutput":
+        """Queue the copy to the host right behind the step, before the next one is launched, or its
+        reader would wait for that one as well."""
+        if self.token_ids.is_cuda:
+            self.token_ids = self.token_ids.to("cpu", non_blocking=True)  # into pinned memory
+            self.logprobs = self.logprobs and self.logprobs.to_host()
+            self.prompt_logprobs = [part.to_host() for part in self.prompt_logprobs or []]
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+        return self
 
     def tolist(self) -> tuple[list[int], dict[int, list], list[list]]:
-        """Wait for the device. Returns the token ids, `Logprobs.tolist()` by row, and the same of
-        the prompts, position by position."""
+        """Wait for the step. Returns the token ids, `Logprobs.tolist()` by row, and the same of the
+        prompts, position by position."""
+        if self.ready is not None:
+            self.ready.synchronize()
         logprobs = {} if self.logprobs is None else dict(
             zip(self.logprob_rows, self.logprobs.tolist(), strict=True))
         prompt_logprobs = [entries for part in self.prompt_logprobs or []
@@ -131,9 +150,15 @@ class SamplerOutput:
         return self.token_ids.tolist(), logprobs, prompt_logprobs
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SamplerOutput:
-    """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows."""
-    output = SamplerOutput(choose(logits, inputs))
+def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: ModuleType | None = None,
+           token_ids: torch.Tensor | None = None) -> SamplerOutput:
+    """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows.
+
+    token_ids: what a graph has chosen without knowing of edits, if it has.
+    """
+    if token_ids is None or inputs.edits is not None:
+        token_ids = choose(logits, inputs, kernels)
+    output = SamplerOutput(token_ids)
     if inputs.logprob_rows:
         rows = inputs.logprob_rows_on_device
         output.logprobs = score(
@@ -142,21 +167,43 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs) -> SamplerOutput:
     return output
 
 
-def choose(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+def choose(logits: torch.Tensor, inputs: SamplingInputs,
+           kernels: ModuleType | None = None) -> torch.Tensor:
     """logits (s, vocab_size) -> token ids (s,), int64, on the same device."""
-    greedy, edits = logits.argmax(-1), inputs.edits
+    batch, edits = inputs.batch, inputs.edits
     if edits is not None:
         edited = edits.apply(logits.index_select(0, edits.rows).float())
-        greedy[edits.rows] = edited.argmax(-1)
-    if inputs.temperature is None or len(logits) == 0:
+    if inputs.all_greedy or len(logits) == 0:
+        greedy = logits.argmax(-1)
+        if edits is not None:
+            greedy[edits.rows] = edited.argmax(-1)
         return greedy
-    is_greedy = inputs.temperature == 0
-    divisor = torch.where(is_greedy, 1.0, inputs.temperature)[:, None]
-    scaled = logits.float() / divisor
     if edits is not None:
-        scaled.index_copy_(0, edits.rows, edited / divisor[edits.rows])
-    scaled = apply_filters(scaled, inputs)
-    return torch.where(is_greedy, greedy, draw(scaled.softmax(-1), inputs.uniform))
+        logits = logits.float().index_copy(0, edits.rows, edited)
+    if kernels is not None:
+        return choose_by_kernels(logits, batch, kernels, inputs.any_filters)
+    is_greedy = batch.temperature == 0
+    divisor = torch.where(is_greedy, 1.0, batch.temperature)[:, None]
+    filtered = apply_filters(logits.float() / divisor, inputs)
+    drawn = draw(filtered.softmax(-1), uniforms(batch.seeds, sampled_positions(batch)))
+    return torch.where(is_greedy, logits.argmax(-1), drawn)
+
+
+def choose_by_kernels(logits: torch.Tensor, batch: Batch, kernels: ModuleType,
+                      any_filters: bool = True) -> torch.Tensor:
+    """`choose` without edits. Each row looks on the device for what it asks for, so that a graph of
+    it is right for any batch."""
+    floors = (None, None)
+    if any_filters:
+        floors = kernels.find_floors(logits, batch.temperature, batch.min_p, batch.top_k,
+                                     batch.top_p)
+    return kernels.sample_tokens(logits, batch.temperature, batch.seeds, sampled_positions(batch),
+                                 *floors)
+
+
+def sampled_positions(batch: Batch) -> torch.Tensor:
+    """(s,) int64, of the tokens that are sampled: one behind the row's last one."""
+    return batch.positions[batch.logits_indices].long() + 1
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
@@ -170,21 +217,23 @@ def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logpro
 
 def apply_filters(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     """Set the logits of excluded tokens to -inf, in place. logits: (s, vocab_size) float32."""
-    if inputs.min_p is not None:
+    batch = inputs.batch
+    if inputs.any_min_p:
         # p >= min_p * p_max, without computing p: logits differ from log p by a constant.
-        floor = logits.amax(-1, keepdim=True) + inputs.min_p.log()[:, None]
+        floor = logits.amax(-1, keepdim=True) + batch.min_p.log()[:, None]
         logits.masked_fill_(logits < floor, float("-inf"))
-    if inputs.top_k is not None:
+    if inputs.top_k_rows is not None:
         rows = logits[inputs.top_k_rows]
         best = rows.topk(inputs.max_top_k, dim=-1).values
-        floor = best.gather(-1, inputs.top_k - 1)  # the k-th best; equal logits all stay
+        # The k-th best; equal logits all stay.
+        floor = best.gather(-1, batch.top_k[inputs.top_k_rows, None].long() - 1)
         logits[inputs.top_k_rows] = rows.masked_fill(rows < floor, float("-inf"))
-    if inputs.top_p is not None:
-        values, order = logits[inputs.top_p_rows].sort(dim=-1, descending=True)
+    if inputs.top_p_rows is not None:
+        values, order = logits[inputs.top_p_rows].sort(dim=-1, descending=True, stable=True)
         p = values.softmax(-1)
         # The mass *before* a token decides, so that the token which crosses top_p stays. Example:
         # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
-        drop = p.cumsum(-1) - p >= inputs.top_p
+        drop = p.cumsum(-1) - p >= batch.top_p[inputs.top_p_rows, None]
         drop[:, 0] = False  # the likeliest stays even where float32 rounds top_p to 0
         values.masked_fill_(drop, float("-inf"))
         logits[inputs.top_p_rows] = values.scatter(-1, order, values)
@@ -208,18 +257,21 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return (chunk * size + token)[:, 0]
 
 
-def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """(s,) float64 in [0, 1): a function of each row's seed (64 bits) and position alone.
 
     40 bits are used, so that the largest number times a float64 sum stays below that sum.
     """
-    state = np.array(seeds, dtype=np.uint64) + np.array(positions, dtype=np.uint64) * np.uint64(
-        GOLDEN)
-    return (_mix64(state) >> np.uint64(24)).astype(np.float64) * 2.0 ** -40
+    return _shift(_mix64(seeds + positions * GOLDEN), 24).double() * 2.0 ** -40
 
 
-def _mix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function (Steele et al. 2014); uint64 arithmetic wraps, as it should."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix64(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function (Steele et al. 2014). torch's int64 wraps, as it should."""
+    x = (x ^ _shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2 ** 64)
+    x = (x ^ _shift(x, 27)) * (0x94D049BB133111EB - 2 ** 64)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits, with zeros coming in from the left and not the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)

@@ -26,6 +26,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from nanoserve.batch import Batch, BatchBuilder
+from nanoserve.sequence import Sequence, Step
+
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 VOCAB_SIZE = 260  # 256 bytes, then these:
@@ -220,3 +223,13 @@ def write_json(path: Path, **changes) -> None:
     """Change entries of a JSON file; None removes one."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def sampling_batch(seqs: list[Sequence]) -> Batch:
+    """A step in which each of these sequences, its newest token still unknown, computes the token
+    before that one and samples it."""
+    for row, seq in enumerate(seqs):
+        seq.row, seq.block_table = row, [0]
+    step = Step(0, dict.fromkeys(seqs, 1), [seq.num_tokens - 2 for seq in seqs], list(seqs))
+    builder = BatchBuilder(len(seqs), len(seqs), 2 ** 20, 2 ** 20, torch.device("cpu"))
+    return builder.build(step)

@@ -25,9 +25,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from nanoserve import LLM, SamplingParams, attention
 from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
-from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, apply_rope
+from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MoE
 from nanoserve.model_config import ModelConfig
+from nanoserve.ops import apply_rope
 from nanoserve.parallel import Span
 from nanoserve.rope_config import RopeConfig
 
@@ -70,7 +71,8 @@ def make_batch(tables, query_lens, seq_lens) -> Batch:
         input_ids=torch.zeros(sum(query_lens), dtype=torch.int32), positions=nothing,
         slot_mapping=nothing, cu_seqlens_q=cu_seqlens_q, logits_indices=nothing,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), prompt_logprob_indices=nothing,
-        unknown_indices=nothing, unknown_sources=nothing, block_copies=nothing,
+        sample_rows=nothing, block_copies=nothing, seeds=nothing, temperature=nothing,
+        top_k=nothing, top_p=nothing, min_p=nothing, host={}, num_unknown=0,
         num_decodes=sum(n == 1 for n in query_lens),
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
         query_lens=list(query_lens), seq_lens_host=list(seq_lens))

@@ -30,31 +30,31 @@ def make_engine(block_size=4, num_blocks=24, max_num_seqs=6, budget=24):
 
 def make_sequence(name, token_ids, max_tokens=8, **params) -> Sequence:
     return Sequence(str(name), list(token_ids), SamplingParams(**params), arrival=int(name),
+                    seed=int(name) * 0x9E3779B97F4A7C15 % 2 ** 64,
                     max_num_tokens=min(MAX_LEN, len(token_ids) + max_tokens))
 
 
 # ------------------------------------------------------------ the naive twin
 
 
-def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -> dict[str, list]:
+def naive_sections(step: Step, block_size: int) -> dict[str, list]:
     """What the buffer must say, token by token; block tables one list a row, without padding.
 
-    A token that the host has not seen is a 0 with two notes: its place in the batch, and its place
-    among the samples of the step before.
+    A token that the host has not seen is named by its row, below zero: row 0 is -1, row 1 is -2.
     """
     rows = list(zip(step.num_new_tokens.items(), step.starts, strict=True))
     rows = [r for r in rows if r[0][1] == 1] + [r for r in rows if r[0][1] > 1]
     out = {name: [] for name in SECTIONS}
     out["cu_seqlens_q"].append(0)
-    last_token, unknown, place = {}, {}, {}
+    last_token, place = {}, {}
     for (seq, num_new), start in rows:
         for position in range(start, start + num_new):
             place[seq, position] = len(out["input_ids"])
             if position < len(seq.token_ids):
                 out["input_ids"].append(seq.token_ids[position])
             else:
-                unknown[seq] = len(out["input_ids"])
-                out["input_ids"].append(0)
+                assert position == len(seq.token_ids) == seq.num_tokens - (seq in step.sampling) - 1
+                out["input_ids"].append(-seq.row - 1)
             block = seq.block_table[position // block_size]
             out["slot_mapping"].append(block * block_size + position % block_size)
             out["positions"].append(position)
@@ -70,16 +70,19 @@ def naive_sections(step: Step, block_size: int, last_sampling: list[Sequence]) -
         if seq.params.prompt_logprobs is not None and not seq.output_token_ids
         for position in range(start, start + num_new) if position < seq.num_prompt_tokens - 1]
     for seq in step.sampling:
-        if seq in unknown:
-            out["unknown_indices"].append(unknown[seq])
-            out["unknown_sources"].append(last_sampling.index(seq))
+        params = seq.params
+        out["sample_rows"].append(seq.row)
+        out["seeds"].append(seq.seed if seq.seed < 2 ** 63 else seq.seed - 2 ** 64)
+        out["temperature"].append(float(np.float32(params.temperature)))
+        out["top_k"].append(params.top_k if params.top_k > 0 else 0)
+        out["top_p"].append(float(np.float32(params.top_p)))
+        out["min_p"].append(float(np.float32(params.min_p)))
     out["block_copies"] = [[a for a, _ in step.block_copies], [b for _, b in step.block_copies]]
     return out
 
 
-def assert_equals_twin(batch: Batch, step: Step, block_size: int, num_blocks: int,
-                       last_sampling: list[Sequence]) -> None:
-    twin = naive_sections(step, block_size, last_sampling)
+def assert_equals_twin(batch: Batch, step: Step, block_size: int, num_blocks: int) -> None:
+    twin = naive_sections(step, block_size)
     tables = twin.pop("block_tables")
     for name, expected in twin.items():
         assert getattr(batch, name).tolist() == expected, f"{step}: {name}"
@@ -92,6 +95,7 @@ def assert_equals_twin(batch: Batch, step: Step, block_size: int, num_blocks: in
     assert batch.query_lens == np.diff(twin["cu_seqlens_q"]).tolist()
     assert batch.seq_lens_host == twin["seq_lens"]
     assert batch.num_decodes == batch.query_lens.count(1)
+    assert batch.num_unknown == sum(token_id < 0 for token_id in twin["input_ids"])
     assert (batch.num_tokens, batch.num_rows) == (step.num_tokens, len(tables))
 
 
@@ -104,28 +108,32 @@ def random_prompt(rng: random.Random) -> list[int]:
     return [*start, *(rng.randrange(1, 1000) for _ in range(rng.randrange(1, 20)))]
 
 
+def random_params(rng: random.Random) -> dict:
+    return rng.choice(({}, dict(temperature=0), dict(temperature=rng.random() + .01, top_k=5),
+                       dict(top_k=-1, top_p=1 - rng.random()), dict(min_p=rng.random())))
+
+
 def run_workload(seed: int, depth: int, *sizes: int) -> dict[str, int]:
     """Schedule, build, compare; results are taken `depth` steps late. Returns what was met."""
     rng, met = random.Random(seed), dict.fromkeys(
         ("mixed", "hits", "preempted", "reused", "unknown", "scored"), 0)
     scheduler, builder = make_engine(*sizes)
     block_size, num_blocks = sizes[:2]
-    owners, in_flight, arrived, last = {}, [], 0, []
+    owners, in_flight, arrived = {}, [], 0
     while arrived < 40 or scheduler.has_unfinished():
         while arrived < 40 and rng.random() < 0.6:
             scored = 1 if rng.random() < 0.3 else None
             scheduler.add(make_sequence(arrived, random_prompt(rng), rng.randrange(1, 12),
-                                        prompt_logprobs=scored))
+                                        prompt_logprobs=scored, **random_params(rng)))
             arrived += 1
         step = scheduler.schedule()
         if step.num_new_tokens:
             batch = builder.build(step)
-            assert_equals_twin(batch, step, block_size, num_blocks, last)
-            last = list(step.sampling)
+            assert_equals_twin(batch, step, block_size, num_blocks)
             in_flight.append(step)
             met["mixed"] += 0 < batch.num_decodes < batch.num_rows
             met["preempted"] += len(step.preempted)
-            met["unknown"] += len(batch.unknown_indices)
+            met["unknown"] += batch.num_unknown
             met["scored"] += len(batch.prompt_logprob_indices)
             for seq in step.num_new_tokens:
                 met["reused"] += owners.get(seq.row, seq) is not seq
@@ -197,7 +205,7 @@ def test_the_sections_lie_one_behind_the_other():
     batch = builder.build(scheduler.schedule())
     buffer, at = builder.buffers[0], HEADER
     for i, name in enumerate(SECTIONS):
-        section = getattr(batch, name).flatten()
+        section = getattr(batch, name).flatten().view(torch.int32)
         assert buffer[i] == len(section)
         assert torch.equal(buffer[at:at + len(section)], section), name
         at += len(section)
@@ -231,7 +239,7 @@ def test_an_empty_step_is_a_batch_of_nothing():
     scheduler.update(scheduler.schedule(), [1])
     scheduler.finish(seq, "abort")
     batch = builder.build(scheduler.schedule())
-    assert_equals_twin(batch, Step(0), 4, 24, [])
+    assert_equals_twin(batch, Step(0), 4, 24)
     assert batch.cu_seqlens_q.tolist() == [0] and batch.block_tables.shape == (0, 0)
 
 
@@ -252,7 +260,7 @@ def test_the_largest_step_fits_into_the_buffer():
         starts = [MAX_LEN - 3 + unknown] * num_seqs
         batch = builder.build(Step(unknown, {seq: 1 for seq in seqs}, starts, sampling=seqs))
     assert batch.block_tables.tolist() == [seq.block_table for seq in seqs]
-    assert batch.unknown_indices.tolist() == batch.unknown_sources.tolist() == list(range(num_seqs))
+    assert batch.input_ids.tolist() == [-1, -2, -3, -4, -5, -6]
 
 
 def test_a_step_whose_every_token_is_scored_fits_into_the_buffer():
@@ -268,7 +276,7 @@ def test_a_step_whose_every_token_is_scored_fits_into_the_buffer():
     assert builder.buffers[0].numel() >= HEADER + 4 * 60 + 5 * num_seqs + 1 + num_seqs * width
 
 
-def test_unknown_tokens_point_at_the_samples_of_the_step_before():
+def test_unknown_tokens_are_named_by_their_rows():
     """Three prompts whose samples are still on the device, the second of them aborted meanwhile."""
     scheduler, builder = make_engine(budget=16, max_num_seqs=4)
     a, b, c = (make_sequence(i, range(100 * i, 100 * i + 5)) for i in range(3))
@@ -280,13 +288,12 @@ def test_unknown_tokens_point_at_the_samples_of_the_step_before():
     second = scheduler.schedule()
     batch = builder.build(second)
     assert (first.sampling, second.sampling) == ([a, b, c], [a, c])
-    assert batch.input_ids.tolist() == [0, 0] and batch.positions.tolist() == [5, 5]
-    assert batch.unknown_indices.tolist() == [0, 1]
-    assert batch.unknown_sources.tolist() == [0, 2]
+    assert batch.input_ids.tolist() == [-1 - a.row, -1 - c.row]
+    assert batch.positions.tolist() == [5, 5] and batch.num_unknown == 2
     scheduler.update(first, [11, 12, 13])
     scheduler.update(second, [21, 23])
     third = builder.build(scheduler.schedule())
-    assert third.input_ids.tolist() == [21, 23] and len(third.unknown_indices) == 0
+    assert third.input_ids.tolist() == [21, 23] and third.num_unknown == 0
 
 
 def test_a_row_taken_over_forgets_the_last_owners_blocks():
@@ -298,5 +305,5 @@ def test_a_row_taken_over_forgets_the_last_owners_blocks():
         step = scheduler.schedule()
         batch = builder.build(step)
         assert seq.row == 0 and batch.block_tables.tolist() == [seq.block_table]
-        assert_equals_twin(batch, step, 4, 24, [])
+        assert_equals_twin(batch, step, 4, 24)
         scheduler.update(step, [1])

@@ -16,7 +16,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, NEAR_TIE, Reference, assert_same_text, byte_tokenizer
+from conftest import (
+    EOS,
+    NEAR_TIE,
+    Reference,
+    assert_same_text,
+    byte_tokenizer,
+    sampling_batch,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +96,7 @@ def rows(draw) -> tuple[Sequence, list[int], list[int]]:
 
 
 def sampled(logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
-    return sample(logits, SamplingInputs.of(seqs, VOCAB_SIZE, CPU)).token_ids.tolist()
+    return sample(logits, SamplingInputs.of(seqs, sampling_batch(seqs), VOCAB_SIZE)).token_ids.tolist()
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -106,7 +113,7 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
     expected = torch.tensor(np.array([
         plain_edits(row, seq.params, prompt, output, seq.late_ids, seq.bad_word_ids)
         for row, (seq, prompt, output) in zip(logits.float().numpy(), batch, strict=True)]))
-    inputs = SamplingInputs.of(seqs, VOCAB_SIZE, CPU)
+    inputs = SamplingInputs.of(seqs, sampling_batch(seqs), VOCAB_SIZE)
     edited = logits.float().clone()
     if inputs.edits is not None:
         edited[inputs.edits.rows] = inputs.edits.apply(edited[inputs.edits.rows])
@@ -130,7 +137,7 @@ def test_a_sequence_is_counted_as_it_grows():
     seq = Sequence("1", list(prompt), params, num_unknown_tokens=1)
     for step in range(60):
         row = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
-        edits = SamplingInputs.of([seq], VOCAB_SIZE, CPU).edits
+        edits = SamplingInputs.of([seq], sampling_batch([seq]), VOCAB_SIZE).edits
         expected = plain_edits(row[0].numpy(), params, prompt, seq.output_token_ids)
         assert np.array_equal(edits.apply(row.clone())[0].numpy(), expected)
         if rng.random() < .8:  # else the same step again: one that failed is asked for twice
@@ -144,7 +151,7 @@ def test_penalties_by_hand():
         repetition_penalty=2, frequency_penalty=.5, presence_penalty=1.5), num_unknown_tokens=1)
     seq.token_ids += [2, 2, 2, 3]
     logits = torch.tensor([[2.0, -2.0, 8.0, -1.0, 5.0]])
-    edits = SamplingInputs.of([seq], 5, CPU).edits
+    edits = SamplingInputs.of([seq], sampling_batch([seq]), 5).edits
     assert edits.apply(logits).tolist() == [[1.0, -4.0, 1.0, -4.0, 5.0]]
 
 
@@ -156,9 +163,9 @@ def test_rows_without_controls_get_no_edits():
     for seq in seqs:
         seq.token_ids += [2, 2]
         seq.num_unknown_tokens = 1
-    assert SamplingInputs.of(seqs, 9, CPU).edits is None
+    assert SamplingInputs.of(seqs, sampling_batch(seqs), 9).edits is None
     seqs[1].token_ids.pop()  # one more to come
-    edits = SamplingInputs.of(seqs, 9, CPU).edits
+    edits = SamplingInputs.of(seqs, sampling_batch(seqs), 9).edits
     assert (edits.rows.tolist(), edits.banned.tolist()) == ([1], [[0], [3]])
 
 

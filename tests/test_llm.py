@@ -89,9 +89,9 @@ def say(llm, monkeypatch):
         def spoken(step):
             launch(step)
             at = [seq.num_tokens - 1 - seq.num_prompt_tokens for seq in step.sampling]
-            llm.runner.last_sampled = torch.tensor([words[i] if i < len(words) else EOS
-                                                    for i in at], dtype=torch.int64)
-            return SamplerOutput(llm.runner.last_sampled)
+            tokens = torch.tensor([words[i] if i < len(words) else EOS for i in at])
+            llm.runner.last_tokens[[seq.row for seq in step.sampling]] = tokens.int()
+            return SamplerOutput(tokens)
         monkeypatch.setattr(llm.runner, "launch", spoken)
     return script
 

@@ -12,10 +12,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import Reference
+from conftest import Reference, sampling_batch
 
-from nanoserve import LLM
-from nanoserve.sampler import SamplingInputs, apply_filters, draw, sample, uniforms
+from nanoserve import LLM, sampler
+from nanoserve.sampler import SamplingInputs, apply_filters, draw, sample
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
@@ -39,6 +39,12 @@ def assert_distributed(tokens: np.ndarray, probs: list[float]) -> None:
 
 
 # ------------------------------------------------------- the random numbers
+
+
+def uniforms(seeds: list[int], positions: list[int]) -> np.ndarray:
+    """The engine's, for seeds of 64 bits without a sign."""
+    bits = torch.from_numpy(np.array(seeds, dtype=np.uint64).view(np.int64))
+    return sampler.uniforms(bits, torch.tensor(positions)).numpy()
 
 
 def splitmix64(state: int) -> int:
@@ -116,7 +122,7 @@ def inputs_for(rows: list[SamplingParams], vocab_size: int, *, seeds=None,
         seq = Sequence(str(i), [0], params, seed=seeds[i] if seeds else i)
         seq.num_unknown_tokens = positions[i] if positions else 1  # num_tokens - 1 is the position
         seqs.append(seq)
-    return SamplingInputs.of(seqs, vocab_size, torch.device("cpu"))
+    return SamplingInputs.of(seqs, sampling_batch(seqs), vocab_size)
 
 
 def engine_probs(logits: torch.Tensor, params: SamplingParams) -> list[float]:
@@ -184,7 +190,7 @@ def test_filters_equal_the_plain_reference(vocab_size, dtype):
     rows = [SamplingParams(**kinds) for kinds in COMBINATIONS]
     logits = (3 * torch.randn(len(rows), vocab_size, generator=generator)).to(dtype)
     inputs = inputs_for(rows, vocab_size)
-    scaled = logits.float() / inputs.temperature[:, None]
+    scaled = logits.float() / inputs.batch.temperature[:, None]
     got = apply_filters(scaled, inputs).softmax(-1).tolist()
     for row, kinds, ours in zip(logits.tolist(), COMBINATIONS, got, strict=True):
         theirs = reference_probs(row, **kinds)
@@ -342,9 +348,9 @@ def test_bfloat16_logits_are_sampled_in_float32():
 
 def test_what_no_row_asks_for_costs_nothing():
     greedy = inputs_for([SamplingParams(temperature=0, top_k=5, top_p=.5)] * 3, 50)
-    assert greedy == SamplingInputs()
+    assert greedy == SamplingInputs(greedy.batch) and greedy.all_greedy
     plain = inputs_for([SamplingParams(top_k=50), SamplingParams(top_k=-1)], 50)
-    assert plain.top_k is plain.top_p is plain.min_p is None
+    assert not plain.any_filters and not plain.all_greedy
 
 
 def test_a_step_that_samples_nothing_is_legal():
@@ -450,9 +456,10 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
     def waits(*args, **kinds):
         raise AssertionError("this waits for the device")
 
+    batch = sampling_batch(seqs)
     for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    output = sample(torch.randn(7, 64), SamplingInputs.of(seqs, 64, torch.device("cpu")))
+    output = sample(torch.randn(7, 64), SamplingInputs.of(seqs, batch, 64))
     assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
 
 
@@ -461,5 +468,5 @@ def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():
     params = SamplingParams(top_p=1e-46)
     seqs = [Sequence("a", [1], params, num_unknown_tokens=1, seed=s) for s in range(20)]
     logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    tokens = sample(logits, SamplingInputs.of(seqs, 64, torch.device("cpu"))).token_ids
+    tokens = sample(logits, SamplingInputs.of(seqs, sampling_batch(seqs), 64)).token_ids
     assert tokens.tolist() == logits.argmax(-1).tolist()

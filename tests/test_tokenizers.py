@@ -556,8 +556,7 @@ class Speaker:
             output = self.outputs[seq.arrival - self.first]
             at = seq.num_tokens - 1 - seq.num_prompt_tokens
             sampled.append(output[at] if at < len(output) else 7)
-        self.llm.runner.last_sampled = torch.tensor(sampled, dtype=torch.int64)
-        return SamplerOutput(self.llm.runner.last_sampled)
+        return SamplerOutput(torch.tensor(sampled, dtype=torch.int64))
 
     def encode(self, *parts: str | int) -> list[int]:
         return sum(([part] if isinstance(part, int) else encode(self.name, part)

@@ -1,0 +1,97 @@
+"""CUDA graphs: a decode step is recorded once for each batch size, and replayed ever after.
+
+A decode step of a small model is some 400 kernels of a few microseconds each. Started one by one
+from Python they take longer to start than to run; a graph starts them all at once. The price is
+that nothing in a graph can change but the contents of memory:
+
+    recorded                    replayed, two steps later
+    input_ids   at 0x7f00       the same address: the new ids must have been put there
+    grid (8 rows)               8 rows again, so a batch of 5 is padded to 8
+    seq_len 1024, an int        1024 for ever (transformers #45323): such numbers are read from
+                                memory by the kernels, and never handed over by the host
+
+So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
+stopped below it, and the first full batch was a crash), and `Batch` has each of its tensors at the
+same address for the same size. Only steps of decodes are recorded, with the LM head and the choice
+of the tokens; a step with a piece of a prompt is large, its launches hide behind its work.
+
+Invariant: a replay gives what the recorded function would have given, bit for bit.
+
+Not known here: what is recorded. Whoever records hands in the function, and, for a machine without
+a GPU, a class that can stand in for `CudaGraph`. Road not taken: piecewise graphs with attention
+left out, which can record prompts as well, and take many more launches for decodes.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from tqdm import tqdm
+
+from nanoserve.batch import Batch
+
+Recorded = tuple[torch.Tensor, ...]  # what the function returned: the same memory at every replay
+
+
+class CudaGraph:
+    """One recording. Those of one `pool` are never in use at the same time and share its memory."""
+
+    def __init__(self, pool=None):
+        self.graph, self.shared_pool = torch.cuda.CUDAGraph(), pool
+        self.outputs: Recorded = ()
+
+    def capture(self, function: Callable[[], Recorded]) -> None:
+        with torch.cuda.graph(self.graph, pool=self.shared_pool):
+            self.outputs = function()
+
+    def replay(self) -> Recorded:
+        self.graph.replay()
+        return self.outputs
+
+    def pool(self):
+        return self.graph.pool()
+
+
+class DecodeGraphs:
+    """The recordings of a step of decodes, by its number of rows.
+
+    prepare: makes a batch of so many rows, at its place in memory. run: what is recorded.
+    graph_class: `CudaGraph`, or a stand-in.
+    """
+
+    def __init__(self, max_num_seqs: int, prepare: Callable[[int], Batch],
+                 run: Callable[[Batch], Recorded], graph_class: type):
+        self.sizes = graph_sizes(max_num_seqs)
+        self.graphs: dict[int, CudaGraph] = {}
+        start, pool = time.perf_counter(), None
+        on_gpu = graph_class is CudaGraph
+        free = torch.cuda.mem_get_info()[0] if on_gpu else 0
+        # The largest first: the smaller ones fit into the memory that it took.
+        for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph"):
+            batch = prepare(size)
+            run(batch)  # once for real: kernels are compiled, and libraries take what they need
+            graph = self.graphs[size] = graph_class(pool)
+            graph.capture(lambda batch=batch: run(batch))
+            pool = pool or graph.pool()
+        self.seconds = time.perf_counter() - start
+        self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
+        print(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} took "
+              f"{self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
+
+    def size_for(self, num_rows: int) -> int:
+        """The smallest recorded size that holds so many rows: 9 rows are padded to 16."""
+        return next(size for size in self.sizes if size >= num_rows)
+
+    def replay(self, size: int) -> Recorded:
+        return self.graphs[size].replay()
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, then every 16th, later every 64th, and the largest itself, whatever it is.
+
+    Padding costs little, because attention skips it and weights are read once anyway; a recording
+    costs a quarter of a second. 20 of them cover 256 sequences.
+    """
+    sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(320, max_num_seqs, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

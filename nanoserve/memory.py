@@ -1,0 +1,117 @@
+"""How much memory there is for the KV cache.
+
+On a GPU it is measured: the largest step that can come is run once, and the rest is the cache's.
+
+    total  | others' | weights | largest step's activations | KV blocks ........ | kept free |
+           └──────── gpu_memory_utilization of it: what may be in use ───────────┘
+
+What others use, another process on the same card or a display, is found by asking the driver: what
+is not free, and not ours. An engine that did not subtract it counted a negative number of blocks.
+
+On a CPU a fixed share of what is free is taken, because a laptop's owner has other programs open.
+Linux says what is available without swapping, and a container may be allowed less.
+
+Not known here: blocks, models. Road not taken: sizing the cache by trial until memory is exhausted;
+a laptop that swaps is worse than a small cache.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nanoserve.config import EngineConfig
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import Sequence, Step
+
+CPU_MEMORY_SHARE = 0.25  # of what is free
+UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
+GB = 2 ** 30
+# What a row of the largest step asks for: whatever takes memory in the sampler.
+EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias={0: 1.0})
+
+
+def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
+    """A step that takes as much memory as any can: all rows and all tokens there may be, the first
+    row's as many as fit, and all of them in block 0. config: resolved."""
+    left = config.max_num_batched_tokens - config.max_num_seqs
+    step = Step(0)
+    for row in range(config.max_num_seqs):
+        num_tokens = 1 + min(left, config.max_model_len - 1)
+        left -= num_tokens - 1
+        seq = Sequence(
+            "largest step", [0] * num_tokens, SamplingParams(
+                **EVERYTHING, prompt_logprobs=20 if row == 0 else None), row=row,
+            num_unknown_tokens=1, block_table=[0] * -(-num_tokens // config.block_size))
+        step.num_new_tokens[seq] = num_tokens
+        step.starts.append(0)
+        step.sampling.append(seq)
+        if row == 0 and num_tokens > 1:
+            step.prompt_logprob_positions[seq] = range(min(num_tokens - 1, num_prompt_logprobs))
+    return step
+
+
+def gpu_budget(config: EngineConfig, device: torch.device,
+               run_largest_step: Callable[[], None]) -> tuple[int, str]:
+    """Bytes that are left for KV, negative if there are none, and how that comes about."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)  # weights, and the largest step
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # Not torch's: other processes, but also CUDA itself, compiled kernels, libraries' workspaces.
+    others = total - free - torch.cuda.memory_reserved(device)
+    budget = int(total * config.gpu_memory_utilization) - others - peak
+    return budget, (
+        f"gpu_memory_utilization={config.gpu_memory_utilization} of {total / GB:.1f} GB, less "
+        f"{others / GB:.1f} GB that others use, less {peak / GB:.1f} GB for weights and the "
+        "largest step")
+
+
+def cpu_budget(local_size: int) -> tuple[int, str]:
+    """The same for one of `local_size` ranks on this machine."""
+    free = free_cpu_memory()
+    return int(CPU_MEMORY_SHARE * free / local_size), (
+        f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
+
+
+def free_cpu_memory() -> int:
+    """Bytes that this process may still take: the machine's free memory, or its container's.
+
+    Linux says what is available without swapping, and a container may be allowed less. Elsewhere
+    half of the physical memory is taken to be free.
+    """
+    available = _physical_memory() // 2
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for group, limit, usage in (("", "memory.max", "memory.current"),  # cgroup v2, then v1
+                                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        folder = Path("/sys/fs/cgroup", group)
+        try:
+            allowed = int((folder / limit).read_text())
+            used = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat")
+        except (OSError, ValueError):  # no such file, or "max": no limit
+            continue
+        available = min(available, allowed - used)
+    return max(available, 0)
+
+
+def _page_cache(stat: Path) -> int:
+    """Bytes of files, the checkpoint's say, that count as used but are dropped when needed."""
+    if not stat.exists():
+        return 0
+    entries = dict(line.split() for line in stat.read_text().splitlines())
+    return int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return UNKNOWN_MEMORY
