@@ -3,7 +3,7 @@
     python docs/picture.py
 
 Fourteen stories arrive a few steps apart, most of them with the same introduction, into a cache of
-44 blocks and steps of 64 tokens: so prompts are cut into chunks, the introduction is found in the
+30 blocks and steps of 24 tokens: so prompts are cut into chunks, the introduction is found in the
 prefix cache, and blocks run out. Everything in the picture is what the engine did. Needs Chromium.
 """
 
@@ -28,21 +28,21 @@ STORIES = {
 OTHERS = {"alice": "\"What shall we do now?\" said Alice to the Rabbit, who was looking at a watch.",
           "a frog": "A frog sat by the well", "a tailor": "There was a tailor who had one needle,",
           "the miller": "The miller's son had nothing in the world but a cat. One morning the cat"}
-FRAME = 41  # what the pictures show
+FRAME = 40  # what the pictures show
 
 
 def run(path: Path) -> None:
     prompts = [(name, INTRODUCTION + text) for name, text in STORIES.items()]
     for i, other in enumerate(OTHERS.items()):
         prompts.insert(2 + 3 * i, other)
-    with LLM(dtype="float32", num_gpu_blocks_override=44, max_num_batched_tokens=64,
-             max_num_seqs=8, max_model_len=512, trace=str(path)) as llm:
+    with LLM(dtype="float32", num_gpu_blocks_override=30, max_num_batched_tokens=24,
+             max_num_seqs=8, max_model_len=256, trace=str(path)) as llm:
         step = 0
         while prompts or llm.has_unfinished_requests():
-            if prompts and step % 5 == 0:
+            if prompts and step % 3 == 0:
                 name, text = prompts.pop(0)
                 llm.add_request(name, text, SamplingParams(
-                    temperature=0.7, seed=step, max_tokens=30 + 7 * step % 45, ignore_eos=True))
+                    temperature=0.7, seed=step, max_tokens=20 + 9 * step % 70, ignore_eos=True))
             llm.step()
             step += 1
 

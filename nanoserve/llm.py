@@ -83,10 +83,8 @@ class LLM:
         self.metrics = EngineMetrics(config.enable_prefix_caching)
         self.observers, self.trace = [self.metrics], None  # told what happens, they change nothing
         if config.trace is not None:
-            from nanoserve.extras.recorder import Trace  # here: the core runs without extras
-            self.trace = Trace(config.trace, self.scheduler, Path(config.model).name, _say)
-            self.observers.append(self.trace)
-            weakref.finalize(self, self.trace.close)  # an error or Ctrl-C leaves a trace, too
+            from nanoserve.extras.recorder import attach  # here: the core runs without extras
+            self.trace = attach(self, config.trace, _say)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
@@ -150,8 +148,7 @@ class LLM:
             grown = self.scheduler.update(step, token_ids)
             for observer in self.observers:
                 observer.updated(step, grown)
-            self._collect(grown, {
-                step.sampling[row]: entries for row, entries in logprobs.items()})
+            self._collect(grown, {step.sampling[i]: entries for i, entries in logprobs.items()})
         if self.check_every_step:
             self.scheduler.check()
 
@@ -362,9 +359,8 @@ class LLM:
 
     def get_metrics(self) -> list[Counter | Gauge | Histogram]:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
-        with self.lock:
-            self._check_open()
-            return self.metrics.read(self.scheduler, self.config.model)
+        self._check_open()
+        return self.metrics.read(self.scheduler, self.config.model)
 
     def get_tokenizer(self):
         """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""

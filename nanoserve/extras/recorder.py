@@ -27,6 +27,7 @@ with the run, so it stops after `MAX_STEPS` steps, and says so. Not known here: 
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,14 @@ MAX_STEPS = 20_000
 TEMPLATE = Path(__file__).parent / "trace.html"
 PROMPT_PREVIEW = 120  # characters
 NO_ROW = -1
+
+
+def attach(llm, path: str, say: Callable[[str], None]) -> "Trace":
+    """Hang a trace on an engine. An error, Ctrl-C or the end of the script leave a trace, too."""
+    trace = Trace(path, llm.scheduler, Path(llm.config.model).name, say)
+    llm.observers.append(trace)
+    weakref.finalize(llm, trace.close)
+    return trace
 
 
 @dataclass(eq=False, slots=True)
