@@ -223,7 +223,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device):
         super().__init__()
-        frequencies = rope_frequencies(head_dim, rope).to(device)
+        frequencies = rope_frequencies(head_dim, rope).repeat(2).to(device)  # of both halves
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.scale = rope.attention_factor
 
@@ -233,9 +233,11 @@ class RotaryEmbedding(nn.Module):
 
         The angles are float32 whatever the dtype: bfloat16 can't tell position 4095 from 4096.
         """
-        angles = positions[:, None].float() * self.frequencies  # (num_tokens, head_dim / 2)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        angles = positions[:, None, None] * self.frequencies  # (num_tokens, 1, head_dim)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:

@@ -71,6 +71,7 @@ class ModelRunner:
         self.device = torch.device(config.device)  # one rank takes the user's current GPU
         if config.device == "cuda" and ranks.size > 1:
             self.device = torch.device("cuda", ranks.local_rank)
+            torch.cuda.set_device(self.device)  # kernels are launched on the current one
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
         placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
@@ -376,6 +377,10 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
             raise ValueError('kernels="triton" needs a GPU, or the environment variable '
                              'TRITON_INTERPRET=1 from the start, which runs kernels slowly in '
                              'Python: use kernels="torch"')
+        if on_gpu and torch.cuda.get_device_capability() < (8, 0):
+            said.append(f"{torch.cuda.get_device_name()} is older than compute capability 8.0: "
+                        "plain torch takes the kernels' place, which is many times slower")
+            return replace(config, kernels="torch"), said
     return config, said
 
 

@@ -5,12 +5,17 @@ session, when it is first asked for, in a temporary folder; nothing is downloade
 """
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton, which decides at its import
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -122,6 +127,20 @@ CHECKPOINTS: dict[str, Callable] = {
 }
 
 
+# For kernels in Triton's interpreter, where a launch takes milliseconds a program: two layers, one
+# KV head. Together they have every feature that a kernel has an argument for.
+TINY = SIZES | dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+                    num_attention_heads=2, num_key_value_heads=1)
+TINY_CHECKPOINTS: dict[str, Callable] = {
+    "tiny": lambda: Qwen3Config(**TINY),
+    "tiny-moe": lambda: MixtralConfig(**TINY | dict(head_dim=24), num_local_experts=3,
+                                      num_experts_per_tok=2, sliding_window=20),
+    "tiny-gemma": lambda: Gemma2Config(**TINY | dict(num_attention_heads=4), sliding_window=13,
+                                       query_pre_attn_scalar=24, attn_logit_softcapping=5.0,
+                                       final_logit_softcapping=3.0),
+}
+
+
 class Checkpoints(dict):
     """Folders by name, each made when it is first asked for."""
 
@@ -130,7 +149,7 @@ class Checkpoints(dict):
         self.root = root
 
     def __missing__(self, name: str) -> Path:
-        model = AutoModelForCausalLM.from_config(CHECKPOINTS[name]())
+        model = AutoModelForCausalLM.from_config((CHECKPOINTS | TINY_CHECKPOINTS)[name]())
         options = dict(max_shard_size="100KB") if name.endswith("-sharded") else {}
         folder = self[name] = save(model, self.root / name, **options)
         assert (folder / "model.safetensors.index.json").exists() == bool(options)

@@ -25,7 +25,7 @@ from conftest import assert_same_text
 from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM, SamplingParams, model_runner, processes
-from nanoserve.batch import MIN_BUFFER
+from nanoserve.batch import MIN_BUFFER, SECTIONS
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 
@@ -443,7 +443,7 @@ def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
 
     def corrupt(buffer):
         honest = buffer.clone()
-        buffer[3] = 1  # not as many rows as there are sequence lengths
+        buffer[SECTIONS.index("cu_seqlens_q")] = 1  # not as many rows as there are sequence lengths
         broadcast(buffer)
         buffer.copy_(honest)
 

@@ -1,0 +1,304 @@
+"""The Triton kernels: a namespace like `ops`, its plain torch twin, for layers to choose from.
+
+Here stands paged attention, `kernels_fused` has the rest. It reads K and V where they lie, a tile
+of BLOCK_N keys at a time, and keeps a running softmax (FlashAttention; Dao et al. 2022):
+
+    one program: BLOCK_Q queries of a row, and the GROUP query heads that share a KV head, folded
+    into the BLOCK_M rows of one matrix product, so that K and V are read once a group
+
+    query 35, heads 0 1 2 |        keys 0..15   16..31   32..37        block_table [7, 2, 9]
+    query 36, heads 0 1 2 |   x    block 7      block 2  block 9       k_cache (num_blocks,
+    query 37, heads 0 1 2 |        └─ no mask needed ─┘  masked        block_size, kv_heads, D)
+    padding to BLOCK_M
+
+Decode is the same with one query: one source, two launches. Few rows with long contexts don't fill
+a GPU: their keys are split over programs whose results `_combine_kernel` joins (flash-decoding).
+
+Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
+read from the device. So a CUDA graph of it stays true, and nothing is tuned or chosen at run time.
+Road not taken: a work list of prefill tiles made on the host, which would be one more copy a step;
+finding a tile's row in `cu_seqlens_q` takes log2(rows) reads, a microsecond, and needs nothing.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from nanoserve.batch import Batch
+from nanoserve.kernels_fused import (
+    FMA,
+    act_and_mul,
+    add_rms_norm,
+    experts,
+    find_floors,
+    norm_rope_store,
+    rms_norm,
+    sample_tokens,
+    table_line,
+)
+
+# What the engine calls. All but the first come from kernels_fused, which it needs not know of.
+__all__ = ["INTERPRETED", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
+           "find_floors", "norm_rope_store", "rms_norm", "sample_tokens"]
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides
+
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, as on a machine without GPU
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
+
+# By `table_line` and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.
+# Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. Two tiles
+# of 64 keys on their way are 64 KB, in each of two (A100) or three (H100) programs side by side,
+# and counting instructions, computing a tile takes a third of the time that reading it does.
+# Prefill wants flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, the least wgmma takes;
+# with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
+LAUNCHES = {
+    ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_80", "prefill"): dict(BLOCK_M=128, BLOCK_N=32, num_warps=8, num_stages=3),
+    ("sm_90", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
+    ("sm_90", "prefill"): dict(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=3),
+}
+PROGRAMS = {"sm_80": 4 * 108, "sm_90": 4 * 132}  # worth starting: 4 a multiprocessor of A100, H100
+MAX_SPLITS = 32
+MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
+
+
+def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
+                    scale: float, window: int | None = None,
+                    softcap: float | None = None) -> torch.Tensor:
+    """`attention.paged_attention`, with the same arguments and meaning.
+
+    q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
+    both with the same strides; the last dimension contiguous. fp16, bf16, fp32. Any head size (a
+    power of two wastes nothing) and any block size (best a multiple of BLOCK_N; with other sizes
+    each key looks up its block). In a graph `num_decodes` is the bucket; rows of padding have
+    seq_len 0 and yield zeros.
+    """
+    assert k_cache.stride() == v_cache.stride(), "one set of strides serves K and V"
+    arch, out = table_line(q.device), torch.empty_like(q)
+    num_heads, head_dim = q.shape[1:]
+    num_decodes, num_rows = batch.num_decodes, len(batch.seq_lens)
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+
+    def launch(phase: str, programs: int, splits: int, out: torch.Tensor, stats=None) -> None:
+        _attention_kernel[num_kv_heads, programs, splits](
+            q, k_cache, v_cache, out, stats, batch.block_tables, batch.seq_lens,
+            batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
+            scale * LOG2E.value, *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[-3:-1],
+            out.stride(0), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            WINDOW=window or 0, SOFTCAP=softcap or 0.0, DECODE=phase == "decode",
+            MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **_tiles(arch, phase, q.dtype, group, head_dim), **FMA)
+
+    if num_decodes > 0:
+        splits = _num_splits(num_decodes, num_kv_heads, arch)
+        if splits == 1:
+            launch("decode", num_decodes, 1, out)
+        else:  # of each split its weighted sum, and its highest score and sum of weights
+            shape, on = (splits, num_decodes, num_heads), dict(dtype=torch.float32, device=q.device)
+            sums, stats = torch.empty(*shape, head_dim, **on), torch.empty(*shape, 2, **on)
+            launch("decode", num_decodes, splits, sums, stats)
+            _combine_kernel[num_heads, num_decodes](
+                sums, stats, out, splits, *out.stride()[:2], HEAD_DIM=head_dim,
+                MAX_SPLITS=MAX_SPLITS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FMA)
+    if num_decodes < num_rows:
+        block_q = _tiles(arch, "prefill", q.dtype, group, head_dim)["BLOCK_M"] // group
+        # At most one tile of a row is not full; the programs that this counts too many return.
+        launch("prefill", (len(q) - num_decodes) // block_q + num_rows - num_decodes, 1, out)
+    return out
+
+
+def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
+    """Over how many programs a decode row's keys are spread: a power of two, from shapes alone.
+
+    On sm_90 with 8 KV heads: 32 for one row, 8 for 8, 2 for 32, and from 64 rows on they are not.
+    """
+    if INTERPRETED:  # one program after the other: nothing to gain
+        return 1
+    wanted = min(PROGRAMS[arch] // (num_rows * num_kv_heads), MAX_SPLITS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+@cache
+def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
+    """The table's entry, for this head: a tile of keys keeps its bytes, within 16 to 64 keys. fp32,
+    which has no tensor cores and is for comparisons, gets half of that, or spills a lot."""
+    entry = LAUNCHES[arch, phase]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
+    block_m = max(16, entry["BLOCK_M"] * 512 // max(size, 512), triton.next_power_of_2(group))
+    block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size))
+    return entry | dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d)
+
+
+# Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
+# an address in the packed batch, would otherwise compile another program.
+@triton.jit(do_not_specialize=["num_decodes", "num_rows", "table_stride"],
+            do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
+def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_lens_ptr,
+                      cu_seqlens_q_ptr, num_decodes, num_rows, table_stride, scale,
+                      q_stride_token, q_stride_head, kv_stride_block, kv_stride_slot,
+                      kv_stride_head, out_stride_token, out_stride_head, out_stride_split,
+                      GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                      WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DECODE: tl.constexpr,
+                      MIN_SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      BLOCK_D: tl.constexpr):
+    """Grid: (KV heads, decode rows or prefill tiles, splits); KV heads are neighbours in memory and
+    so run side by side. With `stats_ptr` the result is a split's, and not divided yet."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head, program, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if DECODE:
+        row, first_query, query_len, token = program, 0, 1, program
+    else:  # a row's last tile has the most keys: the longest first
+        row, first_query = _find_tile(cu_seqlens_q_ptr, tl.num_programs(1) - 1 - program,
+                                      num_decodes, num_rows, BLOCK_Q)
+        token = tl.load(cu_seqlens_q_ptr + row)
+        query_len = tl.load(cu_seqlens_q_ptr + row + 1) - token
+        if first_query >= query_len:
+            return
+    prefix = tl.load(seq_lens_ptr + row) - query_len  # the position of the row's first query
+    last_query = tl.minimum(first_query + BLOCK_Q, query_len) - 1
+    # Row m of the product is query m // GROUP of the tile with head m % GROUP of the group.
+    m, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    queries, heads = first_query + m // GROUP, kv_head * GROUP + m % GROUP
+    in_tile = (queries <= last_query)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = token.to(tl.int64) + queries  # 64 bits: a token times a stride may pass 2^31
+    q = tl.load(q_ptr + tokens[:, None] * q_stride_token + heads[:, None] * q_stride_head
+                + dims[None, :], mask=in_tile, other=0.0)  # (BLOCK_M, BLOCK_D)
+
+    # Some query sees the keys at [first, end), every query those at [free, free_end). All but `end`
+    # are multiples of BLOCK_N. Queries 3 to 5 after a prefix of 32 see up to 36 to 38 keys.
+    start, end = prefix + first_query, prefix + last_query + 1
+    first, seen_from, free, free_end = 0, 0, 0, 0
+    if WINDOW > 0:
+        seen_from = tl.maximum(start - WINDOW + 1, 0)
+        first = seen_from // BLOCK_N * BLOCK_N
+    if not DECODE:  # a decode waits for memory, its masks are free: one loop, loads never pause
+        free_end = (start + 1) // BLOCK_N * BLOCK_N
+        if WINDOW > 0:
+            free = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+    if stats_ptr is not None:  # all splits take as many tiles but the last, which may have none
+        share = tl.maximum(tl.cdiv(end - first, tl.num_programs(2)), MIN_SPLIT_KEYS)
+        first += split * tl.cdiv(share, BLOCK_N) * BLOCK_N
+        end = tl.minimum(end, first + tl.cdiv(share, BLOCK_N) * BLOCK_N)
+
+    highest = tl.full((BLOCK_M,), -1e30, tl.float32)  # not -inf: inf - inf is NaN
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    k_ptr += kv_head * kv_stride_head
+    v_ptr += kv_head * kv_stride_head
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    low = first
+    for part in tl.static_range(3):  # the window's edge, the middle without masks, the causal edge
+        high = tl.minimum(free if part == 0 else free_end, end) if part < 2 else end
+        if part == 2 or (not DECODE and (part == 1 or WINDOW > 0)):
+            acc, highest, total = _attend(
+                acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_from, end,
+                prefix + queries, scale, kv_stride_block, kv_stride_slot, part != 1, HEAD_DIM,
+                BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
+        low = tl.maximum(low, high)
+
+    if stats_ptr is None:
+        acc = acc / tl.where(total == 0, 1, total)[:, None]  # no keys at all: a row of padding
+    else:
+        at = ((split * tl.num_programs(1) + row) * tl.num_programs(0) * GROUP + heads) * 2
+        tl.store(stats_ptr + at, highest, mask=queries <= last_query)
+        tl.store(stats_ptr + at + 1, total, mask=queries <= last_query)
+    tl.store(out_ptr + split * out_stride_split + tokens[:, None] * out_stride_token
+             + heads[:, None] * out_stride_head + dims[None, :],
+             acc.to(out_ptr.dtype.element_ty), mask=in_tile)
+
+
+@triton.jit
+def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.constexpr):
+    """Which row a tile belongs to, and its first query there: (row, first_query).
+
+    A row's tiles are numbered from (queries before it) // BLOCK_Q + (rows before it) on, decodes
+    not counted, which leaves enough numbers for the tiles of each. With BLOCK_Q 4, rows of 3 and 6
+    queries begin at 0 and 3 // 4 + 1 = 1, the next one at 9 // 4 + 2 = 4: tile 3 has no queries.
+    """
+    low, high = num_decodes, num_rows  # the row is in [low, high)
+    while high - low > 1:
+        row = (low + high) // 2
+        begin = (tl.load(cu_seqlens_q_ptr + row) - num_decodes) // BLOCK_Q + row - num_decodes
+        low, high = tl.where(begin <= tile, row, low), tl.where(begin <= tile, high, row)
+    begin = (tl.load(cu_seqlens_q_ptr + low) - num_decodes) // BLOCK_Q + low - num_decodes
+    return low, (tile - begin) * BLOCK_Q
+
+
+@triton.jit
+def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_from, end, positions,
+            scale, stride_block, stride_slot, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Take the keys at [low, high) into the running softmax; `low` is a multiple of BLOCK_N.
+
+    Nothing of K and V outside [seen_from, end) is read. Bad K would only spoil scores that are
+    replaced, but V is multiplied by a weight of 0, and 0 * inf is NaN.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    block = _block_ids(table_ptr, low, end, BLOCK_SIZE, BLOCK_N)
+    for tile in range(low, high, BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        slots = block.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_slot
+        # The table is read a tile ahead: loads that wait for a load can't be started early.
+        block = _block_ids(table_ptr, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        mask = (dims < HEAD_DIM)[None, :]
+        if MASKED:
+            readable = (keys >= seen_from) & (keys < end)
+            mask = mask & readable[:, None]
+        at = slots[:, None] + dims[None, :]  # (BLOCK_N, BLOCK_D)
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        # Scores in units of log2, but for a factor that joins the subtraction in one instruction.
+        scores, factor = tl.dot(q, tl.trans(k), input_precision="ieee"), scale
+        if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities
+            scores = SOFTCAP * LOG2E * (1 - 2 / (1 + tl.exp2(scores * (2 * scale / SOFTCAP))))
+            factor = 1.0
+        if MASKED:
+            visible = readable[None, :] & (keys[None, :] <= positions[:, None])
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - new_highest[:, None])  # (BLOCK_M, BLOCK_N)
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    return acc, highest, total
+
+
+@triton.jit
+def _block_ids(table_ptr, tile, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of a tile's keys: one number where the tile lies in one block. The table is not
+    read past the row's own entries."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(table_ptr + tile // BLOCK_SIZE, mask=tile < end, other=0)
+    else:
+        keys = tile + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_kernel(sums_ptr, stats_ptr, out_ptr, num_splits, out_stride_token, out_stride_head,
+                    HEAD_DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Join the splits of one head of a row. Grid: (heads, rows).
+
+    sums: (splits, rows, heads, head_dim); stats: (splits, rows, heads, 2). A split without keys has
+    sum 0, total 0 and a highest score of -1e30, and so have those that there are not.
+    """
+    head, row = tl.program_id(0), tl.program_id(1)
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)
+    there = splits < num_splits
+    at = (splits * tl.num_programs(1) + row) * tl.num_programs(0) + head
+    highest = tl.load(stats_ptr + 2 * at, mask=there, other=-1e30)
+    total = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0)
+    weights = tl.exp2(highest - tl.max(highest, 0))  # (MAX_SPLITS,)
+    sums = tl.load(sums_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+                   mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    total = tl.sum(total * weights, 0)
+    out = tl.sum(sums * weights[:, None], 0) / tl.where(total == 0, 1, total)
+    tl.store(out_ptr + row.to(tl.int64) * out_stride_token + head * out_stride_head + dims,
+             out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
