@@ -65,7 +65,7 @@ class SamplingInputs:
         inputs = cls(batch)
 
         def put(values, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(batch.seeds.device, non_blocking=True)
+            return to_device(values, dtype, batch.seeds.device)
 
         if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
             inputs.edits = gather_edits([(i, seqs[i]) for i in rows], put)
@@ -85,6 +85,13 @@ class SamplingInputs:
         if len(rows := (top_p < 1).nonzero()[0]):
             inputs.top_p_rows = put(rows, torch.int64)
         return inputs
+
+
+def to_device(values, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the host on their way to the device, which is not waited for: a copy out of memory
+    that isn't pinned would wait for everything queued before it, if it is larger than 64 KB."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass
@@ -154,7 +161,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: ModuleType | N
            token_ids: torch.Tensor | None = None) -> SamplerOutput:
     """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows.
 
-    token_ids: what a graph has chosen without knowing of edits, if it has.
+    token_ids: what a graph has chosen, without knowing of edits.
     """
     if token_ids is None or inputs.edits is not None:
         token_ids = choose(logits, inputs, kernels)
