@@ -160,7 +160,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: ModuleType | N
            token_ids: torch.Tensor | None = None) -> SamplerOutput:
     """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows.
 
-    token_ids: what a graph has chosen without knowing of edits, if it has.
+    token_ids: what a graph has chosen, without knowing of edits.
     """
     if token_ids is None or inputs.edits is not None:
         token_ids = choose(logits, inputs, kernels)

@@ -369,3 +369,35 @@ def test_a_row_taken_over_forgets_the_last_owners_blocks():
         assert seq.row == 0 and batch.block_tables.tolist() == [seq.block_table]
         assert_equals_twin(batch, step, 4, 24)
         scheduler.update(step, [1])
+
+
+class CtrlC:
+    """A line of numbers; whoever writes to it is interrupted, once."""
+
+    def __init__(self, numbers: np.ndarray):
+        self.numbers, self.pressed = numbers, False
+
+    def __getitem__(self, index) -> np.ndarray:
+        return self.numbers[index]
+
+    def __setitem__(self, index, value) -> None:
+        if not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        self.numbers[index] = value
+
+
+@pytest.mark.parametrize("name", ["seeds", "temperature", "top_k", "top_p", "min_p"])
+def test_ctrl_c_while_a_row_is_taken_over(name):
+    """The step is dropped and asked for again. The row's numbers must not count as the new owner's
+    because its table did: it would draw with the last one's temperature to its end."""
+    scheduler, builder = make_engine(max_num_seqs=1)
+    setattr(builder, name, CtrlC(getattr(builder, name)))
+    seq = make_sequence(0, range(6), temperature=.5, top_k=3, top_p=.75, min_p=.25)
+    seq.seed = 7
+    scheduler.add(seq)
+    with pytest.raises(KeyboardInterrupt):
+        builder.build(scheduler.schedule())
+    scheduler.drop_in_flight()
+    step = scheduler.schedule()
+    assert_equals_twin(builder.build(step), step, 4, 24)
