@@ -34,10 +34,10 @@ import torch
 from nanoserve import ops
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
-from nanoserve.graphs import CudaGraph, DecodeGraphs, graph_sizes
+from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.memory import GB, cpu_budget, gpu_budget, largest_step
+from nanoserve.memory import cpu_budget, gpu_budget, largest_step
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
@@ -131,11 +131,6 @@ class ModelRunner:
             return config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         if self.device.type == "cuda":
             budget, reason = gpu_budget(config, self.device, self.run_largest_step)
-            if self.wants_graphs:  # each keeps its logits, for who wants to choose anew from them
-                kept = (sum(graph_sizes(config.max_num_seqs)) * self.model_config.vocab_size
-                        * self.dtype.itemsize)
-                budget -= kept
-                reason += f", less {kept / GB:.1f} GB for the logits of CUDA graphs"
         else:
             budget, reason = cpu_budget(self.ranks.local_size)
         # Every sequence at its full length; a small engine keeps room to remember prefixes.

@@ -10,7 +10,6 @@ import gc
 import weakref
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from conftest import assert_same_text
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from nanoserve import LLM, EngineConfig, SamplingParams, llm, model_runner
+from nanoserve import LLM, SamplingParams, llm
 from nanoserve.graphs import DecodeGraphs, graph_sizes
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
@@ -280,18 +279,3 @@ def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
         assert [ref() for ref in held] == [None] * 4
     finally:
         gc.enable()
-
-
-def test_the_logits_that_graphs_keep_are_subtracted(monkeypatch):
-    """Each recording keeps its own, 0.7 GB for a vocabulary of 151,936 and 256 rows. Without them
-    a cache sized to the last byte would leave no room for recording."""
-    monkeypatch.setattr(model_runner, "gpu_budget", lambda *args: (10 ** 9, "of 10.0 GB"))
-    config = EngineConfig(model="none", max_num_seqs=256, max_model_len=10 ** 6)
-    runner = SimpleNamespace(
-        config=config, device=torch.device("cuda"), run_largest_step=None, wants_graphs=True,
-        model_config=SimpleNamespace(vocab_size=151_936), dtype=torch.bfloat16, block_bytes=10 ** 6)
-    budget, reason = ModelRunner._kv_budget(runner)
-    assert 10 ** 9 - budget == sum(graph_sizes(256)) * 151_936 * 2 == 665_783_552
-    assert reason == "of 10.0 GB, less 0.6 GB for the logits of CUDA graphs"
-    runner.wants_graphs = False
-    assert ModelRunner._kv_budget(runner) == (10 ** 9, "of 10.0 GB")

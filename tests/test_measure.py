@@ -7,7 +7,9 @@ back. The workload and the roofline are those that PERFORMANCE's figures were de
 import importlib.util
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +74,31 @@ def test_a_wrong_launch_is_a_line_and_a_failed_part_keeps_the_others(measure, tm
     results = json.loads((tmp_path / "attention.json").read_text())
     assert "ZeroDivisionError" in results["broken"]["error"] and results["next"] == dict(fine=1)
     assert measure.joined([results, dict(broken=dict(fine=2))])["broken"] == dict(fine=2)
+
+
+def test_the_timing_of_a_gpu_through_a_stand_in(measure, monkeypatch):
+    """What only a GPU runs of it: a graph, events, the median of the replays."""
+    log, clock = [], iter([0, 5, 10, 13, 20, 29])  # milliseconds: 5, 3 and 9
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(clock)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    for name, stand_in in dict(
+            Event=Event, synchronize=lambda: log.append("wait"), _sleep=lambda cycles: None,
+            CUDAGraph=lambda: SimpleNamespace(replay=lambda: log.append("replay")),
+            graph=lambda graph: nullcontext()).items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(measure, "ON_GPU", True)
+    size = SimpleNamespace(repeats=3)
+    assert measure.timed(lambda: log.append("call"), size) == pytest.approx(0.005)
+    assert log == ["call", "wait", "call", *["replay"] * 4, "wait"]
 
 
 def test_the_best_launch_is_the_one_that_takes_the_least_time(measure):

@@ -566,12 +566,10 @@ def test_no_room_is_said_with_the_numbers(large):
 
 
 @alone
-def test_graphs_take_what_was_counted_for_them(large):
-    """Their logits, the largest part of it, are in the sum that the cache is sized by."""
+def test_graphs_find_room_beside_a_cache_of_the_usual_size(large):
+    """They share one pool and keep no logits: what they take is far less than what is kept free."""
     engine = start_large(large, 0.9)
     graphs, total = engine.runner.graphs, torch.cuda.mem_get_info()[1]
-    assert graphs.memory > 0
-    logits = sum(graphs.sizes) * VOCAB_SIZE * 2
-    assert graphs.memory < 1.2 * logits + 300 * MB
+    assert 0 < graphs.memory < 400 * MB, f"{graphs.memory / MB:.0f} MB"
     assert used() < 0.93 * total
     engine.shutdown()
