@@ -269,7 +269,8 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     """Two decodes in a batch for four: the padding sees no keys, writes to no slot, and leaves its
     sample in a place that no row has. Every tensor lies where the full batch has it."""
     staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True)
-    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5) for i in range(4)]
+    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5, top_k=3, min_p=.5)
+            for i in range(4)]
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row + 1, [3 + row, 9]
     full = staged.fix_tables(staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), 4))
@@ -280,9 +281,13 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     assert batch.input_ids.tolist() == [24, 34, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
     assert batch.seq_lens.tolist() == [5, 5, 0, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
     assert batch.logits_indices.tolist() == [0, 1, 0, 0]
     assert batch.sample_rows.tolist() == [3, 4, 6, 6]  # rows are 0 to 5
     assert batch.temperature.tolist() == [.5, .5, 0, 0]
+    assert batch.top_k.tolist() == [3, 3, 0, 0]
+    for name in ("seeds", "top_p", "min_p"):
+        assert getattr(batch, name)[2:].tolist() == [0, 0], name
     fixed = staged.fix_tables(batch)
     assert fixed.block_tables[:2, :2].tolist() == [[5, 9], [6, 9]]
     assert fixed.block_tables.shape == full.block_tables.shape == (4, MAX_LEN // 4)

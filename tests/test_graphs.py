@@ -21,6 +21,7 @@ from nanoserve import LLM, SamplingParams, llm
 from nanoserve.graphs import DecodeGraphs, graph_sizes
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
+from nanoserve.sequence import Sequence, Step
 
 kernels = pytest.importorskip("nanoserve.kernels")
 
@@ -187,7 +188,7 @@ def test_graphs_equal_eager_in_mixed_company(checkpoints, references, prompts, r
 def test_samples_and_controls_equal_eager(checkpoints, recorded):
     """Temperature, filters, penalties, bad words, logprobs: in graphs, and the same engine without.
 
-    What a graph can't know, penalties, is chosen anew from the logits it leaves behind.
+    What a graph can't know, penalties, is chosen anew, from the hidden states it leaves behind.
     """
     params = [SamplingParams(**dict(seed=i, max_tokens=6, ignore_eos=True) | kinds)
               for i, kinds in enumerate((
@@ -219,8 +220,21 @@ def test_a_graph_refuses_what_waits_for_the_device():
 def test_a_recording_keeps_no_logits(checkpoints, recorded):
     """What it returns is its own for ever: the logits of 20 sizes would be 0.7 GB."""
     graphs = start(checkpoints["tiny"], max_num_seqs=2).runner.graphs.graphs
+    assert list(graphs) == [2, 1], "the largest first, in whose memory the others find room"
     for size, graph in graphs.items():
         assert [tuple(out.shape) for out in graph.outputs] == [(size, 32), (size,)]
+
+
+def test_blocks_are_copied_before_a_replay(checkpoints, recorded):
+    """A step of decodes may copy blocks, which its recording knows nothing of."""
+    runner = start(checkpoints["tiny"], max_num_seqs=1).runner
+    seq = Sequence("it", [5, 6], SamplingParams(), row=0, block_table=[1], num_unknown_tokens=1)
+    for cache in runner.kv_cache:
+        for tensor in cache:
+            tensor[3] = 7
+    runner.launch(Step(0, {seq: 1}, [1], [seq], block_copies=[(3, 5)]))
+    assert recorded == [1]
+    assert all((tensor[5] == 7).all() for cache in runner.kv_cache for tensor in cache)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "an error of the recording's follows"])
@@ -242,24 +256,20 @@ def test_no_memory_for_graphs_is_an_error_with_a_remedy(checkpoints, recorded, m
 
 def test_a_frozen_number_shows(checkpoints, references, recorded):
     """A longest length, say, handed over as a Python integer is the recording's for ever, which
-    halved a model's accuracy (transformers #45323). Here: positions that the host adds up."""
-    engine = start(checkpoints["tiny"], max_num_seqs=2, enforce_eager=True)
-    forward = engine.runner._decode
-    seen = []
-
-    def frozen(batch):
-        batch.positions = torch.full_like(batch.positions, seen[0] if seen else 0)
-        return forward(batch)
-
-    engine.runner._decode = frozen
-    object.__setattr__(engine.config, "enforce_eager", False)
-    object.__setattr__(engine.runner.config, "enforce_eager", False)
-    engine.runner.allocate_kv_cache(48, 256)
-    engine.runner.record_graphs()
-    output, = engine.generate([[10, 20, 30]], SamplingParams(temperature=0, max_tokens=8),
-                              use_tqdm=False)
+    halved a model's accuracy (transformers #45323). Here: positions as the host has them, right in
+    every step that is launched, and the recording's own in every one that is replayed."""
+    engine = start(checkpoints["tiny"], max_num_seqs=1, enforce_eager=True)
+    model, forward = engine.runner.model, engine.runner.model.forward
+    model.forward = lambda hidden, positions, kv_cache, batch: forward(
+        hidden, torch.tensor(batch.host["positions"].tolist()), kv_cache, batch)
     expected, _ = references("tiny", [10, 20, 30], 12)
-    assert output.outputs[0].token_ids != expected[:8]
+    for enforce_eager in (True, False):
+        object.__setattr__(engine.runner.config, "enforce_eager", enforce_eager)
+        engine.runner.allocate_kv_cache(48, 256)
+        engine.runner.record_graphs()
+        output, = engine.generate([[10, 20, 30]], SamplingParams(temperature=0, max_tokens=5),
+                                  use_tqdm=False)
+        assert (output.outputs[0].token_ids == expected[:5]) == enforce_eager
 
 
 # ------------------------------------------------------------------- memory

@@ -15,7 +15,7 @@ import torch
 from conftest import Reference, sampling_batch
 
 from nanoserve import LLM, sampler
-from nanoserve.sampler import SamplingInputs, apply_filters, draw, sample, to_device
+from nanoserve.sampler import SamplingInputs, apply_filters, draw, put, sample
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
@@ -468,7 +468,7 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
     log = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: log.append("pinned") or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **kinds: log.append(kinds) or self)
-    to_device([1, 2], torch.int64, torch.device("cuda"))
+    put([1, 2], torch.int64, device=torch.device("cuda"))
     assert log == ["pinned", dict(non_blocking=True)]
 
 
