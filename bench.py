@@ -29,24 +29,26 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from nanoserve import LLM, ModelConfig
-from nanoserve.config import DTYPES, find_model
+from nanoserve.config import DTYPES, EngineConfig, find_model
 from nanoserve.extras import bookkeeping, roofline, workloads
 from nanoserve.extras.meter import peak_memory, profile, serve
 from nanoserve.extras.peers import Peer, compare
 from nanoserve.extras.roofline import Machine, Work
 from nanoserve.extras.workloads import WORKLOADS, Request
 from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.memory import free_cpu_memory
 from nanoserve.model_runner import pick_device
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
 MIN_DEFAULT_REQUESTS = 4
+CPU_MEMORY = 6 * 2 ** 30  # bytes that should be free for half a billion parameters
 PROFILED_STEPS = 8
 PEERS = {"hf": ["hf.py"], "hf-continuous": ["hf.py", "--continuous"]}
 
@@ -60,15 +62,16 @@ def main(argv: list[str] | None = None) -> int:
             bookkeeping.bench_scheduler()
             return 0
         if args.observers:
-            bookkeeping.bench_observers(args.num_prompts or 64, (args.input_len or [128])[0],
-                                        (args.output_len or [64])[0], args.seed)
+            bookkeeping.bench_observers(
+                [args.model] if args.model else [], args.num_prompts or 64,
+                (args.input_len or [128])[0], (args.output_len or [64])[0], args.seed)
             return 0
         with Bench(args) as bench:
             results = (bench.ladder() if args.ladder else bench.against() if args.against
                        else bench.throughput())
             if args.output_json:
                 Path(args.output_json).write_text(json.dumps(results, indent=1) + "\n")
-    except (ValueError, TypeError) as error:  # the latter: an engine option that doesn't exist
+    except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
@@ -146,7 +149,7 @@ class Bench:
         self.config = ModelConfig.from_folder(self.folder)
         self.dtype, self.machine = self.pick_dtype()
         self.requests = self.make_requests(args.workload)
-        if args.model is None and not self.on_gpu:
+        if not (self.on_gpu or args.model or args.trace or args.num_prompts):
             self.fit_to_cpu()
         self.check_fits(self.requests)
 
@@ -188,9 +191,9 @@ class Bench:
             args.request_rate) else requests
 
     def fit_to_cpu(self) -> None:
-        """Without --model: no more requests than the machine can be expected to do in time."""
+        """Nothing was said: no more requests than the machine can be expected to do in time."""
         itemsize = getattr(torch, self.dtype).itemsize
-        fitting = self.requests
+        fitting = self.requests if free_cpu_memory() > CPU_MEMORY else []
         while len(fitting) >= MIN_DEFAULT_REQUESTS and sum(roofline.run_seconds(
                 roofline.simulate(fitting, self.config, 64, 2048), self.config, self.machine,
                 itemsize).values()) > CPU_SECONDS:
@@ -200,6 +203,8 @@ class Bench:
             self.config = ModelConfig.from_folder(self.folder)
             fitting = self.make_requests(self.args.workload)
         self.requests = fitting
+        print(f"chosen for this machine: {self.folder.name}, {len(fitting)} requests (--model and "
+              "--num-prompts choose otherwise)")
 
     def check_fits(self, requests: list[Request]) -> None:
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
@@ -216,8 +221,10 @@ class Bench:
                      max_model_len=min(max(longest, 4096), self.config.max_position_embeddings))
         if not any(self.folder.glob("*.safetensors")):
             usual["load_format"] = "dummy"
+        start = time.perf_counter()
         llm = LLM(self.folder, **usual | options | self.options)
         serve(llm, [Request(r.prompt[:64], 4) for r in requests[:2]], self.temperature)  # warm up
+        self.startup_seconds = time.perf_counter() - start
         return llm
 
     @property
@@ -262,9 +269,9 @@ class Bench:
 
     def ladder(self) -> dict:
         """Ideas switched on one after the other, always on the same requests."""
-        requests = self.requests
-        if self.args.workload == "batch":  # which neither has a common prefix nor long prompts
-            requests = self.make_requests("mixed")
+        name, requests = self.args.workload, self.requests
+        if name == "batch":  # which neither has a common prefix nor long prompts
+            name, requests = "mixed", self.make_requests("mixed")
             self.check_fits(requests)
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         options = dict(max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False,
@@ -280,7 +287,7 @@ class Bench:
             rungs += [("+ fused kernels", dict(kernels="auto")),
                       ("+ CUDA graphs", dict(enforce_eager=False)),
                       ("+ overlap", dict(async_scheduling=True))]
-        results = dict(self.describe(), workload=describe_requests("mixed", requests), rows=[])
+        results = dict(self.describe(), workload=describe_requests(name, requests), rows=[])
         print_description(results)
         print(f"{'':24}{'seconds':>9}{'tok/s':>9}{'TTFT s':>9}{'between tokens: mean':>22}"
               f"{'p99':>8}")
@@ -333,7 +340,7 @@ class Bench:
                 attention=c.kernels, graphs=llm.runner.graphs is not None, overlap=llm.depth,
                 num_kv_blocks=llm.scheduler.blocks.num_blocks, block_size=c.block_size,
                 max_num_seqs=c.max_num_seqs, max_num_batched_tokens=c.max_num_batched_tokens,
-                max_model_len=c.max_model_len)
+                max_model_len=c.max_model_len, startup_seconds=self.startup_seconds)
         return result
 
     def __enter__(self) -> "Bench":
@@ -354,6 +361,8 @@ def parse_options(settings: list[str]) -> dict:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             options[name] = text
+    if unknown := sorted(set(options) - {field.name for field in fields(EngineConfig)}):
+        raise ValueError(f"--set: the engine has no option {', '.join(unknown)}")
     return options
 
 
@@ -391,7 +400,8 @@ def print_description(result: dict) -> None:
         print(f"engine    {model['name']}, {model['dtype']} | {engine['attention']} attention, "
               f"{graphs}, overlap {engine['overlap']} | {engine['num_kv_blocks']:,} KV blocks of "
               f"{engine['block_size']} | up to {engine['max_num_batched_tokens']:,} tokens and "
-              f"{engine['max_num_seqs']} sequences a step")
+              f"{engine['max_num_seqs']} sequences a step | warm after "
+              f"{engine['startup_seconds']:.1f} s")
     arrivals = f", {load['request_rate']} a second" if load["request_rate"] else ""
     print(f"workload  {load['name']}: {load['num_requests']} requests, "
           f"{load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} output tokens"

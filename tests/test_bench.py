@@ -51,7 +51,8 @@ def toy(tmp_path_factory):
 
 
 def run(capsys, toy, *args) -> tuple[int, str, str]:
-    code = bench.main(["--model", str(toy), "--set", "num_gpu_blocks_override=400", *args])
+    code = bench.main(["--model", str(toy), "--set", "device=cpu", "--set",
+                       "num_gpu_blocks_override=400", *args])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -304,8 +305,9 @@ def test_every_workload_runs(name, toy, tmp_path, capsys):
 def test_the_steps_are_those_of_the_scheduler(toy):
     """What the meter has seen is what a simulation of the same scheduler does."""
     requests = workloads.generate(bench.replace(SMALL["batch"], output_len=(2, 9)), 300)
-    with LLM(toy, load_format="dummy", skip_tokenizer_init=True, max_num_batched_tokens=300,
-             max_num_seqs=8, max_model_len=400, num_gpu_blocks_override=400) as llm:
+    with LLM(toy, device="cpu", load_format="dummy", skip_tokenizer_init=True,
+             max_num_batched_tokens=300, max_num_seqs=8, max_model_len=400,
+             num_gpu_blocks_override=400) as llm:
         _, seen = meter.serve(llm, requests)
         assert llm.observers == [llm.metrics]
         steps = [Work.of(step, llm.model_config.windows) for step in seen.steps]
@@ -328,7 +330,7 @@ def test_a_clock_starts_when_the_request_arrives(toy, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(meter, "clock", clock)
     requests = [Request([1], 1, 9.25), Request([1, 2], 2, 0.5), Request([1, 2, 3], 1, 0.0)]
-    with LLM(toy, load_format="dummy", skip_tokenizer_init=True,
+    with LLM(toy, device="cpu", load_format="dummy", skip_tokenizer_init=True,
              num_gpu_blocks_override=9) as llm:
         launch = llm.runner.launch
 
@@ -449,6 +451,20 @@ def test_the_readmes_tables_come_from_a_measurement(toy, tmp_path, capsys):
     assert "`shared-prefix`: 16 requests of 512 common and 32 tokens in, 32 out" in text
 
 
+def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):
+    def ours(requests, label):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(label)
+        return workloads.summarize(2.0, 3, [[1.0, 2.0]]) | dict(interrupted=False)
+
+    done = []
+    found = peers.compare(ours, [], {"batch": [Request([1], 2)], "single": []}, rounds=3)
+    assert found["interrupted"] and list(found["rounds"]) == ["batch"]
+    assert len(found["rounds"]["batch"]["nanoserve"]) == 2
+    assert "batch, medians of 2" in capsys.readouterr().out
+
+
 def test_ratios_say_how_many_times_as_good_we_are():
     def one(tok_s, seconds, ttft, decode):
         return dict(output_tok_s=tok_s, seconds=seconds, ttft=dict(mean=ttft), decode_tok_s=decode)
@@ -470,7 +486,7 @@ def test_ratios_say_how_many_times_as_good_we_are():
     (["--output-len", "50000"], "the longest request has"),
     (["--set", "max_model_len=64"], "max_model_len is 64"),
     (["--set", "block_size"], "write OPTION=VALUE"),
-    (["--set", "colour=blue"], "unexpected keyword arguments colour"),
+    (["--set", "colour=blue"], "the engine has no option colour"),
     (["--request-rate", "0"], "--request-rate must be above 0"),
     (["--request-rate", "nan"], "--request-rate must be above 0"),
     (["--trace", "nowhere.csv"], "nowhere.csv can't be read"),

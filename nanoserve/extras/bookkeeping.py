@@ -83,10 +83,12 @@ class Timed:
         return timed
 
 
-def bench_observers(num_prompts: int, input_len: int, output_len: int, seed: int) -> None:
-    """Two engines of the bundled model do the same and take turns step by step: A B A B."""
+def bench_observers(model: list[str], num_prompts: int, input_len: int, output_len: int,
+                    seed: int) -> None:
+    """Two engines do the same work and take turns step by step: A B A B. model: its name, or
+    nothing for the bundled one."""
     folder = tempfile.TemporaryDirectory()
-    plain, traced = LLM(), LLM(trace=f"{folder.name}/run.html")
+    plain, traced = LLM(*model), LLM(*model, trace=f"{folder.name}/run.html")
     rng, vocab_size = random.Random(seed), plain.model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)

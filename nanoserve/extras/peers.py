@@ -20,6 +20,8 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 
+from tqdm import tqdm
+
 from nanoserve.extras.workloads import Request, summarize
 
 # What a workload is about, as (title, key, part of it), and whether more is better.
@@ -85,13 +87,18 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
         warm = [Request(request.prompt[:64], 4) for request in requests[:2]]
         for peer in peers:
             peer.run(warm)
-        for _ in range(rounds):
-            run = ours(requests, name)
-            if run.pop("interrupted"):
-                return dict(rounds=runs, interrupted=True)
-            mine["nanoserve"].append(run)
-            for peer in peers:
-                mine[peer.name].append(peer.run(requests))
+        try:
+            for _ in tqdm(range(rounds), name, unit="round", leave=False, disable=None):
+                found = [ours(requests, name)]
+                if found[0].pop("interrupted"):
+                    raise KeyboardInterrupt
+                found += [peer.run(requests) for peer in peers]
+                for engine, run in zip(mine, found, strict=True):
+                    mine[engine].append(run)
+        except KeyboardInterrupt:  # whole rounds only: a run without its neighbour says little
+            if mine["nanoserve"]:
+                print_comparison(name, mine)
+            return dict(rounds=runs, interrupted=True)
         print_comparison(name, mine)
     return dict(rounds=runs)
 
