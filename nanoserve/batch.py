@@ -113,8 +113,8 @@ class BatchBuilder:
 
     With overlap the copy of step n may not have ended when step n+1 is written. `num_buffers` is
     therefore one more than the number of steps in flight while a batch is built, and a buffer whose
-    copy is still on its way is waited for. staged: the numbers are
-    copied to a buffer of the device's, always the same one; on a CPU there is no need to.
+    copy is still on its way is waited for. staged: the numbers are copied to a buffer of the
+    device's, always the same one; on a CPU only a stand-in for graphs needs it.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
@@ -251,11 +251,12 @@ class BatchBuilder:
         for seq in seqs:
             row, table = seq.row, seq.block_table
             if self.table_sources[row] is not table:
-                self.table_sources[row], self.table_lens[row] = table, 0
                 params = seq.params
                 self.seeds[row], self.temperature[row] = seq.seed, params.temperature
                 self.top_k[row] = max(params.top_k, 0)
                 self.top_p[row], self.min_p[row] = params.top_p, params.min_p
+                self.table_lens[row] = 0
+                self.table_sources[row] = table  # last: Ctrl-C may come in between
             known = self.table_lens[row]
             if known != len(table):
                 self.tables[row, known:len(table)] = table[known:]

@@ -231,6 +231,68 @@ def test_a_buffer_is_not_written_while_the_step_before_may_still_be_copied():
     assert first == third != second  # two are enough, and the memory is persistent
 
 
+class LateEvent:
+    """A copy that ends only when somebody waits for it, and then looks at what it copied."""
+
+    def __init__(self, buffer: torch.Tensor):
+        self.buffer, self.expected, self.num_copies = buffer, None, 0
+
+    def record(self) -> None:
+        assert self.expected is None, "two copies of one buffer at the same time"
+        self.expected = self.buffer.clone()
+
+    def synchronize(self) -> None:
+        if self.expected is not None:
+            assert torch.equal(self.buffer, self.expected), "written while it was being copied"
+            self.expected, self.num_copies = None, self.num_copies + 1
+
+
+def test_a_buffer_waits_for_its_own_copy_and_no_other():
+    """The same story on a GPU, whose copies have events. A chunk samples nothing, so nobody waits
+    for its step: several may be queued, and the third must not overwrite the first."""
+    scheduler, _ = make_engine(budget=6, num_blocks=40)
+    builder = BatchBuilder(6, 6, MAX_LEN, 4, CPU, staged=True)
+    builder.copied = events = [LateEvent(buffer) for buffer in builder.buffers]
+    scheduler.add(make_sequence(0, range(50)))
+    addresses = set()
+    for i in range(6):
+        step = scheduler.schedule()
+        batch = builder.build(step)
+        addresses.add(batch.seeds.data_ptr())
+        assert [event.num_copies for event in events] == [i // 2, max(i - 1, 0) // 2]
+        assert batch.input_ids.tolist() == list(range(6 * i, 6 * i + 6))
+        scheduler.update(step, [])
+    assert len(addresses) == 1, "on the device a number keeps its address"
+
+
+def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
+    """Two decodes in a batch for four: the padding sees no keys, writes to no slot, and leaves its
+    sample in a place that no row has. Every tensor lies where the full batch has it."""
+    staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True)
+    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5) for i in range(4)]
+    for row, seq in enumerate(seqs):
+        seq.row, seq.block_table = row + 1, [3 + row, 9]
+    full = staged.fix_tables(staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), 4))
+    addresses = {name: getattr(full, name).data_ptr() for name in SECTIONS}
+    step = Step(1, dict.fromkeys(seqs[2:], 1), [4, 4], seqs[2:])
+    batch = staged.build(step, 4)
+    assert (batch.num_decodes, batch.num_rows, batch.num_tokens) == (4, 4, 4)
+    assert batch.input_ids.tolist() == [24, 34, 0, 0]
+    assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
+    assert batch.seq_lens.tolist() == [5, 5, 0, 0]
+    assert batch.logits_indices.tolist() == [0, 1, 0, 0]
+    assert batch.sample_rows.tolist() == [3, 4, 6, 6]  # rows are 0 to 5
+    assert batch.temperature.tolist() == [.5, .5, 0, 0]
+    fixed = staged.fix_tables(batch)
+    assert fixed.block_tables[:2, :2].tolist() == [[5, 9], [6, 9]]
+    assert fixed.block_tables.shape == full.block_tables.shape == (4, MAX_LEN // 4)
+    for name in SECTIONS:
+        if name not in ("prompt_logprob_indices", "block_copies"):  # empty
+            assert getattr(fixed, name).data_ptr() == addresses[name], name
+    assert [getattr(batch, name).shape for name in SECTIONS[:8]] == [
+        getattr(full, name).shape for name in SECTIONS[:8]]
+
+
 def test_an_empty_step_is_a_batch_of_nothing():
     """Cancelling everything once left a batch that could not be built (voxcpm #37, #42)."""
     scheduler, builder = make_engine()
@@ -307,3 +369,35 @@ def test_a_row_taken_over_forgets_the_last_owners_blocks():
         assert seq.row == 0 and batch.block_tables.tolist() == [seq.block_table]
         assert_equals_twin(batch, step, 4, 24)
         scheduler.update(step, [1])
+
+
+class CtrlC:
+    """A line of numbers; whoever writes to it is interrupted, once."""
+
+    def __init__(self, numbers: np.ndarray):
+        self.numbers, self.pressed = numbers, False
+
+    def __getitem__(self, index) -> np.ndarray:
+        return self.numbers[index]
+
+    def __setitem__(self, index, value) -> None:
+        if not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        self.numbers[index] = value
+
+
+@pytest.mark.parametrize("name", ["seeds", "temperature", "top_k", "top_p", "min_p"])
+def test_ctrl_c_while_a_row_is_taken_over(name):
+    """The step is dropped and asked for again. The row's numbers must not count as the new owner's
+    because its table did: it would draw with the last one's temperature to its end."""
+    scheduler, builder = make_engine(max_num_seqs=1)
+    setattr(builder, name, CtrlC(getattr(builder, name)))
+    seq = make_sequence(0, range(6), temperature=.5, top_k=3, top_p=.75, min_p=.25)
+    seq.seed = 7
+    scheduler.add(seq)
+    with pytest.raises(KeyboardInterrupt):
+        builder.build(scheduler.schedule())
+    scheduler.drop_in_flight()
+    step = scheduler.schedule()
+    assert_equals_twin(builder.build(step), step, 4, 24)

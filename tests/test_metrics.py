@@ -186,3 +186,27 @@ def test_generate_sums_up_when_asked(qwen3, capsys):
         llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False,
                      summarize=True)
     assert capsys.readouterr().err.startswith("nanoserve: 2 requests in ")
+
+
+def test_a_second_sample_does_not_move_the_request(qwen3):
+    """It waits a step for the first one's blocks and hits them: the request began before that."""
+    with LLM(qwen3, block_size=4) as llm:
+        [out] = llm.generate([1] * 9, SamplingParams(n=2, seed=1, max_tokens=3, ignore_eos=True),
+                             use_tqdm=False)
+    assert out.metrics.scheduled_ts < out.metrics.first_token_ts
+
+
+def test_an_end_counts_once(qwen3):
+    """One sample of two ends by itself, then the request is aborted: a "stop" and an abort."""
+    with LLM(qwen3) as llm:
+        [both] = llm.generate([5, 6], SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True),
+                              use_tqdm=False)
+        one, two = (sample.token_ids for sample in both.outputs)
+        stop = next(i for i, token in enumerate(one) if token not in two)
+        llm.add_request("x", [5, 6], SamplingParams(
+            n=2, seed=4, max_tokens=30, ignore_eos=True, stop_token_ids=[one[stop]]))
+        for _ in range(stop + 1):
+            llm.step()
+        llm.abort_request("x")
+        found = values(llm)
+    assert (found["request_successstop"], found["request_successabort"]) == (1, 1)

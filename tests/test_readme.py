@@ -1,5 +1,6 @@
 """The README tells the truth: its commands, tables, printed output and names are checked here."""
 
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -196,6 +198,24 @@ def test_the_bookkeeping_table_has_the_cases_that_the_command_measures():
 def test_bookkeeping_can_be_measured():
     """The command's own function runs; what it says about time is not judged here."""
     assert len(bookkeeping.time_bookkeeping(4, 10)) == 3
+
+
+def test_the_gpu_table_is_not_measured_or_what_was_measured():
+    """Every figure is one of a committed results.json, which tests/gpu/measure.py wrote on a GPU."""
+    pytest.importorskip("triton")
+    spec = importlib.util.spec_from_file_location("measure", ROOT / "tests/gpu/measure.py")
+    measure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measure)
+    results = {}
+    if measure.RESULTS.exists():
+        results = json.loads(measure.RESULTS.read_text())
+        assert results["machine"]["device"] != "cpu", "a rehearsal is no measurement"
+    shown = README[README.index("<!-- printed by: python tests/gpu/measure.py --readme -->"):]
+    assert shown.split("\n", 1)[1].startswith(measure.readme_table(results) + "\n")
+    if not results:
+        rows = [line.strip("| ").split(" | ") for line in shown.splitlines()[3:]
+                if line.startswith("|")]
+        assert all(row[2].strip() == row[4].strip() == "not measured" for row in rows[:15])
 
 
 def test_glossary_words_are_defined_in_the_code():

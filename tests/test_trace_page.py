@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
     """Name -> (file, truth). "demo" is the README's; "busy" has all there is, over two keyframes;
     "evil" brings markup along; "empty" has no step at all."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
-    arrivals = [Arrival(30 + 7 * i % 40, 8 + 5 * i % 30, 16, i / 40) for i in range(24)]
+    arrivals = [Arrival(30 + 7 * i % 40, 8 + 5 * i % 30, 16, i / 40) for i in range(20)]
     for name, requests, options in [
             ("demo", list(map(parse, DEMO)), DEMO_OPTIONS), ("busy", arrivals, (48, 26, 8, 6)),
             ("evil", [Arrival(9, 3), Arrival(5, 2)], (8, 8, 4, 4)), ("empty", [], (8, 8, 4, 4))]:

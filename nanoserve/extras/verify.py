@@ -88,6 +88,10 @@ MODES = [
     Mode("blocks of 32", dict(block_size=32)),
     Mode("all at once", dict(block_size=5, max_num_batched_tokens=33, async_scheduling=True),
          n=3, rounds=2, tiny=True)]
+GPU_MODES = [  # what a GPU has of its own, switched off one after the other
+    Mode("no overlap", dict(async_scheduling=False)),
+    Mode("no graphs", dict(enforce_eager=True)),
+    Mode("no kernels", dict(kernels="torch"))]
 PARALLEL_MODES = [  # run over several ranks, too
     BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED,
     Mode("overlap", dict(async_scheduling=True))]
@@ -274,7 +278,8 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     del model  # the engines may need its memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    todo = [(mode, 1) for mode in MODES] + [(mode, ranks) for mode in PARALLEL_MODES if ranks > 1]
+    modes = MODES + (GPU_MODES if pick_device("auto") == "cuda" else [])
+    todo = [(mode, 1) for mode in modes] + [(mode, ranks) for mode in PARALLEL_MODES if ranks > 1]
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)
         bar.clear()  # the engine has a line to print
