@@ -80,6 +80,8 @@ def load(args):
                     if result.error:
                         raise RuntimeError(result.error)
                     results[int(result.request_id)] = result
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching has ended by itself: see above")
             seconds = time.perf_counter() - start
         return {"seconds": seconds, "times": [
             [at - start for at in results[i].timestamps[:count]]
