@@ -124,8 +124,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--against and --ladder submit everything at once: leave --trace and "
                          "--request-rate out")
     if args.trace and (args.request_rate or args.num_prompts or args.input_len or args.output_len):
-        raise ValueError("--trace says how many requests arrive, when, and how long they are: leave "
-                         "--request-rate, --num-prompts, --input-len and --output-len out")
+        raise ValueError("--trace says how many requests arrive, when, and how long they are: "
+                         "leave --request-rate, --num-prompts, --input-len and --output-len out")
     if args.profile and (args.against or args.ladder):
         raise ValueError("--profile is about one engine: leave --against and --ladder out")
     if args.against and args.temperature:
