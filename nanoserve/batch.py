@@ -30,7 +30,7 @@ copying every table in every step would be the most expensive part.
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,10 @@ class Batch:
     num_unknown: int  # inputs below zero
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
+    # What attention works out once a step for all layers, and the memory that it gathers into. A
+    # batch is therefore one thread's; `replace(batch)` is one for another.
+    pieces: dict = field(default_factory=dict, init=False)
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":

@@ -32,6 +32,7 @@ from types import ModuleType
 import torch
 
 from nanoserve import ops
+from nanoserve.attention import zeros_by_head
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
 from nanoserve.graphs import CudaGraph, DecodeGraphs
@@ -80,7 +81,8 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
-        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
+        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
+                              packed=config.device == "cpu" and self.kernels is None)
         self.model = Decoder(model_config, placement, config.expert_parallel)
         if config.load_format == "dummy":
             load_dummy_weights(self.model, config.seed)
@@ -158,11 +160,11 @@ class ModelRunner:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config, model = self.config, self.model_config
         shape = (num_blocks, config.block_size, self._num_kv_heads, model.head_dim)
+        # One shape everywhere; kernels read a token's heads together, plain torch a head's tokens.
+        make = torch.zeros if self.kernels is not None else zeros_by_head
         try:
-            self.kv_cache = [
-                (torch.zeros(shape, dtype=self.dtype, device=self.device),
-                 torch.zeros(shape, dtype=self.dtype, device=self.device))
-                for _ in range(model.num_hidden_layers)]
+            self.kv_cache = [tuple(make(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+                             for _ in range(model.num_hidden_layers)]
         except RuntimeError as error:
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
