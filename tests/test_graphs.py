@@ -192,7 +192,7 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
               for i, kinds in enumerate((
                   dict(temperature=0.8), dict(temperature=0), dict(top_k=5, top_p=.7),
                   dict(min_p=.2, logprobs=2), dict(frequency_penalty=1.5, presence_penalty=.5),
-                  dict(logit_bias={65: 4.0}, temperature=0)))]
+                  dict(logit_bias={65: 4.0}, allowed_token_ids=list(range(60, 90)), temperature=0)))]
     prompts = [[3 * i + 1, 7, 9] for i in range(len(params))]
     told = []
     for enforce_eager in (False, True):
