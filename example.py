@@ -1,6 +1,7 @@
 """Generate text offline: `python example.py`, or with your own model and prompts:
 
     python example.py --model Qwen/Qwen3-0.6B "The capital of France is"
+    python example.py --trace run.html     and see in a browser what each step did
 
 Without a model it uses the small story model that comes with nanoserve, which has read 27
 children's books and knows nothing else.
@@ -25,10 +26,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trace", metavar="FILE", help="record every step: .html to look at, or "
+                                                        ".json for Perfetto")
     args = parser.parse_args()
 
     try:
-        llm = LLM() if args.model is None else LLM(args.model)
+        llm = LLM(*([args.model] if args.model else []), trace=args.trace)
         params = SamplingParams(temperature=args.temperature, top_p=0.95, seed=args.seed,
                                 max_tokens=args.max_tokens)
         outputs = llm.generate(args.prompts, params)

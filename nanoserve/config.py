@@ -57,6 +57,7 @@ class EngineConfig:
     device: str = "auto"
     kernels: str = "auto"  # "triton" on a GPU, or "torch": their plain twins
     async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: on a GPU
+    trace: str | None = None  # a .html or .json file in which every step is recorded
 
     def __post_init__(self):
         # torch.float32 and vLLM's "half" are welcome, too: one spelling from here on.
@@ -84,6 +85,10 @@ class EngineConfig:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise ValueError(f"hf_overrides must be a dict laid over config.json, got "
                              f"{self.hf_overrides!r}")
+        if self.trace is not None and (Path(self.trace).suffix not in (".html", ".json")
+                                       or not Path(self.trace).parent.is_dir()):
+            raise ValueError(f"trace={self.trace!r} must name a file in a folder that exists, "
+                             "ending in .html (a page to look at) or .json (for Perfetto)")
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:

@@ -23,7 +23,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -31,17 +30,11 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from nanoserve.config import EngineConfig, find_model
+from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import (
-    LAST_WORD,
-    ModelRunner,
-    fit_to_device,
-    pick_device,
-    serve_rank,
-)
+    LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
 from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
@@ -87,6 +80,11 @@ class LLM:
             ranks.abort("the engine could not be made")
             raise
         self.scheduler = Scheduler(self.config, num_blocks, self.model_config.window)
+        self.metrics = EngineMetrics(config.enable_prefix_caching)
+        self.observers, self.trace = [self.metrics], None  # told what happens, they change nothing
+        if config.trace is not None:
+            from nanoserve.extras.recorder import attach  # here: the core runs without extras
+            self.trace = attach(self, config.trace, _say)
         self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
@@ -112,6 +110,8 @@ class LLM:
         try:
             with _ctrl_c_held():
                 step = self.scheduler.schedule()
+                for observer in self.observers:
+                    observer.scheduled(step)
             if step.num_new_tokens:
                 # Ranks that are stopped in the middle of a step would be out of step for good.
                 with _ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
@@ -145,8 +145,10 @@ class LLM:
         with _ctrl_c_held():
             self.in_flight.popleft()
             self._keep_prompt_logprobs(step, prompt_logprobs)
-            self._collect(self.scheduler.update(step, token_ids),
-                          {step.sampling[row]: entries for row, entries in logprobs.items()})
+            grown = self.scheduler.update(step, token_ids)
+            for observer in self.observers:
+                observer.updated(step, grown)
+            self._collect(grown, {step.sampling[i]: entries for i, entries in logprobs.items()})
         if self.check_every_step:
             self.scheduler.check()
 
@@ -175,6 +177,8 @@ class LLM:
                 continue
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string)
+        for observer in self.observers:
+            observer.ended([seq for seq in grown if seq.finish_reason is not None])
         for request in touched.values():
             if request.finished:
                 del self.requests[request.request_id]
@@ -202,6 +206,8 @@ class LLM:
                 request.flush()
                 for seq in request.sequences:
                     self.scheduler.finish(seq, "abort")
+                for observer in self.observers:
+                    observer.ended(request.sequences)
                 request.inbox.append(request.output())
 
     def has_unfinished_requests(self) -> bool:
@@ -230,23 +236,28 @@ class LLM:
             self.requests[request.request_id] = request
             for seq in sequences:
                 self.scheduler.add(seq)
+            for observer in self.observers:
+                observer.added(sequences, request.stats, request.prompt)
 
     # ------------------------------------------------------ offline batches
 
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-                 use_tqdm: bool = True, priority: list[int] | None = None) -> list[RequestOutput]:
+                 use_tqdm: bool = True, priority: list[int] | None = None,
+                 summarize: bool = False) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
-        Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
+        summarize: end with a line of what it took. Raises `ValueError` before any work starts.
+        After Ctrl-C the engine stays usable.
         """
         requests = self._make_requests(prompts, sampling_params, priority)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         results = {}
-        with closing(self._drive(requests)) as outputs, _Progress(requests, use_tqdm) as progress:
+        with closing(self._drive(requests)) as outputs, Progress(
+                len(requests), use_tqdm, _say if summarize else None) as progress:
             for output in outputs:
                 results[output.request_id] = output
                 progress.finished(output)
@@ -340,8 +351,16 @@ class LLM:
                 except BaseException:
                     self._drop_in_flight()
                     raise
+                finally:
+                    if self.trace:
+                        self.trace.write()
 
     # -------------------------------------------------------------- the rest
+
+    def get_metrics(self) -> list[Counter | Gauge | Histogram]:
+        """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
+        self._check_open()
+        return self.metrics.read(self.scheduler, self.config.model)
 
     def get_tokenizer(self):
         """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""
@@ -369,6 +388,8 @@ class LLM:
         with self.lock:  # another thread's step is waited for
             self.requests.clear()
             self.in_flight.clear()
+            if self.trace is not None:
+                self.trace.close()
             if self.runner is not None:
                 self.runner.close()
             self.runner = self.scheduler = None
@@ -396,30 +417,6 @@ class LLM:
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
                 f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
-
-
-class _Progress:
-    """The tqdm bar of `generate`: prompts done, prompt and output tokens per second."""
-
-    def __init__(self, requests: list[Request], enabled: bool):
-        self.bar = tqdm(total=len(requests), desc="Processed prompts", unit="prompt",
-                        disable=not enabled or not requests, dynamic_ncols=True)
-        self.start = time.perf_counter()
-        self.num_prompt_tokens = self.num_output_tokens = 0
-
-    def finished(self, output: RequestOutput) -> None:
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        seconds = max(time.perf_counter() - self.start, 1e-9)
-        self.bar.set_postfix_str(f"input: {self.num_prompt_tokens / seconds:.1f} tok/s, "
-                                 f"output: {self.num_output_tokens / seconds:.1f} tok/s", False)
-        self.bar.update()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self.bar.close()
 
 
 @contextmanager

@@ -46,9 +46,9 @@ from nanoserve.sampler import (
     SamplerOutput,
     SamplingInputs,
     choose_by_kernels,
+    put,
     sample,
     score,
-    to_device,
 )
 from nanoserve.sequence import Step
 
@@ -69,10 +69,15 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.ranks = ranks
-        self.device = torch.device(config.device)  # one rank takes the user's current GPU
-        if config.device == "cuda" and ranks.size > 1:
-            self.device = torch.device("cuda", ranks.local_rank)
-            torch.cuda.set_device(self.device)  # kernels are launched on the current one
+        self.device = torch.device(config.device)
+        if config.device == "cuda":
+            if ranks.size > 1:
+                torch.cuda.set_device(ranks.local_rank)  # kernels are launched on the current one
+            # With its number: one rank takes the user's current GPU, and stays there. What an
+            # engine before this one has left in torch's pool goes back: weights that were put into
+            # pieces of its KV cache would keep the rest of them from being of use.
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            torch.cuda.empty_cache()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
         placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
@@ -287,7 +292,7 @@ class ModelRunner:
         """Each position's logits are about the token that follows it."""
         following = [token_id for seq, positions in step.prompt_logprob_positions.items()
                      for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
-        token_ids = to_device(following, torch.int64, self.device)
+        token_ids = put(following, torch.int64, device=self.device)
         num_top = max((seq.params.prompt_logprobs for seq in step.prompt_logprob_positions),
                       default=0)
         return [score(self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]]),

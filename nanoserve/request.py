@@ -16,6 +16,7 @@ Not known here: the queue, blocks, steps. (vLLM V1 has an input and an output pr
 directions; here they share a file, because a request's two ends are easiest understood together.)
 """
 
+import time
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -28,7 +29,8 @@ from nanoserve.detokenizer import Detokenizer
 from nanoserve.logprobs import LogprobHistory
 from nanoserve.model_config import ModelConfig
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, Sequence
+from nanoserve.sequence import (
+    CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence)
 
 Prompt = str | dict | list[int]
 
@@ -58,6 +60,7 @@ class Request:
     told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) a sample
     history: LogprobHistory = field(init=False)
     num_told_of_prompt: int = 0  # prompt logprobs that a DELTA has carried
+    stats: RequestStateStats = field(default_factory=RequestStateStats)
     inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
@@ -143,7 +146,8 @@ class Request:
             completions.append(completion)
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, self._prompt_logprobs(),
-            completions, self.finished, num_cached_tokens=self.sequences[0].num_cached_tokens)
+            completions, self.finished, self.stats.snapshot(self.sequences),
+            self.sequences[0].num_cached_tokens)
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """As many as there are: all, but for a request that was aborted in its prompt."""
@@ -198,7 +202,8 @@ class InputProcessor:
         longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
-                       bad_word_ids, self.tokenizer)
+                       bad_word_ids, self.tokenizer,
+                       stats=RequestStateStats(arrival_time=time.time()))
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """What is indexed with must be there: on a GPU a wrong index ends the whole process."""

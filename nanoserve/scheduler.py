@@ -185,6 +185,7 @@ class Scheduler:
                 break
             heappop(self.waiting)
             self._admit(seq, hits, num_cached)
+            step.admitted.append(seq)
             self.blocks.allocate(seq, num_cached + num_new)
             self._add_row(step, seq, num_cached, num_new)
             budget -= num_new

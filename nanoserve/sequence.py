@@ -28,7 +28,7 @@ Invariant: one owner per fact. The scheduler changes a sequence's progress and t
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanoserve.sampling_params import SamplingParams
 
@@ -120,6 +120,7 @@ class Step:
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
+    admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: list[Sequence] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
     pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
@@ -169,6 +170,35 @@ class CompletionOutput:
 
 
 @dataclass
+class RequestStateStats:
+    """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
+
+    The names are vLLM V1's, of its class of this name; the last three are ours. `arrival_time` is
+    a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
+    they are of the first sample that got so far, and the counts of all samples together.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0  # the request was checked
+    queued_ts: float = 0.0  # the scheduler got it
+    scheduled_ts: float = 0.0  # a step had its first tokens
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # seconds from arrival to the first token: TTFT
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
+        """As of now: a copy, because an output that was handed over changes no more."""
+        return replace(
+            self, num_prompt_tokens=sequences[0].num_prompt_tokens,
+            num_generation_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
+            num_cached_tokens=sequences[0].num_cached_tokens or 0,
+            num_preemptions=sum(s.num_preemptions for s in sequences))
+
+
+@dataclass
 class RequestOutput:
     """A request as its caller sees it, in the middle (streaming) or at the end."""
 
@@ -178,5 +208,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: object = None
+    metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None

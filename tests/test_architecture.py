@@ -42,10 +42,12 @@ MAY_IMPORT = {
     "detokenizer": ["sampling_params", "sequence"],
     "logprobs": ["sampling_params", "sequence"],
     "request": ["model_config", "config", "sampling_params", "sequence", "detokenizer", "logprobs"],
+    "metrics": ["sequence", "scheduler"],
     "llm": ["model_config", "config", "sampling_params", "sequence", "scheduler", "parallel", "processes",
-            "model_runner", "request", "extras"],
+            "model_runner", "request", "metrics", "extras"],
 }
-PURE = ["rope_config", "model_config", "config", "sampling_params", "sequence", "block_manager", "scheduler"]
+PURE = ["rope_config", "model_config", "config", "sampling_params", "sequence", "block_manager", "scheduler",
+        "metrics"]
 # A package that only these modules may import.
 HOMES = {"safetensors": ["loader"], "triton": ["kernels", "kernels_fused"]}
 # May be imported inside a function: needed for hub ids alone; with its triton, on GPUs alone.
@@ -75,17 +77,19 @@ def imports(tree: ast.AST) -> list[tuple[str, ast.stmt]]:
 def test_imports_follow_the_reading_order(path):
     tree = ast.parse(path.read_text())
     allowed = MAY_IMPORT[path.stem]
-    for name, _ in imports(tree):
+    for name, node in imports(tree):
         parts = name.split(".")
         if parts[0] == "nanoserve":
             assert len(parts) > 1 and parts[1] in allowed, f"{path.name} imports {name}"
+            assert parts[1] != "extras" or node not in tree.body, f"{path.name} needs {name}"
         assert path.stem in HOMES.get(parts[0], [path.stem]), f"{path.name} imports {name}"
         if parts[0] == "torch":
             assert path.stem not in PURE, f"{path.name} stands above the torch line"
     assert "TYPE_CHECKING" not in path.read_text()
     top_level = {node for node in tree.body}
     for name, node in imports(tree):
-        assert node in top_level or {name, name.split(".")[0]} & OPTIONAL, (
+        optional = {name, name.split(".")[0]} & OPTIONAL or name.startswith("nanoserve.extras.")
+        assert node in top_level or optional, (
             f"{path.name}:{node.lineno} imports {name} inside a function")
 
 

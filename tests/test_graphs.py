@@ -6,6 +6,8 @@ into the same memory. So a number that was frozen, an address that moved, a row 
 leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's interpreter.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -188,22 +190,25 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
 
     What a graph can't know, penalties, is chosen anew, from the hidden states it leaves behind.
     """
-    params = [SamplingParams(**dict(seed=i, max_tokens=6, ignore_eos=True) | kinds)
+    params = [SamplingParams(**dict(seed=i, max_tokens=4, ignore_eos=True) | kinds)
               for i, kinds in enumerate((
-                  dict(temperature=0.8), dict(temperature=0), dict(top_k=5, top_p=.7),
+                  dict(temperature=.8), dict(temperature=0), dict(temperature=2, top_k=5, top_p=.7),
                   dict(min_p=.2, logprobs=2), dict(frequency_penalty=1.5, presence_penalty=.5),
-                  dict(logit_bias={65: 4.0}, allowed_token_ids=list(range(60, 90)), temperature=0)))]
+                  dict(temperature=0, logit_bias={65: 4.0}, allowed_token_ids=[*range(60, 90)])))]
     prompts = [[3 * i + 1, 7, 9] for i in range(len(params))]
     told = []
     for enforce_eager in (False, True):
         engine = start(checkpoints["tiny"], max_num_seqs=6, enforce_eager=enforce_eager)
         assert (engine.runner.graphs is None) == enforce_eager
-        outputs = engine.generate(prompts, params, use_tqdm=False)
+        outputs = []
+        # Together they choose anew. By themselves: the recording's own choice, logprobs, edits.
+        for some in (slice(6), slice(3), slice(3, 4), slice(5, 6)):
+            outputs += engine.generate(prompts[some], params[some], use_tqdm=False)
         told.append([output.outputs[0].token_ids for output in outputs])
-        values = outputs[3].outputs[0].logprobs
-        told[-1].append([round(entry.logprob, 4) for position in values
-                         for entry in position.values()])
+        told[-1] += [[round(entry.logprob, 4) for position in output.outputs[0].logprobs
+                      for entry in position.values()] for output in (outputs[3], outputs[9])]
     assert told[0] == told[1]
+    assert told[0][:4] + told[0][5:6] == told[0][6:11], "company changes nothing"
     assert recorded
 
 
@@ -268,3 +273,22 @@ def test_a_frozen_number_shows(checkpoints, references, recorded):
         output, = engine.generate([[10, 20, 30]], SamplingParams(temperature=0, max_tokens=5),
                                   use_tqdm=False)
         assert (output.outputs[0].token_ids == expected[:5]) == enforce_eager
+
+
+# ------------------------------------------------------------------- memory
+
+
+def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
+    """Not when Python's garbage collector comes by: nothing holds on to a runner in a circle, no
+    closure of a recording either. Or the next engine would find its memory taken."""
+    engine = start(checkpoints["tiny"], max_num_seqs=2)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    held = [weakref.ref(part) for part in (engine.runner, engine.runner.model,
+                                           engine.runner.graphs, engine.runner.kv_cache[0][0])]
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert [ref() for ref in held] == [None] * 4
+    finally:
+        gc.enable()

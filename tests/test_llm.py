@@ -153,7 +153,8 @@ def test_the_fields_of_an_output(llm, expected):
     [sample] = out.outputs
     assert isinstance(out.request_id, str) and out.finished
     assert (out.prompt, out.prompt_token_ids) == ("Hello, you there!", ids_of("Hello, you there!"))
-    assert out.prompt_logprobs is None and out.metrics is None
+    assert out.prompt_logprobs is None
+    assert (out.metrics.num_prompt_tokens, out.metrics.num_generation_tokens) == (17, 6)
     assert (sample.index, sample.token_ids) == (0, expected("Hello, you there!", 6))
     assert sample.text == TOKENIZER.decode(sample.token_ids)
     assert (sample.cumulative_logprob, sample.logprobs) == (None, None)

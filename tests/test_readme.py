@@ -1,5 +1,7 @@
 """The README tells the truth: its commands, tables, printed output and names are checked here."""
 
+import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -7,8 +9,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
 import bench
-from nanoserve import EngineConfig, sampling_params, sequence
+from nanoserve import LLM, EngineConfig, SamplingParams, sampling_params, sequence
 from nanoserve.model_config import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +60,84 @@ def test_the_parity_matrix_is_real():
     shown = block_after("<!-- printed by: python -m nanoserve.extras.verify -->")
     command = re.search(r"`python (-m nanoserve.extras.verify nanoserve/.*?)`", README)[1]
     assert run(*command.split()) == shown
+
+
+def napkins() -> list[tuple[str, list[float], float, int]]:
+    """(words, the numbers of the left side, result of the line, decimals) of every line."""
+    lines = []
+    for at in re.finditer("<!-- napkin -->", README):
+        for line in block_after("<!-- napkin -->", at.start()).strip().splitlines():
+            words, right = line[16:].split(" = ")
+            number = right.split()[0]
+            lines.append((line, words, float(number.replace(",", "")),
+                          len(number.partition(".")[2])))
+    return lines
+
+
+def numbers_in(text: str) -> list[float]:
+    return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def test_the_napkins_are_right():
+    """Each line is worked out from left to right; what is printed is that, rounded."""
+    lines = napkins()
+    assert len(lines) == 9
+    for line, words, result, decimals in lines:
+        numbers, signs = numbers_in(words), re.findall(" ([×/]) ", words)
+        value = numbers[0]
+        for sign, number in zip(signs, numbers[1:], strict=True):
+            value = value * number if sign == "×" else value / number
+        assert round(value, decimals) == result, f"{line}: {value}"
+    assert round(989 / 4800 * 1000) == 206 and "989 / 4,800 × 1,000 = 206 tokens" in README
+
+
+def test_the_napkins_are_about_the_real_thing():
+    """The bundled model's line is what its engine allocates; a gigabyte's is how the engine counts;
+    and the parameters are those of the model that transformers makes from Qwen3-0.6B's sizes."""
+    lines = [(numbers_in(words), result) for _, words, result, _ in napkins()]
+    with LLM(dtype="float32", kv_cache_memory_bytes=2 ** 24) as llm:
+        c = llm.model_config
+        assert lines[1] == ([2, c.num_hidden_layers, c.num_key_value_heads, c.head_dim, 4],
+                            llm.runner.block_bytes / 16)
+        assert llm.scheduler.blocks.num_blocks == int(2 ** 24 / lines[1][1] / 16)
+    _, layers, kv_heads, head_dim, _ = map(int, lines[0][0])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3Config(
+            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
+            num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim,
+            tie_word_embeddings=True))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"{count:,}\nparameters" in README or f"{count:,} parameters" in README
+    assert round(count / 1e6, 2) == lines[4][0][0] and round(count / 1e9, 5) == lines[8][0][2]
+    assert lines[6][0][2] == lines[0][1] / 1e6
+
+
+def test_every_file_has_its_counterpart_in_vllm():
+    table = README[README.index("<!-- vllm -->"):README.index("## How it works")]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", table, re.M)
+    in_map = re.findall(r"^\| \d+ \| \[`(\w+)`\]", README, re.M)
+    assert [name for name, _ in rows] == in_map
+    assert all(re.match(r"`vllm/[\w/]+(\.py|/)`", paths) for _, paths in rows)
+
+
+def test_the_summary_line_looks_as_shown(capsys):
+    [shown] = re.findall(r"^nanoserve: \d+ requests? in .*$", README, re.M)
+    with LLM() as llm:
+        capsys.readouterr()
+        llm.generate(["Once", "The"], SamplingParams(max_tokens=3, ignore_eos=True),
+                     use_tqdm=False, summarize=True)
+    real = capsys.readouterr().err.splitlines()[0]
+
+    def shape(line: str) -> str:
+        return re.sub(r"\bm?s\b", "s", re.sub(r"\d[\d,.]*", "0", line))
+
+    assert shape(real) == shape(shown)
+
+
+def test_the_pictures_are_there_and_small():
+    for name in re.findall(r'(?:src|srcset)="(.*?)"', README):
+        assert (ROOT / name).read_bytes()[:4] == b"\x89PNG"
+        assert (ROOT / name).stat().st_size < 200_000
 
 
 def test_the_families_are_those_that_can_be_read():
@@ -104,6 +188,24 @@ def test_the_bookkeeping_table_has_the_cases_that_the_command_measures():
 def test_bookkeeping_can_be_measured():
     """The command's own function runs; what it says about time is not judged here."""
     assert len(bench.time_bookkeeping(4, 10)) == 3
+
+
+def test_the_gpu_table_is_not_measured_or_what_was_measured():
+    """Every figure is one of a committed results.json, which tests/gpu/measure.py wrote on a GPU."""
+    pytest.importorskip("triton")
+    spec = importlib.util.spec_from_file_location("measure", ROOT / "tests/gpu/measure.py")
+    measure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measure)
+    results = {}
+    if measure.RESULTS.exists():
+        results = json.loads(measure.RESULTS.read_text())
+        assert results["machine"]["device"] != "cpu", "a rehearsal is no measurement"
+    shown = README[README.index("<!-- printed by: python tests/gpu/measure.py --readme -->"):]
+    assert shown.split("\n", 1)[1].startswith(measure.readme_table(results) + "\n")
+    if not results:
+        rows = [line.strip("| ").split(" | ") for line in shown.splitlines()[3:]
+                if line.startswith("|")]
+        assert all(row[2].strip() == row[4].strip() == "not measured" for row in rows[:15])
 
 
 def test_glossary_words_are_defined_in_the_code():

@@ -2,13 +2,16 @@
 
     python -m nanoserve.extras.trace
     python -m nanoserve.extras.trace --budget 6 --blocks 12 --request 9:4 --request 20:2
+    python -m nanoserve.extras.trace --csv arrivals.csv --blocks 4096 --html run.html
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs no torch, no model and no time, so it is the quickest way to see what a change
 to `scheduler.py` or `block_manager.py` does.
 
 Each request is `prompt:output[:shared]` in tokens; requests whose prompts share their first tokens
-can hit each other's blocks. A cell of the table is what a request gets in that step:
+can hit each other's blocks. A CSV adds when they arrive: `seconds,prompt,output[,shared]` a line
+(other columns, as in the header of the first line, are passed over). A cell of the table is what a
+request gets in that step:
 
     0..8      computes the tokens at positions 0 to 7 of its prompt
     8..10 →   the rest of the prompt, and samples a token from it
@@ -16,16 +19,26 @@ can hit each other's blocks. A cell of the table is what a request gets in that 
     hit 8     found its first 8 tokens in the prefix cache
     preempted gave its blocks back, will recompute
     ·         waits
+
+The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
+is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
 """
 
 import argparse
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from nanoserve.config import EngineConfig
+from nanoserve.extras.recorder import Trace
+from nanoserve.metrics import EngineMetrics, summary
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import RequestStateStats, Sequence, Step
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
+WIDEST_TABLE = 12  # requests; more have no table, only a summary
 
 
 def main() -> None:
@@ -35,52 +48,170 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=4, help="tokens a block")
     parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument("--request", action="append", metavar="PROMPT:OUTPUT[:SHARED]")
+    parser.add_argument("--csv", type=Path, help="arrivals: seconds, prompt, output[, shared]")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
+    parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
+    parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
+    parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
     args = parser.parse_args()
     try:
-        print(trace(args.request or DEMO, args.budget, args.blocks, args.block_size,
-                    args.max_num_seqs))
-    except ValueError as error:
+        arrivals = read_csv(args.csv) if args.csv else []
+        arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
+        simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
+                                args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6)
+        for path, suffix in ((args.html, ".html"), (args.json, ".json")):
+            if path:
+                simulation.record(str(Path(path).with_suffix(suffix)))
+        shown = table(simulation) if len(arrivals) <= WIDEST_TABLE else simulation.finish()
+        print(shown or simulation.summary())
+        simulation.close()
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
-def trace(requests: list[str], budget: int, num_blocks: int, block_size: int,
-          max_num_seqs: int) -> str:
-    """Run the requests to their end; returns the table. Raises `ValueError` for what can't run."""
-    config = EngineConfig(
-        model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
-        max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget))
-    scheduler = Scheduler(config, num_blocks)
-    seqs = [_make_sequence(i, request) for i, request in enumerate(requests)]
-    for seq in seqs:
-        scheduler.add(seq)
+@dataclass(frozen=True)
+class Arrival:
+    """A request of made-up tokens."""
+
+    num_prompt: int
+    num_output: int
+    num_shared: int = 0  # first tokens that it shares with all others
+    seconds: float = 0.0  # when it arrives
+
+    def __post_init__(self):
+        if not (self.num_prompt >= 1 and self.num_output >= 1 and self.seconds >= 0
+                and 0 <= self.num_shared <= self.num_prompt):
+            raise ValueError
+
+
+def parse(request: str) -> Arrival:
+    """ "10:5:8" -> ten prompt tokens, the first eight of them everybody's, five to generate."""
+    try:
+        num_prompt, num_output, *num_shared = map(int, request.split(":"))
+        return Arrival(num_prompt, num_output, *num_shared[:2])
+    except (ValueError, TypeError):
+        raise ValueError(f"request {request!r} must be PROMPT:OUTPUT[:SHARED], whole numbers of at "
+                         "least 1, SHARED at most PROMPT") from None
+
+
+def read_csv(path: Path) -> list[Arrival]:
+    """Lines of `seconds,prompt,output[,shared]`, or a header with these names in any order."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = [line for line in csv.reader(file) if line]
+    names, columns = ["seconds", "prompt", "output", "shared"], [0, 1, 2, 3]
+    if lines and not lines[0][0].strip().replace(".", "", 1).isdigit():
+        header = [name.strip().lower() for name in lines.pop(0)]
+        if not set(names[:3]) <= set(header):
+            raise ValueError(f"{path}: the header must name seconds, prompt and output, got "
+                             f"{', '.join(header)}")
+        columns = [header.index(name) for name in names if name in header]
+    arrivals = []
+    for number, line in enumerate(lines, 1):
+        try:
+            seconds, num_prompt, num_output, *num_shared = (
+                line[i] for i in columns if i < len(line))
+            arrivals.append(Arrival(int(num_prompt), int(num_output),
+                                    *(int(n or 0) for n in num_shared), seconds=float(seconds)))
+        except ValueError:
+            raise ValueError(f"{path}, request {number}: {','.join(line)!r} must be "
+                             "seconds,prompt,output[,shared]") from None
+    return sorted(arrivals, key=lambda arrival: arrival.seconds)
+
+
+class Simulation:
+    """The real scheduler fed with arrivals; its steps take simulated time.
+
+    Raises `ValueError` for what can't run.
+    """
+
+    def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
+                 max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6):
+        config = EngineConfig(
+            model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
+            max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget))
+        self.scheduler = Scheduler(config, num_blocks)
+        self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
+        self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
+        for seq in self.seqs:
+            self.scheduler.check_fits(seq.max_num_tokens)
+        self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
+        self.observers = [EngineMetrics(True, self.clock, self.clock)]
+        self.num_arrived = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def record(self, path: str) -> None:
+        EngineConfig(model="fake", trace=path)  # raises what an engine would
+        self.observers.append(Trace(
+            path, self.scheduler, "simulation", print, self.clock,
+            f"made-up tokens, simulated clock: {1e3 * self.step_seconds:g} ms a step and "
+            f"{1e6 * self.token_seconds:g} µs a token"))
+
+    def _arrive(self) -> None:
+        """Whoever is due; when nobody runs, the clock jumps to the next arrival."""
+        if not self.scheduler.has_unfinished() and self.num_arrived < len(self.seqs):
+            self.now = max(self.now, self.stats[self.num_arrived].arrival_time)
+        while self.num_arrived < len(self.seqs) and (
+                self.stats[self.num_arrived].arrival_time <= self.now):
+            seq, stats = self.seqs[self.num_arrived], self.stats[self.num_arrived]
+            self.scheduler.add(seq)
+            for observer in self.observers:
+                observer.added([seq], stats, None)
+            self.num_arrived += 1
+
+    def steps(self) -> Iterator[Step]:
+        """Runs to the end; yields each step while it is in flight."""
+        self._arrive()
+        while self.scheduler.has_unfinished():
+            step = self.scheduler.schedule()
+            for observer in self.observers:
+                observer.scheduled(step)
+            yield step
+            self.now += self.step_seconds + self.token_seconds * step.num_tokens
+            # Any token will do, as long as different requests don't look alike by accident.
+            grown = self.scheduler.update(step, [1000 + seq.arrival for seq in step.sampling])
+            for observer in self.observers:
+                observer.updated(step, grown)
+                observer.ended([seq for seq in grown if seq.finish_reason is not None])
+            self._arrive()
+
+    def finish(self) -> None:
+        for _ in self.steps():
+            pass
+
+    def summary(self) -> str:
+        metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
+        return f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"
+
+    def close(self) -> None:
+        for observer in self.observers[1:]:
+            observer.close()
+
+
+def table(simulation: Simulation) -> str:
+    """Run the requests to their end; a line a step."""
+    seqs, scheduler = simulation.seqs, simulation.scheduler
     rows = [["step", "tokens", *(seq.request_id for seq in seqs), "free blocks"]]
     cached: set[Sequence] = set()
-    while scheduler.has_unfinished():
-        step = scheduler.schedule()
+    for step in simulation.steps():
         cells = [_cell(step, seq, seq not in cached) for seq in seqs]
         cached.update(step.num_new_tokens)
-        rows.append([str(step.index), f"{step.num_tokens}/{budget}", *cells,
-                     str(scheduler.blocks.num_free_blocks)])
-        # Any token will do, as long as different requests don't look alike by accident.
-        scheduler.update(step, [1000 + seq.arrival for seq in step.sampling])
+        rows.append([str(step.index), f"{step.num_tokens}/{scheduler.max_num_batched_tokens}",
+                     *cells, str(scheduler.blocks.num_free_blocks)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
                      for row in rows)
 
 
-def _make_sequence(i: int, request: str) -> Sequence:
-    """ "10:5:8" -> ten prompt tokens, the first eight of them everybody's, five to generate."""
-    try:
-        numbers = [int(number) for number in request.split(":")]
-        num_prompt, num_output, num_shared = numbers if len(numbers) == 3 else (*numbers, 0)
-        if not (num_prompt >= 1 and num_output >= 1 and 0 <= num_shared <= num_prompt):
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"request {request!r} must be PROMPT:OUTPUT[:SHARED], whole numbers of at "
-                         "least 1, SHARED at most PROMPT") from None
-    tokens = list(range(num_shared)) + [100 * (i + 1) + n for n in range(num_prompt - num_shared)]
-    return Sequence(chr(ord("A") + i), tokens, SamplingParams(temperature=0, max_tokens=num_output),
-                    arrival=i, max_num_tokens=num_prompt + num_output)
+def _make_sequence(i: int, arrival: Arrival) -> Sequence:
+    """The 27th request is called A1: letters read better than numbers beside so many numbers."""
+    shared = range(arrival.num_shared)
+    own = range(arrival.num_prompt - arrival.num_shared)
+    tokens = [*shared, *(100 * (i + 1) + n for n in own)]
+    params = SamplingParams(temperature=0, max_tokens=arrival.num_output)
+    return Sequence(f"{chr(ord('A') + i % 26)}{i // 26 or ''}", tokens, params, arrival=i,
+                    max_num_tokens=arrival.num_prompt + arrival.num_output)
 
 
 def _cell(step: Step, seq: Sequence, first_time: bool) -> str:

@@ -1,0 +1,347 @@
+"""The step trace: what the scheduler and the cache did, recorded step by step, in one file to open.
+
+`LLM(trace="run.html")` hangs a `Trace` on the engine as an observer, which is told what was added,
+scheduled, updated and ended, and changes nothing. From its one stream of frames come a page that
+any browser opens without a network (`trace.html` is its template) and Chrome trace JSON, which
+ui.perfetto.dev opens. A frame is a step, with all that has happened since the one before:
+
+    i, t, d   the step's index; when it was scheduled, and how long it took (µs; -1: never finished)
+    q         requests that arrived          f   that ended: request, reason, output tokens
+    h         prefix hits: request, tokens   p   requests that were preempted
+    x         rows: request, first position, tokens, 1 if a token is sampled
+    c         requests that no longer cruise
+    g         blocks given back: request, how many leading ones (-1: all)
+    b         blocks taken: one list for each request, [request, block, block, ...]
+    k, e      blocks that became findable in the prefix cache; that are findable no more
+
+It is small because of one word: a request that decodes *cruises*, which means one token a step, at
+the next position, until `c` or `x` says otherwise. So 2,000 steps of 256 requests are half a
+million rows, and a file of about a megabyte.
+
+Invariant: replaying g, b, k and e gives the block manager's own reference counts and cache after
+every `schedule()` (the tests replay them with a ledger of their own). Nothing is looked at that has
+not changed: a step costs O(its rows + its new blocks), never O(pool). Confessed: the trace grows
+with the run, so it stops after `MAX_STEPS` steps, and says so. Not known here: torch, the browser.
+"""
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import RequestStateStats, Sequence, Step
+
+MAX_STEPS = 20_000
+TEMPLATE = Path(__file__).parent / "trace.html"
+PROMPT_PREVIEW = 120  # characters
+NO_ROW = -1
+
+
+def attach(llm, path: str, say: Callable[[str], None]) -> "Trace":
+    """Hang a trace on an engine. An error, Ctrl-C or the end of the script leave a trace, too."""
+    trace = Trace(path, llm.scheduler, Path(llm.config.model).name, say)
+    llm.observers.append(trace)
+    weakref.finalize(llm, trace.close)
+    return trace
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """What the trace has told about a sequence so far."""
+
+    number: int
+    table: list[int] = field(default_factory=list)  # the sequence's own list: told by identity
+    num_seen: int = 0  # its blocks that were told
+    num_released: int = 0
+    num_committed: int = 0  # blocks looked at for the prefix cache
+    next_start: int = NO_ROW  # where a cruising sequence goes on
+
+
+class Trace:
+    """An observer of one scheduler. path: ends in .html or .json. say: gets a line for each file
+    written. clock: seconds; note: what a reader should know about that clock."""
+
+    def __init__(self, path: str, scheduler: Scheduler, title: str, say: Callable[[str], None],
+                 clock: Callable[[], float] = time.perf_counter, note: str = ""):
+        self.path, self.say, self.clock = Path(path).absolute(), say, clock
+        self.blocks = blocks = scheduler.blocks
+        self.start = clock()
+        self.frames: list[dict] = []
+        self.frame: dict[str, list] = {}  # what has happened since the last frame
+        self.findable: dict[int, bool] = {}  # blocks whose place in the cache changed since then
+        self.lanes: dict[Sequence, Lane] = {}  # of all that have not ended, or still hold blocks
+        self.ending: set[Sequence] = set()  # those of them that have ended
+        self.requests: list[list] = []
+        self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
+        self.cruising: set[Sequence] = set()
+        self.block_of = {entry.key: entry.block_id for entry in blocks.cached.values()}
+        self.closed, self.num_written = False, -1
+        self.last_write = (0.0, 0.0)  # when it ended, how long it took
+        self.meta = dict(
+            title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
+            budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
+        next_in_line, blocks.on_evict = blocks.on_evict, self._evicted
+        self.next_in_line = next_in_line
+
+    # ------------------------------------------------------ what it is told
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        if self.closed:
+            return
+        for seq in sequences:
+            self.lanes[seq] = Lane(len(self.requests))
+            self._tell("q", len(self.requests))
+            self.requests.append([seq.name, seq.num_prompt_tokens, self._now(),
+                                  (prompt or "")[:PROMPT_PREVIEW]])
+
+    def scheduled(self, step: Step) -> None:
+        """A frame ends here: the page shows the memory as it is while the step runs."""
+        if self.closed or not (step.num_new_tokens or step.preempted):
+            return
+        if len(self.frames) >= MAX_STEPS:
+            self._stop(f"only the first {MAX_STEPS:,} steps are recorded")
+            return
+        for seq in step.preempted:
+            self._tell("p", self.lanes[seq].number)
+            self._look_at_blocks(seq, self.lanes[seq])
+        sampling, admitted = set(step.sampling), set(step.admitted)
+        for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
+            lane = self.lanes[seq]
+            if seq in admitted and start:
+                self._tell("h", lane.number, start)
+            samples = seq in sampling
+            if num_new != 1 or start != lane.next_start or not samples:
+                self._tell("x", lane.number, start, num_new, int(samples))
+                if num_new == 1 and samples:
+                    self.cruising.add(seq)
+                else:
+                    self.cruising.discard(seq)
+            lane.next_start = start + 1 if num_new == 1 and samples else NO_ROW
+            if len(seq.block_table) != lane.num_seen or seq.block_table is not lane.table:
+                self._look_at_blocks(seq, lane)
+        for seq in self.cruising - step.num_new_tokens.keys():
+            self._stop_cruising(seq)
+        self._forget_ended()
+        self._end_frame(step.index)
+
+    def updated(self, step: Step, grown: list[Sequence]) -> None:
+        frame = self.frame_of.pop(step.index, None)
+        if self.closed or frame is None:
+            return
+        frame["d"] = self._now() - frame["t"]
+        block_size = self.blocks.block_size
+        for seq, num_new in step.num_new_tokens.items():
+            if num_new > 1 or seq.num_computed_tokens % block_size == 0:
+                lane = self.lanes.get(seq)
+                if lane is not None:
+                    self._look_at_cache(seq, lane)
+                    if seq.num_released_blocks > lane.num_released:
+                        self._look_at_blocks(seq, lane)
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            lane = self.lanes.get(seq)
+            if lane is not None and seq not in self.ending:
+                self.ending.add(seq)
+                self._tell("f", lane.number, seq.finish_reason,
+                           len(seq.token_ids) - seq.num_prompt_tokens)
+        self._forget_ended()
+
+    # ---------------------------------------------- what changed in memory
+
+    def _look_at_blocks(self, seq: Sequence, lane: Lane) -> None:
+        """Tell what the sequence gave back and took. `BlockManager.free` makes a new list for the
+        table, so the list that we kept still says what was in it."""
+        if seq.block_table is not lane.table:
+            if lane.num_seen:
+                self._tell("g", lane.number, -1)
+            lane.table, lane.num_seen = seq.block_table, 0
+            lane.num_released = lane.num_committed = 0
+        if seq.num_released_blocks > lane.num_released:
+            self._tell("g", lane.number, seq.num_released_blocks - lane.num_released)
+            lane.num_released = seq.num_released_blocks
+        new = lane.table[lane.num_seen:]
+        if new:
+            self._tell("b", [lane.number, *new])
+            lane.num_seen += len(new)
+
+    def _look_at_cache(self, seq: Sequence, lane: Lane) -> None:
+        """Tell which of the blocks that are full now can be found (a copy of a cached one can't).
+
+        The kept list is used because a sequence that ended in this step has none any more.
+        """
+        num_full = min(seq.num_computed_tokens // self.blocks.block_size, len(lane.table))
+        for block_id in lane.table[lane.num_committed:num_full]:
+            entry = self.blocks.entry_of[block_id]
+            if entry is not None and self.block_of.get(entry.key) != block_id:
+                self.block_of[entry.key] = block_id
+                self._change(block_id, True)
+        lane.num_committed = max(lane.num_committed, num_full)
+
+    def _evicted(self, key: bytes) -> None:
+        block_id = self.block_of.pop(key, None)
+        if block_id is not None:
+            self._change(block_id, False)
+        if self.next_in_line is not None:
+            self.next_in_line(key)
+
+    def _change(self, block_id: int, findable: bool) -> None:
+        """Twice in one frame is no change: committed, given back and taken by the next one."""
+        if self.findable.pop(block_id, None) is None:
+            self.findable[block_id] = findable
+
+    def _forget_ended(self) -> None:
+        """Ended sequences give their blocks back at once, or with the last step in flight."""
+        for seq in [seq for seq in self.ending if not seq.block_table]:
+            self._look_at_blocks(seq, self.lanes[seq])
+            self._stop_cruising(seq)
+            self.ending.remove(seq)
+            del self.lanes[seq]
+
+    def _stop_cruising(self, seq: Sequence) -> None:
+        if seq in self.cruising:
+            self.cruising.remove(seq)
+            self.lanes[seq].next_start = NO_ROW
+            self._tell("c", self.lanes[seq].number)
+
+    # ------------------------------------------------------------- the stream
+
+    def _now(self) -> int:
+        return round(1e6 * (self.clock() - self.start))
+
+    def _tell(self, kind: str, *values) -> None:
+        self.frame.setdefault(kind, []).extend(values)
+
+    def _end_frame(self, index: int) -> None:
+        for block_id, findable in self.findable.items():
+            self._tell("k" if findable else "e", block_id)
+        self.findable.clear()
+        frame = {"i": index, "t": self._now(), "d": -1} | self.frame
+        self.frames.append(frame)
+        self.frame_of[index] = frame
+        self.frame = {}
+
+    def _stop(self, note: str) -> None:
+        self.meta["note"] = f"{self.meta['note']} {note}".strip()
+        self.say(f"trace: {note}")
+        self._finish_recording()
+
+    def _finish_recording(self) -> None:
+        self.closed = True
+        self.blocks.on_evict = self.next_in_line
+        for state in (self.lanes, self.ending, self.cruising):
+            state.clear()
+
+    def stream(self) -> dict:
+        """All of it, for a writer. The last frame is no step: what was left behind, at the end."""
+        self._forget_ended()
+        tail = {"i": -1, "t": self._now(), "d": 0} | self.frame
+        for block_id, findable in self.findable.items():
+            tail.setdefault("k" if findable else "e", []).append(block_id)
+        return dict(meta=self.meta, requests=self.requests, frames=[*self.frames, tail])
+
+    # ------------------------------------------------------------- the files
+
+    def write(self, always: bool = False) -> None:
+        """Write the file, if there is something new and it takes less than a twentieth of the time
+        since it was last written: a script that generates 1,000 times must not spend its time here.
+        `close` always writes."""
+        ended_at, seconds = self.last_write
+        now = time.perf_counter()
+        if len(self.frames) == self.num_written or (not always and now - ended_at < 20 * seconds):
+            return
+        stream = self.stream()
+        text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
+        half_done = self.path.with_name(self.path.name + ".part")
+        try:
+            half_done.write_text(text, encoding="utf-8")
+            os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
+        except OSError as error:  # a full disk must not cost the caller their outputs
+            self.say(f"trace: {self.path} can't be written: {error}")
+            return
+        self.num_written = len(self.frames)
+        self.last_write = (time.perf_counter(), time.perf_counter() - now)
+        how = "open it in a browser" if self.path.suffix == ".html" else "open it in Perfetto"
+        self.say(f"trace: {len(self.frames):,} steps of {len(self.requests):,} requests in "
+                 f"{self.path} ({len(text) / 2 ** 20:.1f} MB): {how}")
+
+    def close(self) -> None:
+        """Write what was not written yet, and let go of the engine. Twice is harmless."""
+        self.write(always=True)
+        self._finish_recording()
+
+
+def page(stream: dict) -> str:
+    """The template with the data in it, as JSON without a `<`: no text can end the script that it
+    stands in, and the page's own script shows text as text only."""
+    data = json.dumps(stream, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = TEMPLATE.read_text(encoding="utf-8").split("/*THE TRACE*/")
+    return before + data + after
+
+
+def rows(frames: list[dict]) -> Iterator[list[tuple[int, int, int, bool]]]:
+    """The rows of each frame, cruising ones spelt out: (request, start, tokens, samples)."""
+    cruising: dict[int, int] = {}  # request -> its next position
+    for frame in frames:
+        explicit = frame.get("x", [])
+        listed = {explicit[i]: (explicit[i], explicit[i + 1], explicit[i + 2], bool(
+            explicit[i + 3])) for i in range(0, len(explicit), 4)}
+        for request in frame.get("c", []):
+            cruising.pop(request, None)
+        if frame["i"] < 0:
+            cruising.clear()
+        found = [(request, start, 1, True) for request, start in cruising.items()
+                 if request not in listed] + list(listed.values())
+        cruising = {request: start + 1 for request, start, n, samples in found
+                    if n == 1 and samples}
+        yield found
+
+
+def chrome_trace(stream: dict) -> dict:
+    """The same in the Trace Event Format: a track of steps, a track for each request, counters.
+
+    A run of decoding steps is one slice. With overlap a step starts before the last one has ended;
+    slices of a track must not overlap, so it is drawn from where the last one ends.
+    """
+    events = [dict(ph="M", name="process_name", pid=pid, args={"name": name})
+              for pid, name in ((1, "engine"), (2, "requests"))]
+    for number, (name, num_prompt, _, _) in enumerate(stream["requests"]):
+        events.append(dict(ph="M", name="thread_name", pid=2, tid=number,
+                           args={"name": f"{name} ({num_prompt} prompt tokens)"}))
+    decoding: dict[int, dict] = {}  # request -> its slice that may go on
+    reached = [0] * len(stream["requests"])  # how far it was computed: what is before is repeated
+    prompt = [request[1] for request in stream["requests"]]
+    begin = 0
+    for frame, found in zip(stream["frames"], rows(stream["frames"]), strict=True):
+        begin, end = max(frame["t"], begin), max(frame["t"] + max(frame["d"], 0), begin)
+        sums = dict(prefill=0, decode=0, recompute=0)
+        still: dict[int, dict] = {}
+        for request, start, n, samples in found:
+            kind = ("recompute" if start < reached[request] else
+                    "prefill" if start < prompt[request] else "decode")
+            sums[kind] += n
+            reached[request] = max(reached[request], start + n)
+            event = decoding.get(request) if kind == "decode" else None
+            if event is None:
+                event = dict(ph="X", name=kind, cat=kind, pid=2, tid=request, ts=begin, dur=0,
+                             args=dict(first_position=start, tokens=0, step=frame["i"]))
+                events.append(event)
+            event["dur"] = end - event["ts"]
+            event["args"]["tokens"] += n
+            if kind == "decode":
+                still[request] = event
+        decoding = still
+        if frame["i"] >= 0:
+            events.append(dict(ph="X", name=f"step {frame['i']}", pid=1, tid=0, ts=begin,
+                               dur=end - begin, args=dict(tokens=sum(sums.values()))))
+        events.append(dict(ph="C", name="tokens", pid=1, ts=begin, args=sums))
+        for kind, name in (("h", "prefix hit"), ("p", "preempted")):
+            for request in frame.get(kind, [])[::2 if kind == "h" else 1]:
+                events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))
+        begin = end
+    return dict(traceEvents=events, displayTimeUnit="ms", otherData=stream["meta"])

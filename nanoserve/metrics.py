@@ -1,0 +1,222 @@
+"""What the engine did, in numbers: counters, a snapshot in vLLM's names, and one line to read.
+
+A request's own times and counts travel with it (`RequestOutput.metrics`, see `sequence.py`); here
+they are set, and summed up over all requests. The words of the field:
+
+    TTFT         time to first token: from the request's arrival until its first token is known
+    TPOT         time per output token: (last token - first token) / (output tokens - 1)
+    hit rate     prompt tokens found in the prefix cache / prompt tokens looked up
+    p99          the value that 99 of 100 requests stay below (nearest rank: the 99th of 100)
+
+                 arrival ──► queued ──► scheduled ──────────► first token ──► ... ──► last token
+                    │                                             │                       │
+                    └──────────────────── TTFT ───────────────────┘───── TPOT each ───────┘
+
+Invariant: metrics observe. `llm` tells them, as it tells any observer, what was `added`,
+`scheduled`, `updated` and `ended`; nothing decides by what they count, so without them every token
+would be the same. They cost some microseconds a step, growing with the sequences that get a token.
+
+Not known here: files, servers, torch. A snapshot is made when somebody asks (`LLM.get_metrics`):
+gauges are read off the scheduler then, and are never kept. Road not taken: a metrics library with a
+global registry, as vLLM has; two engines in one process would share their numbers.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+from tqdm import tqdm
+
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import RequestOutput, RequestStateStats, Sequence, Step
+
+# Upper limits of the buckets in which steps are counted by their number of tokens: vLLM's.
+STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass
+class Counter:
+    """A number that only grows. `name` and `labels` are Prometheus' notions."""
+
+    name: str
+    labels: dict[str, str]
+    value: int
+
+
+@dataclass
+class Gauge:
+    """A number as it is now."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+@dataclass
+class Histogram:
+    """Observations by size: `buckets["64"]` counts those of at most 64, and "+Inf" all of them."""
+
+    name: str
+    labels: dict[str, str]
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class EngineMetrics:
+    """The engine's counters. prefix_caching: whether prompts are looked up at all. clock: seconds
+    that never go back; wall: seconds since 1970."""
+
+    def __init__(self, prefix_caching: bool, clock: Callable[[], float] = time.monotonic,
+                 wall: Callable[[], float] = time.time):
+        self.prefix_caching, self.clock, self.wall = prefix_caching, clock, wall
+        self.stats: dict[Sequence, RequestStateStats] = {}  # of all that have not ended
+        self.num_steps = 0
+        self.num_step_tokens = 0
+        self.step_sizes = [0] * (len(STEP_BUCKETS) + 1)  # the last: larger than all of them
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_queries = self.num_hits = 0  # tokens looked up in the prefix cache, and found
+        self.num_preemptions = 0
+        self.num_finished = dict.fromkeys(("stop", "length", "abort"), 0)
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        """A request was queued."""
+        stats.queued_ts = self.clock()
+        self.stats.update(dict.fromkeys(sequences, stats))
+
+    def scheduled(self, step: Step) -> None:
+        """A step was planned.
+
+        A sequence that comes back after a preemption is no second query: it looks for blocks that
+        it has made itself. (Neither is it one in vLLM, which counts such look-ups apart.)
+        """
+        if step.num_new_tokens:
+            num_tokens = step.num_tokens
+            self.num_steps += 1
+            self.num_step_tokens += num_tokens
+            self.step_sizes[bisect_left(STEP_BUCKETS, num_tokens)] += 1
+        self.num_preemptions += len(step.preempted)
+        for seq in step.admitted:
+            if seq.num_preemptions == 0:
+                if self.prefix_caching and not seq.needs_all_positions:
+                    self.num_queries += seq.num_prompt_tokens
+                    self.num_hits += seq.num_cached_tokens
+                request = self.stats[seq]
+                request.scheduled_ts = request.scheduled_ts or self.clock()
+
+    def updated(self, step: Step, grown: list[Sequence]) -> None:
+        """A step has finished, and the sequences `grown` have got a token."""
+        now, stats = self.clock(), self.stats
+        self.num_generation_tokens += len(grown)
+        for seq in grown:
+            request = stats[seq]
+            request.last_token_ts = now
+            if not request.first_token_ts:
+                request.first_token_ts = now
+                request.first_token_latency = self.wall() - request.arrival_time
+                self.num_prompt_tokens += seq.num_prompt_tokens
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        """They have a `finish_reason`; saying so twice is harmless."""
+        for seq in sequences:
+            if self.stats.pop(seq, None) is not None:
+                self.num_finished[seq.finish_reason] += 1
+
+    def read(self, scheduler: Scheduler, model: str) -> list[Counter | Gauge | Histogram]:
+        """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.
+
+        "vllm:kv_cache_usage_perc" is a share of 1, whatever its name says; cached blocks that
+        nobody uses count as free. Requests are counted as their samples: n=2 runs as two.
+        """
+        labels = {"model_name": model, "engine": "0"}
+        blocks, name = scheduler.blocks, "vllm:{}".format
+        gauges = dict(num_requests_running=scheduler.num_running,
+                      num_requests_waiting=scheduler.num_waiting,
+                      kv_cache_usage_perc=1 - blocks.num_free_blocks / blocks.num_blocks)
+        counters = dict(prefix_cache_queries=self.num_queries, prefix_cache_hits=self.num_hits,
+                        num_preemptions=self.num_preemptions, prompt_tokens=self.num_prompt_tokens,
+                        generation_tokens=self.num_generation_tokens)
+        running, buckets = 0, {}
+        for limit, count in zip((*STEP_BUCKETS, "+Inf"), self.step_sizes, strict=True):
+            buckets[str(limit)] = running = running + count
+        return [*(Gauge(name(key), labels, float(value)) for key, value in gauges.items()),
+                *(Counter(name(key), labels, value) for key, value in counters.items()),
+                *(Counter(name("request_success"), labels | {"finished_reason": reason}, count)
+                  for reason, count in self.num_finished.items()),
+                Histogram(name("iteration_tokens_total"), labels, self.num_steps,
+                          float(self.num_step_tokens), buckets)]
+
+
+# ------------------------------------------------------------ for a reader
+
+
+def summary(metrics: list[RequestStateStats], seconds: float) -> str:
+    """One line over finished requests and the `seconds` they took together.
+
+    Requests without a token (aborted) have no TTFT, those with one token no time per output token.
+    """
+    ttft = sorted(m.first_token_latency for m in metrics if m.first_token_ts)
+    spans = [(m.last_token_ts - m.first_token_ts, m.num_generation_tokens - 1) for m in metrics
+             if m.num_generation_tokens > 1]
+    num_prompt = sum(m.num_prompt_tokens for m in metrics)
+    num_cached = sum(m.num_cached_tokens for m in metrics)
+    num_out = sum(m.num_generation_tokens for m in metrics)
+    parts = [f"{_count(len(metrics), 'request')} in {seconds:.2f} s"]
+    if ttft:
+        parts.append(f"TTFT mean {_time(sum(ttft) / len(ttft))}, p99 {_time(percentile(ttft, 99))}")
+    if spans:
+        mean = sum(span / count for span, count in spans) / len(spans)
+        parts.append(f"{_time(mean)} per output token")
+    parts.append(f"{num_out / max(seconds, 1e-9):,.0f} output tok/s")
+    parts.append(f"prefix hits {num_cached / max(num_prompt, 1):.0%} of {num_prompt:,} prompt "
+                 "tokens")
+    parts.append(_count(sum(m.num_preemptions for m in metrics), "preemption"))
+    return " | ".join(parts)
+
+
+def percentile(ordered: list[float], percent: int) -> float:
+    """By nearest rank. Example: the 99th percentile of 100 values is the 99th, of 10 the 10th."""
+    return ordered[ceil(percent * len(ordered) / 100) - 1]
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+class Progress:
+    """The tqdm bar of `generate`: prompts done, prompt and output tokens per second.
+
+    say: gets the summary at the end, if it is wanted.
+    """
+
+    def __init__(self, num_requests: int, enabled: bool, say: Callable[[str], None] | None):
+        self.say = say
+        self.metrics: list[RequestStateStats] = []
+        self.bar = tqdm(total=num_requests, desc="Processed prompts", unit="prompt",
+                        disable=not enabled or not num_requests, dynamic_ncols=True)
+        self.start = time.perf_counter()
+        self.num_prompt_tokens = self.num_output_tokens = 0
+
+    def finished(self, output: RequestOutput) -> None:
+        self.metrics.append(output.metrics)
+        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        seconds = max(time.perf_counter() - self.start, 1e-9)
+        self.bar.set_postfix_str(f"input: {self.num_prompt_tokens / seconds:.1f} tok/s, "
+                                 f"output: {self.num_output_tokens / seconds:.1f} tok/s", False)
+        self.bar.update()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, error: type | None, *exc_info) -> None:
+        self.bar.close()
+        if self.say is not None and error is None:
+            self.say(summary(self.metrics, time.perf_counter() - self.start))
