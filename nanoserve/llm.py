@@ -388,11 +388,13 @@ class LLM:
         with self.lock:  # another thread's step is waited for
             self.requests.clear()
             self.in_flight.clear()
-            if self.trace is not None:
-                self.trace.close()
-            if self.runner is not None:
-                self.runner.close()
-            self.runner = self.scheduler = None
+            try:
+                if self.trace is not None:
+                    self.trace.close()
+            finally:  # also when Ctrl-C comes while it writes
+                if self.runner is not None:
+                    self.runner.close()
+                self.runner = self.scheduler = None
 
     def __enter__(self) -> "LLM":
         return self

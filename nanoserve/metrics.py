@@ -4,7 +4,8 @@ A request's own times and counts travel with it (`RequestOutput.metrics`, see `s
 they are set, and summed up over all requests. The words of the field:
 
     TTFT         time to first token: from the request's arrival until its first token is known
-    TPOT         time per output token: (last token - first token) / (output tokens - 1)
+    TPOT         time per output token: (last token - first token) / (output tokens - 1); with
+                 n > 1 the tokens are a sample's on average, because the samples run side by side
     hit rate     prompt tokens found in the prefix cache / prompt tokens looked up
     p99          the value that 99 of 100 requests stay below (nearest rank: the 99th of 100)
 
@@ -159,8 +160,8 @@ def summary(metrics: list[RequestStateStats], seconds: float) -> str:
     Requests without a token (aborted) have no TTFT, those with one token no time per output token.
     """
     ttft = sorted(m.first_token_latency for m in metrics if m.first_token_ts)
-    spans = [(m.last_token_ts - m.first_token_ts, m.num_generation_tokens - 1) for m in metrics
-             if m.num_generation_tokens > 1]
+    spans = [(m.last_token_ts - m.first_token_ts, m.num_generation_tokens / m.num_samples - 1)
+             for m in metrics if m.num_generation_tokens > m.num_samples]
     num_prompt = sum(m.num_prompt_tokens for m in metrics)
     num_cached = sum(m.num_cached_tokens for m in metrics)
     num_out = sum(m.num_generation_tokens for m in metrics)

@@ -173,7 +173,7 @@ class CompletionOutput:
 class RequestStateStats:
     """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
 
-    The names are vLLM V1's, of its class of this name; the last three are ours. `arrival_time` is
+    The names are vLLM V1's, of its class of this name; the last four are ours. `arrival_time` is
     a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
     they are of the first sample that got so far, and the counts of all samples together.
     """
@@ -188,6 +188,7 @@ class RequestStateStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_samples: int = 1
 
     def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
         """As of now: a copy, because an output that was handed over changes no more."""
@@ -195,7 +196,7 @@ class RequestStateStats:
             self, num_prompt_tokens=sequences[0].num_prompt_tokens,
             num_generation_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
             num_cached_tokens=sequences[0].num_cached_tokens or 0,
-            num_preemptions=sum(s.num_preemptions for s in sequences))
+            num_preemptions=sum(s.num_preemptions for s in sequences), num_samples=len(sequences))
 
 
 @dataclass

@@ -210,3 +210,15 @@ def test_an_end_counts_once(qwen3):
         llm.abort_request("x")
         found = values(llm)
     assert (found["request_successstop"], found["request_successabort"]) == (1, 1)
+
+
+def test_samples_run_side_by_side(qwen3):
+    """By hand: two samples of 5 tokens, 10 ms apart, take 40 ms: 10 ms per token, not 40 / 9."""
+    m = stats(0.1, 5, 0.010)
+    m.num_generation_tokens, m.num_samples = 10, 2
+    assert " | 10.0 ms per output token | " in summary([m], 1.0)
+    m.num_generation_tokens = 2
+    assert "per output token" not in summary([m], 1.0)
+    with LLM(qwen3) as llm:
+        [out] = llm.generate([1, 2], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
+    assert out.metrics.num_samples == 3

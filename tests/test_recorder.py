@@ -359,3 +359,69 @@ def test_a_file_that_cannot_be_written_costs_no_output(checkpoints, tmp_path, ca
 def test_a_wrong_target_is_refused_at_once(path):
     with pytest.raises(ValueError, match="trace="):
         EngineConfig(model="x", trace=path)
+
+
+def test_writing_that_failed_is_not_tried_at_every_turn(tmp_path, monkeypatch):
+    """It takes its time as well; it leaves no half a file; and `close` tries once more."""
+    now, said = [100.0], []
+    trace = simulate(tmp_path, [Arrival(3, 9)], 8, 20, 4, 4)
+    trace.say = said.append
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(recorder, "page", lambda stream: now.__setitem__(0, now[0] + 1) or "")
+    (tmp_path / "run.html").mkdir()  # in the way
+    for _ in range(30):
+        trace.write()
+        now[0] += 1
+    assert len(said) == 2 and all("can't be written" in line for line in said)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.html"]
+    (tmp_path / "run.html").rmdir()
+    trace.close()
+    assert (tmp_path / "run.html").is_file()
+
+
+def test_a_template_that_cannot_be_read_costs_no_output(tmp_path, monkeypatch):
+    trace = simulate(tmp_path, [Arrival(3, 2)], 8, 20, 4, 4)
+    monkeypatch.setattr(recorder, "TEMPLATE", tmp_path / "gone.html")
+    trace.write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_abort_after_the_last_step_is_written(checkpoints, tmp_path):
+    with LLM(checkpoints["qwen3"], trace=str(tmp_path / "run.html"),
+             async_scheduling=False) as llm:
+        llm.add_request("x", [1, 2, 3], SamplingParams(**PARAMS))
+        llm.step()
+        llm.trace.write(always=True)
+        llm.abort_request("x")
+    assert [frame.get("f") for frame in read(tmp_path / "run.html")["frames"]] == [
+        None, [0, "abort", 1]]
+
+
+def test_a_step_in_flight_when_the_trace_fills_up_has_its_time(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_STEPS", 5)
+    with LLM(checkpoints["qwen3"], trace=str(tmp_path / "run.html"),
+             async_scheduling=True) as llm:
+        llm.generate([1, 2, 3], SamplingParams(**PARAMS), use_tqdm=False)
+    *frames, _ = read(tmp_path / "run.html")["frames"]
+    assert len(frames) == 5 and all(frame["d"] >= 0 for frame in frames)
+
+
+@pytest.mark.parametrize("text", [5, b"bytes"])
+def test_a_prompts_text_that_is_no_text_is_shown_as_it_is(checkpoints, tmp_path, text):
+    """With token ids beside it the engine passes it through and never looks at it."""
+    with LLM(checkpoints["qwen3"], trace=str(tmp_path / "run.html")) as llm:
+        llm.generate({"prompt": text, "prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=2),
+                     use_tqdm=False)
+    assert read(tmp_path / "run.html")["requests"][0][3] == str(text)
+
+
+def test_ctrl_c_while_the_last_trace_is_written_still_shuts_down(checkpoints, tmp_path):
+    llm = LLM(checkpoints["qwen3"], trace=str(tmp_path / "run.html"))
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    llm.trace.close = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.shutdown()
+    assert llm.runner is None and llm.scheduler is None

@@ -114,3 +114,26 @@ def test_many_requests_have_a_summary_and_no_table(tmp_path):
 def test_what_cannot_run_is_explained(args):
     message = run(*args, fails=True)
     assert "Traceback" not in message and "error: " in message
+
+
+@pytest.mark.parametrize("text", ["\ufeffseconds,prompt,output\n0.00001,3,2\n", "1e-05,3,2\n",
+                                  "\ufeff1e-05,3,2\n"])
+def test_what_spreadsheets_and_pandas_write_can_be_read(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    assert read_csv(tmp_path / "a.csv") == [Arrival(3, 2, 0, 1e-5)]
+
+
+@pytest.mark.parametrize("text", ["shared,seconds,prompt,output\n5,0,10\n",
+                                  "seconds,prompt,output\ninf,3,2\n"])
+def test_a_line_that_is_cut_short_or_never_comes_is_named(tmp_path, text):
+    """Not: its first column, taken for the one that is missing."""
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(ValueError, match="request 1"):
+        read_csv(tmp_path / "a.csv")
+
+
+def test_requests_beside_a_csv_arrive_first(tmp_path):
+    """A request on the command line arrives at 0, not behind the CSV's last."""
+    (tmp_path / "a.csv").write_text("9,3,1\n")
+    lines = run("--csv", str(tmp_path / "a.csv"), "--request", "5:1").splitlines()
+    assert lines[1].split()[:3] == ["0", "5/12", "0..5"]

@@ -262,10 +262,27 @@ def test_hovering_tells_the_numbers(browser, runs):
     assert browser.js("getComputedStyle(document.querySelector('#tip')).pointerEvents") == "none"
 
 
+def test_positions_count_from_the_first_block_that_a_window_left_behind(browser, tmp_path):
+    """A sliding window gave back block 0 of the table [0, 1, 2]: block 1 keeps positions 4 to 7,
+    also on the way back from a keyframe."""
+    step = {"i": 0, "t": 0, "d": 1}
+    frames = [step | {"q": [0], "b": [[0, 0, 1]]}, step | {"g": [0, 1], "b": [[0, 2]]},
+              *([step] * 70), {"i": -1, "t": 99, "d": 0}]
+    meta = dict(title="", note="", num_blocks=4, block_size=4, budget=8, max_num_seqs=1)
+    stream = dict(meta=meta, requests=[["A", 3, 0, ""]], frames=frames)
+    (tmp_path / "run.html").write_text(page(stream), encoding="utf-8")
+    browser.open(tmp_path / "run.html", "#71")
+    for at in (71, 66, 1):
+        browser.js(f"page.seek({at}), page.memory.seek({at})")
+        browser.move(5, 5)
+        browser.move(*middle_of_block(browser, 1))
+        assert browser.js("document.querySelector('#tip').innerText").endswith("positions 4 to 7")
+
+
 def test_nothing_is_fetched_and_nothing_complains(browser, runs):
     for name, (path, _) in runs.items():
         browser.open(path)
-        for key in ("ArrowRight", "+", "-", "0", "t", "t", "ArrowDown", "End"):
+        for key in ("ArrowRight", *"+-0tt", "ArrowUp", "ArrowUp", "ArrowDown", "End"):
             browser.press(key)
         assert browser.complaints() == [], name
         assert [url.split("#")[0] for url in browser.requests()] == [path.as_uri()], name

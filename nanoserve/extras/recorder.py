@@ -29,6 +29,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,7 +80,8 @@ class Trace:
         self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
         self.cruising: set[Sequence] = set()
         self.block_of = {entry.key: entry.block_id for entry in blocks.cached.values()}
-        self.closed, self.num_written = False, -1
+        self.num_told = 0
+        self.closed, self.written = False, None  # what the file on the disk has: `_extent`
         self.last_write = (0.0, 0.0)  # when it ended, how long it took
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
@@ -97,7 +99,7 @@ class Trace:
             self.lanes[seq] = Lane(len(self.requests))
             self._tell("q", len(self.requests))
             self.requests.append([seq.name, seq.num_prompt_tokens, self._now(),
-                                  (prompt or "")[:PROMPT_PREVIEW]])
+                                  str(prompt or "")[:PROMPT_PREVIEW]])
 
     def scheduled(self, step: Step) -> None:
         """A frame ends here: the page shows the memory as it is while the step runs."""
@@ -131,9 +133,10 @@ class Trace:
 
     def updated(self, step: Step, grown: list[Sequence]) -> None:
         frame = self.frame_of.pop(step.index, None)
+        if frame is not None:  # also of a full trace: a step in flight when it filled up
+            frame["d"] = self._now() - frame["t"]
         if self.closed or frame is None:
             return
-        frame["d"] = self._now() - frame["t"]
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():
             if num_new > 1 or seq.num_computed_tokens % block_size == 0:
@@ -216,6 +219,7 @@ class Trace:
 
     def _tell(self, kind: str, *values) -> None:
         self.frame.setdefault(kind, []).extend(values)
+        self.num_told += 1
 
     def _end_frame(self, index: int) -> None:
         for block_id, findable in self.findable.items():
@@ -228,8 +232,8 @@ class Trace:
 
     def _stop(self, note: str) -> None:
         self.meta["note"] = f"{self.meta['note']} {note}".strip()
-        self.say(f"trace: {note}")
         self._finish_recording()
+        self.say(f"trace: {note}")
 
     def _finish_recording(self) -> None:
         self.closed = True
@@ -245,6 +249,10 @@ class Trace:
             tail.setdefault("k" if findable else "e", []).append(block_id)
         return dict(meta=self.meta, requests=self.requests, frames=[*self.frames, tail])
 
+    def _extent(self) -> tuple[int, int]:
+        """How much there is: an abort after the last step is news, too."""
+        return len(self.frames), self.num_told
+
     # ------------------------------------------------------------- the files
 
     def write(self, always: bool = False) -> None:
@@ -253,19 +261,22 @@ class Trace:
         `close` always writes."""
         ended_at, seconds = self.last_write
         now = time.perf_counter()
-        if len(self.frames) == self.num_written or (not always and now - ended_at < 20 * seconds):
+        if self._extent() == self.written or (not always and now - ended_at < 20 * seconds):
             return
         stream = self.stream()
-        text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
         half_done = self.path.with_name(self.path.name + ".part")
         try:
+            text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
             half_done.write_text(text, encoding="utf-8")
             os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
         except OSError as error:  # a full disk must not cost the caller their outputs
+            with suppress(OSError):
+                half_done.unlink()
             self.say(f"trace: {self.path} can't be written: {error}")
             return
-        self.num_written = len(self.frames)
-        self.last_write = (time.perf_counter(), time.perf_counter() - now)
+        finally:  # what failed took its time as well
+            self.last_write = (time.perf_counter(), time.perf_counter() - now)
+        self.written = self._extent()
         how = "open it in a browser" if self.path.suffix == ".html" else "open it in Perfetto"
         self.say(f"trace: {len(self.frames):,} steps of {len(self.requests):,} requests in "
                  f"{self.path} ({len(text) / 2 ** 20:.1f} MB): {how}")

@@ -28,6 +28,7 @@ import argparse
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from nanoserve.config import EngineConfig
@@ -57,6 +58,7 @@ def main() -> None:
     try:
         arrivals = read_csv(args.csv) if args.csv else []
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
+        arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
         simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
                                 args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6)
         for path, suffix in ((args.html, ".html"), (args.json, ".json")):
@@ -79,7 +81,7 @@ class Arrival:
     seconds: float = 0.0  # when it arrives
 
     def __post_init__(self):
-        if not (self.num_prompt >= 1 and self.num_output >= 1 and self.seconds >= 0
+        if not (self.num_prompt >= 1 and self.num_output >= 1 and 0 <= self.seconds < inf
                 and 0 <= self.num_shared <= self.num_prompt):
             raise ValueError
 
@@ -96,10 +98,10 @@ def parse(request: str) -> Arrival:
 
 def read_csv(path: Path) -> list[Arrival]:
     """Lines of `seconds,prompt,output[,shared]`, or a header with these names in any order."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # Excel writes a BOM
         lines = [line for line in csv.reader(file) if line]
     names, columns = ["seconds", "prompt", "output", "shared"], [0, 1, 2, 3]
-    if lines and not lines[0][0].strip().replace(".", "", 1).isdigit():
+    if lines and not _is_number(lines[0][0]):
         header = [name.strip().lower() for name in lines.pop(0)]
         if not set(names[:3]) <= set(header):
             raise ValueError(f"{path}: the header must name seconds, prompt and output, got "
@@ -108,14 +110,22 @@ def read_csv(path: Path) -> list[Arrival]:
     arrivals = []
     for number, line in enumerate(lines, 1):
         try:
-            seconds, num_prompt, num_output, *num_shared = (
-                line[i] for i in columns if i < len(line))
-            arrivals.append(Arrival(int(num_prompt), int(num_output),
-                                    *(int(n or 0) for n in num_shared), seconds=float(seconds)))
-        except ValueError:
+            seconds, num_prompt, num_output = (line[i] for i in columns[:3])
+            num_shared = [int(line[i] or 0) for i in columns[3:] if i < len(line)]
+            arrivals.append(Arrival(int(num_prompt), int(num_output), *num_shared,
+                                    seconds=float(seconds)))
+        except (ValueError, IndexError):
             raise ValueError(f"{path}, request {number}: {','.join(line)!r} must be "
                              "seconds,prompt,output[,shared]") from None
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 class Simulation:
