@@ -9,8 +9,9 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOME = {"LLM": "llm", "SamplingParams": "sampling_params", "RequestOutput": "sequence",
-         "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params", "Logprob": "sequence",
-         "EngineConfig": "config", "ModelConfig": "model_config"}
+         "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params",
+         "Logprob": "sequence", "EngineConfig": "config", "ModelConfig": "model_config",
+         "PoolingParams": "extras.pooling", "PoolingRequestOutput": "extras.pooling"}
 __all__ = list(_HOME)
 
 
