@@ -136,7 +136,9 @@ def gather_edits(rows: list[tuple[int, Sequence]], put: Callable) -> Edits | Non
         if bans:
             banned[r] = bans
         if state.has_penalties:
+            seq.sampler_state = None  # Ctrl-C in the middle of counting: it is made anew
             state.read(seq)
+            seq.sampler_state = state
             seen[r] = state.ids
     if not edited:
         return None
