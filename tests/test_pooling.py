@@ -305,7 +305,9 @@ def test_every_family_classifies_as_transformers(classifiers, prompts, name):
                      [logits.softmax(-1) for logits in expected], name)
         outputs = llm.encode(prompts, raw, pooling_task="token_classify", use_tqdm=False)
         assert [len(logits) for logits in data(outputs)] == [len(prompt) for prompt in prompts]
-        assert_close([logits[-1] for logits in data(outputs)], expected, name)
+        scale = max(logits.abs().max() for logits in expected)  # of digits there are seven
+        assert_close([logits[-1] / scale for logits in data(outputs)],
+                     [logits / scale for logits in expected], name)
         with pytest.raises(ValueError, match="one class"):
             llm.score("a", "b")
 
@@ -480,6 +482,19 @@ def test_a_classifier_as_an_embedder_and_the_other_way_round(classifiers, qwen3,
         start(qwen3, convert="classify")
     with pytest.raises(ValueError, match=r"score.weight.*shape \(3, 64\)"):
         start(folder, hf_overrides={"num_labels": 4})
+
+
+def test_bfloat16_is_close(classifiers, qwen3, prompts, hidden_states):
+    """Heads and activations are float32 there, too."""
+    with start(qwen3, dtype="bfloat16") as llm:
+        for prompt, vector in zip(prompts, vectors(llm.embed(prompts, use_tqdm=False))):
+            assert vector @ pooled(hidden_states("qwen3", prompt), "LAST") > 0.999
+    folder = classifiers("qwen3", 3)
+    with start(folder, dtype="bfloat16") as llm:
+        outputs = llm.classify(prompts[:5], use_tqdm=False)
+        for output, logits in zip(outputs, class_logits(folder, prompts[:5]), strict=True):
+            assert sum(output.outputs.probs) == pytest.approx(1, abs=1e-6)
+            assert torch.tensor(output.outputs.probs).sub(logits.softmax(-1)).abs().max() < 0.1
 
 
 def test_random_weights_pool_too(qwen3, classifiers):

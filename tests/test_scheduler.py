@@ -859,3 +859,49 @@ def test_the_audit_names_each_kind_of_corruption(corrupt, message):
     corrupt(scheduler, seq)
     with pytest.raises(AssertionError, match=message):
         scheduler.check()
+
+
+# -------------------------------------------------------------------- pooling
+
+
+def test_a_pooled_prompt_ends_in_the_step_that_completes_it():
+    """Nothing is sampled (None stands in the place of its token), its blocks are found by the next
+    one, and it never gets longer than it came. Also with a step in flight."""
+    for overlap in (False, True):
+        scheduler = make(budget=8)
+        seq = add(scheduler, 13, max_tokens=0)
+        first = scheduler.schedule()
+        assert first.sampling == []
+        if not overlap:
+            assert scheduler.update(first, []) == []
+        second = scheduler.schedule()
+        assert second.sampling == [seq] and second.num_new_tokens[seq] == 5
+        if overlap:
+            assert scheduler.schedule().num_new_tokens == {}  # there is nothing left to compute
+            assert scheduler.update(first, []) == []
+        scheduler.check()
+        assert scheduler.update(second, [None]) == [seq]
+        scheduler.check()
+        assert seq.finish_reason == "length" and len(seq.token_ids) == 13
+        assert scheduler.blocks.num_free_blocks == 64 and not scheduler.has_unfinished()
+        again = add(scheduler, seq.token_ids, max_tokens=0)
+        step = scheduler.schedule()
+        assert again.num_cached_tokens == 12 and step.num_new_tokens[again] == 1
+
+
+def test_a_prompt_of_which_every_position_counts_is_not_read_from_the_cache():
+    """MEAN pooling over a prefix hit was silently wrong (BUGS 36)."""
+    scheduler = make(budget=8)
+    add(scheduler, list(range(100, 113)), max_tokens=0)
+    for step in (scheduler.schedule(), scheduler.schedule()):
+        scheduler.update(step, [None] * len(step.sampling))
+    seq = add(scheduler, list(range(100, 113)), max_tokens=0)
+    seq.num_prompt_logprobs = 13
+    step = scheduler.schedule()
+    assert step.prompt_logprob_positions == {seq: range(0, 8)} and seq.num_cached_tokens == 0
+    scheduler.update(step, [])
+    step = scheduler.schedule()
+    assert step.prompt_logprob_positions == {seq: range(8, 13)}
+    scheduler.update(step, [None])
+    scheduler.check()
+    assert seq.finish_reason == "length"

@@ -156,9 +156,10 @@ class Pooler:
         """Put the head in the LM head's place, before weights are loaded. On every rank it is
         whole: it is small, and only rank 0 uses it."""
         model.lm_head = None
+        model.embed_tokens.packed = False  # nor is the embedding one, where the two are tied
         if self.kind == "embed":
             return
-        on = replace(on, dtype=torch.float32)
+        on = replace(on, dtype=torch.float32, packed=False)
         stream, labels = Span.whole(model.config.hidden_size), Span.whole(self.num_labels)
         if self.token_ids:
             self.head = TokenRows(self.token_ids, self.subtract, model.embed_tokens, self.tied, on)

@@ -338,9 +338,11 @@ class PoolingInputs(InputProcessor):
                                     chat_template=chat_template)
         if self.pooler.token_ids:
             return query + document
-        tokenizer = self.tokenizer_for("score()")
-        return {"prompt": query + document,
-                "prompt_token_ids": tokenizer(query, document)["input_ids"]}
+        try:
+            ids = self.tokenizer_for("score()")(query, document)["input_ids"]
+        except TypeError as error:  # as in `_encode`
+            raise ValueError(f"no valid text, a lone surrogate? {query!r}, {document!r}") from error
+        return {"prompt": query + document, "prompt_token_ids": ids}
 
 
 def _as_list(data: Prompt | list[Prompt]) -> list[Prompt]:
@@ -365,9 +367,9 @@ def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
 
 def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,
           rounds: int = 5) -> dict[str, float]:
-    """Seconds to embed texts of 4 to 256 tokens on the CPU, in float32: ours, and transformers' with
-    padded batches, in the order of arrival and sorted by length. They take turns, because others
-    use the machine, too; the medians count."""
+    """Seconds to embed texts of 4 to 256 tokens, on the CPU and in float32: ours, and those of
+    transformers with padded batches, in the order of arrival and sorted by length. They take turns,
+    because others use the machine, too; the medians count."""
     from transformers import AutoModel  # here: only who measures needs it
 
     from nanoserve.llm import LLM
