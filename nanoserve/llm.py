@@ -419,8 +419,9 @@ class LLM:
         c = self.config
         ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
         graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
+        pools = f", {self.runner.pooler}" if self.runner.pooler else ""
         return (f"{Path(c.model).name}: {self.runner.device_name}, {c.dtype}{ranks}, "
-                f"{c.kernels} attention, {graphs} | "
+                f"{c.kernels} attention, {graphs}{pools} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "

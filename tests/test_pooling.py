@@ -550,6 +550,8 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(convert="reward"), "convert='reward'"),
     (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
+    (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}), "not supported"),
+    (dict(hf_overrides={"architectures": ["BertModel"]}), "BertModel is not supported"),
     (dict(pooler_config={"dimensions": 8}), "is_matryoshka"),
     (dict(hf_overrides={"is_causal": False}), "is_causal"),
     (dict(hf_overrides={"use_bidirectional_attention": True}), "use_bidirectional_attention"),

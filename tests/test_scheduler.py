@@ -864,12 +864,20 @@ def test_the_audit_names_each_kind_of_corruption(corrupt, message):
 # -------------------------------------------------------------------- pooling
 
 
+def add_pooled(scheduler: Scheduler, num_positions: int = 0) -> Sequence:
+    """Queue 13 tokens, always the same, of which the first `num_positions` are to be handed out."""
+    seq = Sequence("P", list(range(100, 113)), SamplingParams(), max_num_tokens=13)
+    seq.num_prompt_logprobs = num_positions
+    scheduler.add(seq)
+    return seq
+
+
 def test_a_pooled_prompt_ends_in_the_step_that_completes_it():
     """Nothing is sampled (None stands in the place of its token), its blocks are found by the next
     one, and it never gets longer than it came. Also with a step in flight."""
     for overlap in (False, True):
         scheduler = make(budget=8)
-        seq = add(scheduler, 13, max_tokens=0)
+        seq = add_pooled(scheduler)
         first = scheduler.schedule()
         assert first.sampling == []
         if not overlap:
@@ -884,7 +892,7 @@ def test_a_pooled_prompt_ends_in_the_step_that_completes_it():
         scheduler.check()
         assert seq.finish_reason == "length" and len(seq.token_ids) == 13
         assert scheduler.blocks.num_free_blocks == 64 and not scheduler.has_unfinished()
-        again = add(scheduler, seq.token_ids, max_tokens=0)
+        again = add_pooled(scheduler)
         step = scheduler.schedule()
         assert again.num_cached_tokens == 12 and step.num_new_tokens[again] == 1
 
@@ -892,11 +900,10 @@ def test_a_pooled_prompt_ends_in_the_step_that_completes_it():
 def test_a_prompt_of_which_every_position_counts_is_not_read_from_the_cache():
     """MEAN pooling over a prefix hit was silently wrong (BUGS 36)."""
     scheduler = make(budget=8)
-    add(scheduler, list(range(100, 113)), max_tokens=0)
+    add_pooled(scheduler)
     for step in (scheduler.schedule(), scheduler.schedule()):
         scheduler.update(step, [None] * len(step.sampling))
-    seq = add(scheduler, list(range(100, 113)), max_tokens=0)
-    seq.num_prompt_logprobs = 13
+    seq = add_pooled(scheduler, num_positions=13)
     step = scheduler.schedule()
     assert step.prompt_logprob_positions == {seq: range(0, 8)} and seq.num_cached_tokens == 0
     scheduler.update(step, [])

@@ -127,6 +127,9 @@ class Pooler:
         if self.kind == "reward":
             self.activation = "identity"  # a reward is no probability
 
+    def __str__(self) -> str:
+        return f"pooling {self.pooling_type} to {self.kind}"
+
     @property
     def tasks(self) -> tuple[str, ...]:
         tasks = TASKS[self.kind]
