@@ -786,7 +786,7 @@ def test_blocks_come_back_with_the_last_step_that_uses_them():
     scheduler.check()
     assert seq.finish_reason == "stop" and seq.block_table and scheduler.num_running == 0
     assert scheduler.blocks.num_free_blocks == 62 and scheduler.has_unfinished()
-    assert scheduler.update(second, [123]) == []
+    assert scheduler.update(second, [123]) == {}
     scheduler.check()
     assert seq.output_token_ids == [EOS] and scheduler.blocks.num_free_blocks == 64
 

@@ -129,7 +129,7 @@ class Trace:
         self._forget_ended()
         self._end_frame(step.index)
 
-    def updated(self, step: Step, grown: list[Sequence]) -> None:
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         frame = self.frame_of.pop(step.index, None)
         if self.closed or frame is None:
             return
