@@ -128,7 +128,7 @@ class BatchBuilder:
         width = -(-max_model_len // block_size)
         # Each running sequence may copy a block, which is two numbers.
         size = HEADER + 4 * max_num_batched_tokens + 12 * max_num_seqs + 1 + max_num_seqs * width
-        size += 8 * max_num_seqs * num_drafts
+        size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
         size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)

@@ -325,7 +325,9 @@ def chrome_trace(stream: dict) -> dict:
             kind = ("recompute" if start < reached[request] else
                     "prefill" if start < prompt[request] else "decode")
             sums[kind] += n
-            reached[request] = max(reached[request], start + n)
+            # Of a decoding row with drafts only the first token is sure to stay.
+            sure = 1 if kind == "decode" else n
+            reached[request] = max(reached[request], start + sure)
             event = decoding.get(request) if kind == "decode" else None
             if event is None:
                 event = dict(ph="X", name=kind, cat=kind, pid=2, tid=request, ts=begin, dur=0,

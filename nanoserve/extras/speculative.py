@@ -28,11 +28,9 @@ recorded as CUDA graphs. Not known here: layers, the sampler, text.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.metrics import Counter
@@ -304,10 +302,9 @@ class Drafter:
         for seq in sequences:
             self.guesser.forget(seq)
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a row with drafts gets in a step: the accepted ones, and one more."""
-        return 1 + sum(self.num_accepted) / max(self.num_drafts, 1)
+    def counts(self) -> tuple[int, int]:
+        """Drafts until now, and their accepted tokens."""
+        return self.num_drafts, sum(self.num_accepted)
 
     def read_metrics(self) -> list[Counter | Vector]:
         """A snapshot in vLLM's names."""
@@ -316,3 +313,67 @@ class Drafter:
         name = "vllm:spec_decode_{}".format
         return [*(Counter(name(key), self.labels, value) for key, value in counters.items()),
                 Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
+
+
+# ---------------------------------------------------------------- what it brings
+
+# A greedy text that soon repeats itself, and drawn ones, which don't.
+PROMPTS = {"repeats itself": ["Once upon a time there was a king who"],
+           "does not": ["Once upon a time there was a king who", "It was a dark night, and",
+                        "The old woman said to the boy"]}
+
+
+def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """Tokens that a row with a draft gets in a step: the accepted ones, and one more."""
+    return 1 + (after[1] - before[1]) / max(after[0] - before[0], 1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure one stream with and without, taking turns, so that both meet the same other load."""
+    # Here, because `llm` imports this file in its turn.
+    from nanoserve.llm import BUNDLED_MODEL, LLM
+    from nanoserve.sampling_params import SamplingParams
+
+    parser = argparse.ArgumentParser(description="What speculative decoding brings, in steps and "
+                                                 "in time: one request at a time.")
+    parser.add_argument("model", nargs="?", default=str(BUNDLED_MODEL))
+    parser.add_argument("--draft-model", default=f"{BUNDLED_MODEL}-draft")
+    parser.add_argument("--num-tokens", type=int, default=256, help="output tokens of a request")
+    parser.add_argument("--rounds", type=int, default=7, help="how often all take turns")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args(arguments)
+    configs = {"none": None,
+               "ngram": dict(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4,
+                             prompt_lookup_min=2),
+               "draft_model": dict(method="draft_model", num_speculative_tokens=4,
+                                   model=args.draft_model)}
+    engines = {name: LLM(args.model, dtype=args.dtype, speculative_config=config,
+                         enable_prefix_caching=False, num_gpu_blocks_override=8 + args.num_tokens
+                         // 16) for name, config in configs.items()}
+    shared = dict(max_tokens=args.num_tokens, ignore_eos=True)
+    params = {"repeats itself": SamplingParams(temperature=0, **shared),
+              "does not": SamplingParams(temperature=1, seed=1, **shared)}
+    print(f"{'text':16}{'drafts':12}{'steps':>6}{'per draft':>11}{'seconds':>9}{'gain':>7}")
+    for text, prompts in PROMPTS.items():
+        steps, lengths, seconds, results = {}, {}, {name: [] for name in engines}, {}
+        for _ in range(args.rounds + 1):  # the first is for caches, ours and the machine's
+            for name, llm in engines.items():
+                before = llm.metrics.num_steps, llm.drafter and llm.drafter.counts()
+                start = time.perf_counter()
+                outputs = [llm.generate(prompt, params[text], use_tqdm=False)[0]
+                           for prompt in prompts]
+                seconds[name].append(time.perf_counter() - start)
+                results[name] = [output.outputs[0].token_ids for output in outputs]
+                steps[name] = llm.metrics.num_steps - before[0]
+                lengths[name] = llm.drafter and mean_length(before[1], llm.drafter.counts())
+        for name, times in seconds.items():
+            # Pairs of neighbours in time, whose machine was equally busy.
+            gain = statistics.median(a / b for a, b in zip(seconds["none"][1:], times[1:]))
+            length = "" if lengths[name] is None else f"{lengths[name]:.2f}"
+            same = "" if results[name] == results["none"] else "  another text (a near-tie?)"
+            print(f"{text:16}{name:12}{steps[name]:6}{length:>11}"
+                  f"{statistics.median(times[1:]):9.2f}{gain:6.2f}x{same}")
+
+
+if __name__ == "__main__":
+    main()
