@@ -1,172 +1,445 @@
-"""What the engine costs, measured: its throughput, and the host's bookkeeping alone.
+"""How fast is it, on exactly what, and how fast could it be?
 
-    python bench.py               tokens per second of a batch on the bundled model
-    python bench.py --scheduler   microseconds of bookkeeping per step, without a model
-    python bench.py --observers   what metrics and a step trace cost, as a share of a step
+    python bench.py                                    something that every machine can do
+    python bench.py --model Qwen3-8B --workload batch  real shapes, random weights, no download
+    python bench.py --model FOLDER --request-rate 4    Poisson arrivals: latencies under load
+    python bench.py --trace arrivals.csv               real arrivals: seconds,prompt,output a line
+    python bench.py --ladder                           what each idea brings, one after the other
+    python bench.py --against hf                       transformers does the same, in turns
+    python bench.py --scheduler | --observers          the host's bookkeeping alone
 
-Bookkeeping is `schedule` + building the batch + `update`; making text is not in it. It has to stay
-far below a forward pass, or a fast device waits for Python. It is timed on decoding sequences, where
-a step is shortest, with the samples coming from nowhere.
+First it says what it runs on, then vLLM's line, latencies, and the roofline: what the hardware
+would need at least for the very steps that were scheduled (`nanoserve/extras/roofline.py`), part by
+part beside what they took. Without `--model` a GPU gets the community workload on Qwen3-0.6B's
+shapes. A CPU gets as many of its 16 requests as its own roofline promises to do in 20 s; where
+those are fewer than 4, the bundled model is taken.
 
-Throughput is vLLM's line: requests, all tokens, and output tokens, each per second. Prompts are
-random tokens, all submitted at once, and every request generates its full length. With
-`--step-trace FILE` it records what it did, step by step (see `LLM(trace=...)`).
-
-Observers are timed in two ways, because on a shared machine one is not enough: the time inside their
-own calls, and whole steps of two engines, one with a trace and one without, that take turns.
+A request's clock starts when it arrives, also where the engine was too busy to take it. `host` is
+wall time outside of the forward; on a GPU it overlaps with the device, whose parts aren't timed.
+Ctrl-C ends a run, and what was measured up to there is printed. No test judges a time, and neither
+should you without an interleaved comparison: on a shared machine bandwidth varies twofold.
 """
 
 import argparse
-import random
-import statistics
+import ast
+import json
+import os
+import platform
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from nanoserve import LLM, SamplingParams
-from nanoserve.batch import BatchBuilder
-from nanoserve.config import EngineConfig
-from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
+from nanoserve import LLM, ModelConfig
+from nanoserve.config import DTYPES, EngineConfig, find_model
+from nanoserve.extras import bookkeeping, roofline, workloads
+from nanoserve.extras.meter import peak_memory, profile, serve
+from nanoserve.extras.peers import Peer, compare
+from nanoserve.extras.roofline import Machine, Work
+from nanoserve.extras.workloads import WORKLOADS, Request
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.memory import free_cpu_memory
+from nanoserve.model_runner import pick_device
 
-PROMPT_LEN, BLOCK_SIZE, NUM_STEPS = 200, 16, 100
-CASES = [(1, 0), (16, 0), (64, 0), (256, 0), (1024, 0), (256, 100_000)]  # (running, waiting)
+CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
+MIN_DEFAULT_REQUESTS = 4
+CPU_MEMORY = 6 * 2 ** 30  # bytes that should be free for half a billion parameters
+PROFILED_STEPS = 8
+PEERS = {"hf": ["hf.py"], "hf-continuous": ["hf.py", "--continuous"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scheduler", action="store_true", help="time the bookkeeping alone")
-    parser.add_argument("--observers", action="store_true", help="time metrics and the trace")
-    parser.add_argument("--step-trace", metavar="FILE", help="record every step: .html or .json")
-    parser.add_argument("--model", help="folder or hub id; the bundled model without it")
-    parser.add_argument("--num-prompts", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens generated for each")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if args.num_prompts < 1:
-        parser.error("--num-prompts must be at least 1")
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
     try:
+        check(args)
         if args.scheduler:
-            bench_scheduler()
-        elif args.observers:
-            bench_observers(args)
-        else:
-            bench_throughput(args)
+            bookkeeping.bench_scheduler()
+            return 0
+        if args.observers:
+            bookkeeping.bench_observers(
+                [args.model] if args.model else [], args.num_prompts or 64,
+                (args.input_len or [128])[0], (args.output_len or [64])[0], args.seed)
+            return 0
+        with Bench(args) as bench:
+            results = (bench.ladder() if args.ladder else bench.against() if args.against
+                       else bench.throughput())
+            if args.output_json:
+                Path(args.output_json).write_text(json.dumps(results, indent=1) + "\n")
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 130 if results.get("interrupted") else 0
 
 
-def bench_throughput(args: argparse.Namespace) -> None:
-    """One batch through `LLM.generate`."""
-    llm = LLM(*([args.model] if args.model else []), trace=args.step_trace)
-    prompts, params = workload(llm, args)
-    llm.generate(prompts[0], SamplingParams(max_tokens=2), use_tqdm=False)  # warm up
-    llm.reset_prefix_cache()
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, summarize=True)
-    seconds = time.perf_counter() - start
-    num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
-    num_all = num_out + sum(len(output.prompt_token_ids) for output in outputs)
-    print(f"Throughput: {len(outputs) / seconds:.2f} requests/s, {num_all / seconds:.2f} total "
-          f"tokens/s, {num_out / seconds:.2f} output tokens/s")
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model", help=f"a folder, a hub id, or shapes: {', '.join(roofline.MODELS)}")
+    add("--dtype", default="auto", choices=DTYPES)
+    add("--workload", default="batch", choices=WORKLOADS)
+    add("--num-prompts", type=int)
+    add("--input-len", type=int, nargs="+", metavar="TOKENS", help="of each prompt, or: from to")
+    add("--output-len", type=int, nargs="+", metavar="TOKENS", help="of each output, or: from to")
+    add("--seed", type=int, default=0)
+    add("--temperature", type=float, help="default: 0; 0.6 for the batch on a GPU")
+    add("--request-rate", type=float, metavar="R", help="arrivals a second, Poisson; default: all "
+        "at once")
+    add("--trace", type=Path, metavar="FILE.csv", help="arrivals: seconds,prompt,output a line")
+    add("--set", action="append", default=[], metavar="OPTION=VALUE", help="of the engine, e.g. "
+        "block_size=32; may be repeated")
+    add("--threads", type=int, help="of torch on a CPU")
+    add("--step-trace", metavar="FILE", help="record every step: .html or .json")
+    add("--profile", metavar="FILE.json", help=f"a Chrome trace of {PROFILED_STEPS} steps")
+    add("--output-json", metavar="FILE")
+    add("--ladder", action="store_true", help="one row per idea, each switched on after the other")
+    add("--against", action="append", metavar="PEER", help=f"{', '.join(PEERS)}, or a script that "
+        "speaks tests/peers/protocol.py; may be repeated")
+    add("--peer-python", default=sys.executable, help="that runs a script given with --against")
+    add("--rounds", type=int, default=3, help="of --against; default: 3")
+    add("--scheduler", action="store_true", help="time the bookkeeping alone")
+    add("--observers", action="store_true", help="time metrics and the step trace")
+    return parser
 
 
-def workload(llm: LLM, args: argparse.Namespace) -> tuple[list[list[int]], SamplingParams]:
-    """Prompts of random tokens, and what to do with them."""
-    rng = random.Random(args.seed)
-    prompts = [[rng.randrange(llm.model_config.vocab_size) for _ in range(args.input_len)]
-               for _ in range(args.num_prompts)]
-    return prompts, SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True,
-                                   detokenize=False)
+def check(args: argparse.Namespace) -> None:
+    """Refuse before any work. Raises `ValueError` naming the option."""
+    for name in ("num_prompts", "threads", "rounds"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("input_len", "output_len"):
+        lengths = getattr(args, name)
+        if lengths and (len(lengths) > 2 or not 1 <= lengths[0] <= lengths[-1]):
+            raise ValueError(f"--{name.replace('_', '-')} takes one number of at least 1, or two "
+                             f"in order, got {' '.join(map(str, lengths))}")
+    if args.request_rate is not None and not 0 < args.request_rate < float("inf"):
+        raise ValueError("--request-rate must be above 0; leave it out for all at once")
+    if (args.against or args.ladder) and (args.trace or args.request_rate):
+        raise ValueError("--against and --ladder submit everything at once: leave --trace and "
+                         "--request-rate out")
+    if args.trace and (args.request_rate or args.num_prompts or args.input_len or args.output_len):
+        raise ValueError("--trace says how many requests arrive, when, and how long they are: "
+                         "leave --request-rate, --num-prompts, --input-len and --output-len out")
+    if args.profile and (args.against or args.ladder):
+        raise ValueError("--profile is about one engine: leave --against and --ladder out")
+    if args.against and args.temperature:
+        raise ValueError("--against compares greedy decoding: leave --temperature out")
+    for name in ("output_json", "profile"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name.replace('_', '-')}: the folder of {path} does not exist")
+    for peer in args.against or []:
+        if peer not in PEERS and not Path(peer).is_file():
+            raise ValueError(f"--against: {peer} is neither a file nor one of {', '.join(PEERS)}")
 
 
-class Timed:
-    """An observer with a stopwatch around its calls."""
+class Bench:
+    """One model, one workload, and what the machine can do: the same for all ways to measure."""
 
-    def __init__(self, observer):
-        self.observer, self.seconds = observer, 0.0
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.temporary = args, tempfile.TemporaryDirectory()
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.options = parse_options(args.set)
+        self.device = torch.device(pick_device(self.options.get("device", "auto")))
+        self.on_gpu = self.device.type == "cuda"
+        name = args.model or "Qwen3-0.6B"
+        self.folder = self.find(name)
+        self.config = ModelConfig.from_folder(self.folder)
+        self.dtype, self.machine = self.pick_dtype()
+        self.requests = self.make_requests(args.workload)
+        if not (self.on_gpu or args.model or args.trace or args.num_prompts):
+            self.fit_to_cpu()
+        self.check_fits(self.requests)
 
-    def __getattr__(self, name: str):
-        method = getattr(self.observer, name)
+    def find(self, name: str) -> Path:
+        """A folder; for shapes a temporary one with nothing but a config.json, whose weights are
+        made up. Raises `ValueError` for what is neither a folder, nor built in, nor a hub id."""
+        known = roofline.built_in(name)
+        if known and not Path(name).is_dir():
+            folder = Path(self.temporary.name, known)
+            folder.mkdir()
+            return roofline.write_config(known, folder)
+        if "/" not in name and not Path(name).exists():
+            raise ValueError(f"--model: {name} is neither a folder, nor a hub id (owner/name), nor "
+                             f"one of {', '.join(roofline.MODELS)}")
+        return find_model(name)
 
-        def timed(*args):
-            start = time.perf_counter()
-            method(*args)
-            self.seconds += time.perf_counter() - start
+    def pick_dtype(self) -> tuple[str, Machine]:
+        """The model's own dtype; float32 where a CPU computes in that faster: many have bfloat16 in
+        name only."""
+        dtype = self.config.dtype if self.args.dtype == "auto" else self.args.dtype
+        machine = roofline.measure(self.device, getattr(torch, dtype))
+        if self.args.dtype == "auto" and not self.on_gpu and dtype != "float32":
+            plain = roofline.measure(self.device, torch.float32)
+            if plain.matrix_rate > machine.matrix_rate:
+                return "float32", plain
+        return dtype, machine
 
-        setattr(self, name, timed)  # found at once the next time
-        return timed
+    def make_requests(self, workload: str) -> list[Request]:
+        args = self.args
+        if args.trace:
+            return workloads.replay(args.trace, self.config.vocab_size, args.seed)
+        shape = (workloads.LARGE if self.on_gpu else workloads.SMALL)[workload]
+        for name in ("input_len", "output_len"):
+            if getattr(args, name):
+                shape = replace(shape, **{name: tuple(getattr(args, name)[i] for i in (0, -1))})
+        shape = replace(shape, num_prompts=args.num_prompts or shape.num_prompts)
+        requests = workloads.generate(shape, self.config.vocab_size, args.seed)
+        return workloads.poisson(requests, args.request_rate, args.seed) if (
+            args.request_rate) else requests
+
+    def fit_to_cpu(self) -> None:
+        """Nothing was said: no more requests than the machine can be expected to do in time."""
+        itemsize = getattr(torch, self.dtype).itemsize
+        fitting = self.requests if free_cpu_memory() > CPU_MEMORY else []
+        while len(fitting) >= MIN_DEFAULT_REQUESTS and sum(roofline.run_seconds(
+                roofline.simulate(fitting, self.config, 64, 2048), self.config, self.machine,
+                itemsize).values()) > CPU_SECONDS:
+            fitting = fitting[:-1]
+        if len(fitting) < min(MIN_DEFAULT_REQUESTS, len(self.requests)):
+            self.folder = BUNDLED_MODEL
+            self.config = ModelConfig.from_folder(self.folder)
+            fitting = self.make_requests(self.args.workload)
+        self.requests = fitting
+        print(f"chosen for this machine: {self.folder.name}, {len(fitting)} requests (--model and "
+              "--num-prompts choose otherwise)")
+
+    def check_fits(self, requests: list[Request]) -> None:
+        longest = max(len(request.prompt) + request.max_tokens for request in requests)
+        limit = self.options.get("max_model_len", self.config.max_position_embeddings)
+        if longest > limit:
+            raise ValueError(f"the longest request has {longest} tokens, prompt and output, and "
+                             f"max_model_len is {limit}: lower --input-len or --output-len, or "
+                             "choose another --workload or --model")
+
+    def make_engine(self, requests: list[Request], **options) -> LLM:
+        """options: what a way of measuring wants; what the user has `--set` wins."""
+        longest = max(len(request.prompt) + request.max_tokens for request in requests)
+        usual = dict(dtype=self.dtype, skip_tokenizer_init=True, trace=self.args.step_trace,
+                     max_model_len=min(max(longest, 4096), self.config.max_position_embeddings))
+        if not any(self.folder.glob("*.safetensors")):
+            usual["load_format"] = "dummy"
+        start = time.perf_counter()
+        llm = LLM(self.folder, **usual | options | self.options)
+        serve(llm, [Request(r.prompt[:64], 4) for r in requests[:2]], self.temperature)  # warm up
+        self.startup_seconds = time.perf_counter() - start
+        return llm
+
+    @property
+    def temperature(self) -> float:
+        if self.args.temperature is not None or self.args.against:  # peers are greedy
+            return self.args.temperature or 0.0
+        return 0.6 if self.on_gpu and self.args.workload == "batch" else 0.0
+
+    # ------------------------------------------------------- ways to measure
+
+    def throughput(self) -> dict:
+        """One run, with everything there is to say about it."""
+        with self.make_engine(self.requests) as llm:
+            result = self.describe(llm)
+            print_description(result)
+            result |= self.run(llm, self.requests, self.args.workload)
+            print_result(result)
+            if self.args.profile and not result["interrupted"]:
+                profile(llm, self.requests, PROFILED_STEPS, self.args.profile)
+        return result
+
+    def run(self, llm: LLM, requests: list[Request], label: str) -> dict:
+        """One run, and its minimum on this machine."""
+        run, meter = serve(llm, requests, self.temperature, label, time=True)
+        steps = [Work.of(step, self.config.windows) for step in meter.steps]
+        ideal = roofline.run_seconds(steps, self.config, self.machine,
+                                     getattr(torch, self.dtype).itemsize)
+        return dict(
+            result=run, interrupted=run.pop("interrupted"), roofline=dict(
+                num_steps=len(steps), minimum_seconds=ideal,
+                share=sum(ideal.values()) / run["seconds"],
+                measured_seconds=meter.parts(run["seconds"])),
+            peak_memory_bytes=peak_memory(self.device))
+
+    def run_beside_peers(self, llm: LLM, requests: list[Request], label: str) -> dict:
+        """The same in a long measurement: what the machine can do has changed since the start."""
+        self.machine = roofline.measure(self.device, getattr(torch, self.dtype))
+        found = self.run(llm, requests, label)
+        return dict(found["result"], interrupted=found["interrupted"],
+                    roofline=dict(found["roofline"], bandwidth=self.machine.bandwidth,
+                                  matrix_rate=self.machine.matrix_rate))
+
+    def ladder(self) -> dict:
+        """Ideas switched on one after the other, always on the same requests."""
+        name, requests = self.args.workload, self.requests
+        if name == "batch":  # which neither has a common prefix nor long prompts
+            name, requests = "mixed", self.make_requests("mixed")
+            self.check_fits(requests)
+        longest = max(len(request.prompt) + request.max_tokens for request in requests)
+        options = dict(max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False,
+                       enable_chunked_prefill=False, max_num_batched_tokens=max(longest, 2048),
+                       max_model_len=longest, kernels="torch", enforce_eager=True)
+        rungs = [
+            ("one request at a time", {}),
+            ("+ continuous batching", dict(max_num_seqs=64 if self.on_gpu else 6)),
+            ("+ chunked prefill", dict(enable_chunked_prefill=True,
+                                       max_num_batched_tokens=2048 if self.on_gpu else 192)),
+            ("+ prefix caching", dict(enable_prefix_caching=True))]
+        if self.on_gpu:  # kernels first: what is no kernel of ours can't be recorded in a graph
+            rungs += [("+ fused kernels", dict(kernels="auto")),
+                      ("+ CUDA graphs", dict(enforce_eager=False)),
+                      ("+ overlap", dict(async_scheduling=True))]
+        results = dict(self.describe(), workload=describe_requests(name, requests), rows=[])
+        print_description(results)
+        print(f"{'':24}{'seconds':>9}{'tok/s':>9}{'TTFT s':>9}{'between tokens: mean':>22}"
+              f"{'p99':>8}")
+        for name, change in rungs:
+            options |= change
+            with self.make_engine(requests, **options) as llm:
+                run, _ = serve(llm, requests, self.temperature, name)
+            if run["interrupted"]:
+                return results | dict(interrupted=True)
+            results["rows"].append(dict(run, name=name))
+            print(f"{name:24}{run['seconds']:9.2f}{run['output_tok_s']:9.1f}"
+                  f"{run['ttft']['mean']:9.2f}{1e3 * run['inter_token']['mean']:19.1f} ms"
+                  f"{1e3 * run['inter_token']['p99']:8.1f}")
+        return results
+
+    def against(self, names: tuple[str, ...] = ()) -> dict:
+        """nanoserve and its peers take turns, round by round, on the same token ids. names: of
+        workloads, where it is about more than the one that was asked for."""
+        requests = {name: self.make_requests(name) for name in names} or {
+            self.args.workload: self.requests}
+        # On a GPU engines that take turns lie in the same memory.
+        options = dict(gpu_memory_utilization=0.45) if self.on_gpu else {}
+        with self.make_engine(self.requests, **options) as llm, ExitStack() as stack:
+            result = self.describe(llm)
+            print_description(result)
+            peers = [stack.enter_context(self.start_peer(peer)) for peer in self.args.against]
+            run = partial(self.run_beside_peers, llm)
+            return result | compare(run, peers, requests, self.args.rounds)
+
+    def start_peer(self, peer: str) -> "Peer":
+        scripts = Path(__file__).parent / "tests" / "peers"
+        command = ([sys.executable, str(scripts / PEERS[peer][0]), *PEERS[peer][1:]]
+                   if peer in PEERS else [self.args.peer_python, peer])
+        longest = max(len(request.prompt) + request.max_tokens for request in self.requests)
+        return Peer([*command, "--model", str(self.folder), "--dtype", self.dtype,
+                     "--threads", str(torch.get_num_threads()), "--max-model-len",
+                     str(min(max(longest, 4096), self.config.max_position_embeddings))])
+
+    def describe(self, llm: LLM | None = None) -> dict:
+        """On what, exactly."""
+        result = dict(
+            machine=dict(describe_machine(self.device), bandwidth=self.machine.bandwidth,
+                         matrix_rate=self.machine.matrix_rate),
+            model=dict(name=self.folder.name, dtype=self.dtype),
+            workload=describe_requests("trace" if self.args.trace else self.args.workload,
+                                       self.requests, self.args.request_rate))
+        if llm is not None:
+            c = llm.config
+            result["engine"] = dict(
+                attention=c.kernels, graphs=llm.runner.graphs is not None, overlap=llm.depth,
+                num_kv_blocks=llm.scheduler.blocks.num_blocks, block_size=c.block_size,
+                max_num_seqs=c.max_num_seqs, max_num_batched_tokens=c.max_num_batched_tokens,
+                max_model_len=c.max_model_len, startup_seconds=self.startup_seconds)
+        return result
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.temporary.cleanup()
 
 
-def bench_observers(args: argparse.Namespace) -> None:
-    """Two engines do the same work and take turns step by step: A B A B."""
-    folder = tempfile.TemporaryDirectory()
-    model = [args.model] if args.model else []
-    plain, traced = LLM(*model), LLM(*model, trace=f"{folder.name}/run.html")
-    traced.observers = timed = [Timed(observer) for observer in traced.observers]
-    times: list[tuple[float, float]] = []
-    for llm in (plain, traced):
-        prompts, params = workload(llm, args)
-        for i, prompt in enumerate(prompts):
-            llm.add_request(str(i), prompt, params)
-    while plain.has_unfinished_requests():
-        pair = [0.0, 0.0]
-        for i in ((0, 1), (1, 0))[len(times) % 2]:  # whoever comes second has a warmer machine
-            start = time.perf_counter()
-            (plain, traced)[i].step()
-            pair[i] = time.perf_counter() - start
-        times.append((pair[0], pair[1]))
-    without, with_trace = (statistics.median(column) for column in zip(*times))
-    print(f"{len(times)} steps of {args.num_prompts} requests, median {1e3 * without:.2f} ms without "
-          f"a trace and {1e3 * with_trace:.2f} ms with one, in turns")
-    print(f"{'observer':10} {'µs per step':>12} {'of a step':>10}")
-    all_steps = sum(pair[1] for pair in times)
-    for name, observer in zip(("metrics", "trace"), timed, strict=True):
-        print(f"{name:10} {1e6 * observer.seconds / len(times):12.1f} "
-              f"{observer.seconds / all_steps:10.2%}")
-    traced.shutdown()
-    folder.cleanup()
+def parse_options(settings: list[str]) -> dict:
+    """["block_size=32", "dtype=float16"] -> what `LLM` takes."""
+    options = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not (name.isidentifier() and equals):
+            raise ValueError(f"--set {setting}: write OPTION=VALUE")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    if unknown := sorted(set(options) - {field.name for field in fields(EngineConfig)}):
+        raise ValueError(f"--set: the engine has no option {', '.join(unknown)}")
+    return options
 
 
-def bench_scheduler() -> None:
-    """A line for each case: median microseconds of a step's three parts."""
-    print(f"{'running':>8} {'waiting':>8} {'schedule':>9} {'build':>7} {'update':>7} "
-          f"{'total':>7}  µs per step, median of {NUM_STEPS}")
-    for num_running, num_waiting in CASES:
-        parts = time_bookkeeping(num_running, num_waiting)
-        print(f"{num_running:8,} {num_waiting:8,} {parts[0]:9.1f} {parts[1]:7.1f} {parts[2]:7.1f} "
-              f"{sum(parts):7.1f}")
+# ----------------------------------------------------------- what is printed
 
 
-def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
-    """Median microseconds of schedule, build and update while `num_running` sequences decode."""
-    max_len = PROMPT_LEN + NUM_STEPS + 8
-    config = EngineConfig(model="none", max_model_len=max_len, max_num_seqs=num_running,
-                          max_num_batched_tokens=num_running * PROMPT_LEN, block_size=BLOCK_SIZE)
-    blocks_each = -(-max_len // BLOCK_SIZE)
-    scheduler = Scheduler(config, num_blocks=(num_running + 4) * blocks_each)
-    builder = BatchBuilder(num_running, config.max_num_batched_tokens, max_len, BLOCK_SIZE,
-                           torch.device("cpu"))
-    params = SamplingParams(temperature=0, max_tokens=None)
-    rng = random.Random(0)
-    for i in range(num_running + num_waiting):
-        prompt = [rng.randrange(1000) for _ in range(PROMPT_LEN if i < num_running else 4)]
-        scheduler.add(Sequence(str(i), prompt, params, arrival=i, stop_ids=frozenset((1000,)),
-                               max_num_tokens=max_len))
-    times: list[tuple[float, float, float]] = []
-    for _ in range(NUM_STEPS + 2):
-        t0 = time.perf_counter()
-        step = scheduler.schedule()
-        t1 = time.perf_counter()
-        builder.build(step)
-        t2 = time.perf_counter()
-        scheduler.update(step, [7] * len(step.sampling))
-        t3 = time.perf_counter()
-        times.append((t1 - t0, t2 - t1, t3 - t2))
-    return [1e6 * statistics.median(column) for column in zip(*times[2:])]  # without the prefill
+def describe_machine(device: torch.device) -> dict:
+    name, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
+                  if line.startswith("model name")]
+        name = (models or [name])[0]
+    return dict(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", cpu=name,
+        num_cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__,
+        python=platform.python_version(), system=platform.system(), date=time.strftime("%Y-%m-%d"))
+
+
+def describe_requests(name: str, requests: list[Request], rate: float | None = None) -> dict:
+    return dict(name=name, num_requests=len(requests),
+                num_prompt_tokens=sum(len(request.prompt) for request in requests),
+                num_output_tokens=sum(request.max_tokens for request in requests),
+                request_rate=rate)
+
+
+def print_description(result: dict) -> None:
+    machine, model, load = result["machine"], result["model"], result["workload"]
+    on = "" if machine["device"] == "cpu" else f"{machine['device']}, "
+    print(f"machine   {on}{machine['cpu']}, {machine['num_cores']} cores, {machine['threads']} "
+          f"threads | torch {machine['torch']}, Python {machine['python']}")
+    print(f"limits    copy {machine['bandwidth'] / 1e9:,.1f} GB/s, matrix product "
+          f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, both measured now")
+    if engine := result.get("engine"):
+        graphs = "graphs" if engine["graphs"] else "no graphs"
+        print(f"engine    {model['name']}, {model['dtype']} | {engine['attention']} attention, "
+              f"{graphs}, overlap {engine['overlap']} | {engine['num_kv_blocks']:,} KV blocks of "
+              f"{engine['block_size']} | up to {engine['max_num_batched_tokens']:,} tokens and "
+              f"{engine['max_num_seqs']} sequences a step | warm after "
+              f"{engine['startup_seconds']:.1f} s")
+    arrivals = f", {load['request_rate']} a second" if load["request_rate"] else ""
+    print(f"workload  {load['name']}: {load['num_requests']} requests, "
+          f"{load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} output tokens"
+          f"{arrivals}\n")
+
+
+def print_result(result: dict) -> None:
+    run, line = result["result"], result["roofline"]
+    print(f"Throughput: {run['requests_s']:.2f} requests/s, {run['total_tok_s']:.2f} total "
+          f"tokens/s, {run['output_tok_s']:.2f} output tokens/s\n")
+    print(f"{'seconds':24}{'mean':>9}{'p50':>9}{'p90':>9}{'p99':>9}")
+    for title, key in (("time to first token", "ttft"), ("between two tokens", "inter_token"),
+                       ("end to end", "end_to_end")):
+        if run[key]:
+            print(f"{title:24}" + "".join(f"{value:9.3f}" for value in run[key].values()))
+    steps = f"{line['num_steps']:,} steps"
+    print(f"\n{steps:24}{'at least':>9}{'measured':>10}")
+    names = dict(linear="linear layers", head="LM head", attention="attention",
+                 other="small operators", sampling="sampling", host="host")
+    measured, ideal = line["measured_seconds"], line["minimum_seconds"]
+    for part in (*names, "waiting for the device"):
+        if part in measured or part in ideal:
+            least, took = (f"{found[part]:.3f}" if part in found else "" for found in
+                           (ideal, measured))
+            print(f"{names.get(part, part):24}{least:>9}{took:>10}")
+    print(f"{'all':24}{sum(ideal.values()):9.3f}{run['seconds']:10.3f}   {line['share']:.1%} of "
+          "the roofline")
+    host = (f"{name} {1e6 * measured[name] / max(line['num_steps'], 1):.0f}"
+            for name in ("schedule", "build", "update"))
+    print(f"host, µs a step: {', '.join(host)}; peak memory: " + ", ".join(
+        f"{where} {peak / 2 ** 30:.2f} GB" for where, peak in
+        result["peak_memory_bytes"].items()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,18 +14,35 @@ and this step's tokens are no different from each other (Kwon et al. 2023).
 Invariant: only positions below a row's `seq_len` can influence it. What lies behind them in a
 block, another request's numbers or an infinity, must not leak in, not even multiplied by zero.
 
-This is the plain torch version, the specification: chunks of prompts are computed row by row,
-decode rows in groups, each padded to its longest row and gathered into a copy. The price is that
-copy and the padding; a kernel that reads the blocks where they lie pays neither. Road not taken:
-padding whole batches, prompts included, which computes mostly nothing.
+This is the plain torch version, the specification, and what a CPU runs. Work comes in pieces: some
+decode rows of similar length, or a tile of one row's queries. A piece gathers the blocks it sees
+into a copy that fits the processor's cache, and is then two matrix products and a softmax. Kernels,
+which read blocks where they lie, save the copy. Road not taken: `F.scaled_dot_product_attention`,
+half as fast on a CPU: it does not fold heads, and computes what a mask hides.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from nanoserve.batch import Batch
 
-MAX_GATHERED_KEYS = 2 ** 15  # decode keys copied at a time: 64 MB for 8 heads of 128, and V again
+MAX_GATHERED_KEYS = 2 ** 11  # of one piece: K and V of 8 heads of 128 in bfloat16 are 4 MB each
+TILE = 128  # queries of a prompt that are computed together
+MIN_SHARED_BLOCKS = 4  # a common beginning that is worth a product of its own
+
+
+def zeros_by_head(shape: tuple[int, int, int, int], dtype: torch.dtype,
+                  device: torch.device) -> torch.Tensor:
+    """A cache of `shape`, (num_blocks, block_size, num_kv_heads, head_dim), its memory by heads.
+
+    So a head's block is one stretch of memory, and gathered blocks are that head's keys one behind
+    the other: the form that a matrix product wants.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = shape
+    memory = torch.zeros(num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
+    return memory.permute(1, 2, 0, 3)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -50,108 +67,200 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     window: a query sees this many keys, its own included; blocks that lie wholly before them are
     not touched. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
     """
+    kind = (window, k_cache.shape)
+    if kind not in batch.pieces:  # the first layer of its kind; the others find them here
+        batch.pieces[kind] = [*_cut_decodes(batch, window, k_cache),
+                              *_cut_chunks(batch, window, k_cache)]
+    memory = Memory(k_cache, v_cache, batch.scratch)
     out = torch.empty_like(q)
-    block_size, start = k_cache.shape[1], 0
-    while start < batch.num_decodes:
-        # As many rows as fit when each is as long as the longest: 4 of up to 8,192 keys, say.
-        longest = max(batch.seq_lens_host[start:batch.num_decodes])
-        if window is not None:
-            longest = min(longest, window + block_size)
-        end = min(start + max(1, MAX_GATHERED_KEYS // longest), batch.num_decodes)
-        out[start:end] = _attend_decodes(q, k_cache, v_cache, batch, slice(start, end), scale,
-                                         window, softcap)
-        start = end
-    at = batch.num_decodes
-    for row in range(batch.num_decodes, batch.num_rows):
-        end = at + batch.query_lens[row]
-        out[at:end] = _attend_row(q[at:end], k_cache, v_cache, batch.block_tables[row],
-                                  batch.seq_lens_host[row], scale, window, softcap)
-        at = end
+    for piece in batch.pieces[kind]:
+        attend = _attend_decodes if isinstance(piece, Decodes) else _attend_tile
+        out[piece.tokens] = attend(q[piece.tokens], memory, piece, scale, softcap)
     return out
 
 
-def _attend_row(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                block_table: torch.Tensor, seq_len: int, scale: float, window: int | None,
-                softcap: float | None) -> torch.Tensor:
-    """One row: q (query_len, num_heads, head_dim) at the last query_len positions of seq_len."""
-    query_len, block_size = len(q), k_cache.shape[1]
-    # With window 20, blocks of 16 and queries from position 55 on, keys from 36 are seen: block 2.
-    first = 0 if window is None else max(0, seq_len - query_len - window + 1) // block_size
-    blocks = block_table[first:-(-seq_len // block_size)]
-    num_keys = seq_len - first * block_size
-    # (blocks, block_size, kv_heads, head_dim) -> (kv_heads, num_keys, head_dim)
-    k = k_cache[blocks].flatten(0, 1)[:num_keys].transpose(0, 1)
-    v = v_cache[blocks].flatten(0, 1)[:num_keys].transpose(0, 1)
-    # Query i sees keys 0 .. num_keys - query_len + i: a triangle pushed to the right by the prefix,
-    # less the triangle of what its window has left behind.
-    mask = None
-    if query_len < num_keys or window is not None or softcap is not None:
-        mask = torch.ones(query_len, num_keys, dtype=torch.bool, device=q.device)
-        mask = mask.tril_(num_keys - query_len)
-        if window is not None:
-            mask = mask.triu_(num_keys - query_len - window + 1)
-    q, grouped = q.transpose(0, 1), q.shape[1] != k.shape[0]
-    if softcap is not None:
-        return _attend_capped(q, k, v, mask, scale, softcap).transpose(0, 1)
-    out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask,
-                                         is_causal=mask is None, scale=scale, enable_gqa=grouped)
-    return out[0].transpose(0, 1)  # (query_len, num_heads, head_dim)
+class Memory:
+    """Both caches as (num_kv_heads * num_blocks, block_size * head_dim): a line is a head's block.
 
-
-def _attend_capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor,
-                   scale: float, softcap: float) -> torch.Tensor:
-    """Attention spelt out, for the scores that torch's own doesn't let us at.
-
-    q (num_heads, query_len, head_dim), k and v (kv_heads, num_keys, head_dim), mask (query_len,
-    num_keys). Returns q's shape.
+    scratch: where copies are made, kept for the batch's next layer, because memory that is new to
+    a process costs more than what is written to it.
     """
-    group = len(q) // len(k)
-    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-    scores = softcap * torch.tanh(q @ k.transpose(-1, -2) * scale / softcap)
-    scores = scores.float().masked_fill_(~mask, float("-inf"))
-    return scores.softmax(-1).to(q.dtype) @ v
+
+    def __init__(self, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                 scratch: dict[str, torch.Tensor]):
+        self.num_kv_heads, self.head_dim = k_cache.shape[2:]
+        self.scratch = scratch
+        # Views of a head-major cache; of any other one these are copies: right, but slow.
+        self.k, self.v = (cache.permute(2, 0, 1, 3).flatten(0, 1).flatten(1)
+                          for cache in (k_cache, v_cache))
+
+    def gather(self, lines: torch.Tensor, size: int,
+               part: str = "own") -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some blocks, each (size, keys, head_dim), until `part` is gathered again."""
+        return tuple(self._copy(source, lines, f"{part} {name}").view(size, -1, self.head_dim)
+                     for source, name in ((self.k, "k"), (self.v, "v")))
+
+    def _copy(self, source: torch.Tensor, lines: torch.Tensor, name: str) -> torch.Tensor:
+        wanted = len(lines) * source.shape[1]
+        if name not in self.scratch or len(self.scratch[name]) < wanted:
+            self.scratch[name] = source.new_empty(wanted)
+        into = self.scratch[name][:wanted].view(len(lines), -1)
+        return torch.index_select(source, 0, lines, out=into)
 
 
-def _attend_decodes(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
-                    rows: slice, scale: float, window: int | None,
-                    softcap: float | None) -> torch.Tensor:
-    """A group of rows with a single query each, at once. q: (num_tokens, num_heads, head_dim).
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    """q (n, queries, head_dim), k (n, keys, head_dim) -> (n, queries, keys)"""
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
-    The query heads that share a KV head become the rows of one matrix product with it: K and V are
-    read once a group instead of once a head. Shorter rows are padded to the longest one.
+
+# ------------------------------------------------------------------ decode rows
+
+
+@dataclass
+class Decodes:
+    """Rows with a single query each, and the blocks that they see, padded to the longest row.
+
+    `shared` are blocks with which all of them begin, a system prompt say, and `lines` the others.
     """
-    q = q[rows]
-    num_rows, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    blocks, positions = _visible_blocks(batch, rows, block_size, window)
-    # (rows, width, block_size, kv_heads, head_dim) -> k (rows, kv_heads, keys, head_dim), v as read
-    k = k_cache[blocks].flatten(1, 2).transpose(1, 2)
-    v = v_cache[blocks].flatten(1, 2)
-    seq_lens = batch.seq_lens[rows, None]
-    masked = positions >= seq_lens  # (rows, keys)
+
+    tokens: slice | torch.Tensor  # the rows, which are also tokens
+    lines: torch.Tensor  # (rows * kv_heads * width,) in `Memory`
+    hidden: torch.Tensor  # (rows, 1, 1, keys) what a row doesn't see of them: padding, old keys
+    unseen: torch.Tensor  # the same as places in (rows * kv_heads * keys)
+    shared: torch.Tensor | None  # (kv_heads * shared width,)
+
+
+def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list[Decodes]:
+    """As many rows a piece as fit into the copy, the longest first, so that padding is short."""
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[:batch.num_decodes]
+    seq_lens = np.array(batch.seq_lens_host[:batch.num_decodes], dtype=np.int64)
+    num_shared = 0 if window is not None else _num_shared(tables, (seq_lens - 1) // block_size)
+    first = np.full_like(seq_lens, num_shared)  # the block with a row's first own key
     if window is not None:
-        masked = masked | (positions < seq_lens - window)
-    v.masked_fill_(masked[:, :, None, None], 0)  # 0 * inf is NaN: a zero weight is not enough
-    scores = (q.view(num_rows, num_kv_heads, -1, head_dim) * scale) @ k.transpose(-1, -2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.float().masked_fill(masked[:, None, None], float("-inf"))
-    out = scores.softmax(-1).to(q.dtype) @ v.transpose(1, 2)  # (rows, kv_heads, group, head_dim)
-    return out.reshape(num_rows, num_heads, head_dim)
+        first = np.maximum(seq_lens - window, 0) // block_size
+    widths = (seq_lens - 1) // block_size + 1 - first
+    heads, pieces = np.arange(num_kv_heads) * num_blocks, []
+    longest_first = np.argsort(-widths, kind="stable")
+    while len(longest_first):
+        width = int(widths[longest_first[0]])
+        fit = max(1, MAX_GATHERED_KEYS // (width * block_size))
+        rows, longest_first = np.sort(longest_first[:fit]), longest_first[fit:]
+        columns = first[rows, None] + np.arange(width)  # (rows, width); beyond the table: hidden
+        blocks = tables[rows[:, None], np.minimum(columns, tables.shape[1] - 1)]
+        positions = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(
+            len(rows), -1)  # (rows, keys)
+        hidden = positions >= seq_lens[rows, None]
+        if window is not None:
+            hidden |= positions < seq_lens[rows, None] - window
+        row, key = hidden.nonzero()
+        unseen = (row[:, None] * num_kv_heads + np.arange(num_kv_heads)) * hidden.shape[1]
+        in_one = rows[-1] - rows[0] + 1 == len(rows)
+        put = _to(k_cache.device)
+        pieces.append(Decodes(
+            tokens=slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
+            lines=put((blocks[:, None] + heads[:, None]).ravel()),
+            hidden=put(hidden[:, None, None]), unseen=put((unseen + key[:, None]).ravel()),
+            shared=put((tables[0, :num_shared] + heads[:, None]).ravel()) if num_shared else None))
+    return pieces
 
 
-def _visible_blocks(batch: Batch, rows: slice, block_size: int,
-                    window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks a group of decodes reads, (rows, width), and the positions of the keys in them,
-    (rows or 1, width * block_size)."""
-    width = -(-max(batch.seq_lens_host[rows]) // block_size)
-    positions = torch.arange(width * block_size, device=batch.seq_lens.device)[None]
-    if window is None or width * block_size <= window:
-        return batch.block_tables[rows, :width], positions
-    # From the block with the first visible key on. A window of 20 touches 3 blocks of 16 at most.
-    first = (batch.seq_lens[rows, None] - window).clamp(min=0) // block_size  # (rows, 1)
-    width = min(width, -(-window // block_size) + 1)
-    columns = first + torch.arange(width, device=first.device)
-    columns = columns.clamp(max=batch.block_tables.shape[1] - 1)  # what is beyond is masked anyway
-    blocks = batch.block_tables[rows].gather(1, columns.long())
-    return blocks, positions[:, :width * block_size] + first * block_size
+def _num_shared(tables: np.ndarray, full: np.ndarray) -> int:
+    """How many blocks all the rows have in common at their beginning, each with a key left over.
+
+    full: (rows,) the number of blocks that lie wholly before each row's query.
+    """
+    if len(tables) < 2:
+        return 0
+    same = (tables == tables[0]).all(0)
+    same[full.min():] = False
+    num_shared = int(same.argmin())  # the first that isn't; there is one, behind `full`
+    return num_shared if num_shared >= MIN_SHARED_BLOCKS else 0
+
+
+def _attend_decodes(q: torch.Tensor, memory: Memory, rows: Decodes, scale: float,
+                    softcap: float | None) -> torch.Tensor:
+    """q: (rows, num_heads, head_dim). Returns the same shape.
+
+    The query heads that share a KV head become the rows of one matrix product with it, so that K
+    and V are read once a group. Of shared blocks the whole piece reads one copy, with the queries
+    of all its rows (cascade attention; Ye et al. 2024), and one softmax goes over both parts.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    kv_heads = memory.num_kv_heads
+    by_row = q.view(num_rows, kv_heads, -1, head_dim)
+    k, v = memory.gather(rows.lines, num_rows * kv_heads)
+    scores = _scores(by_row.flatten(0, 1), k, scale, softcap)
+    scores = scores.view(*by_row.shape[:3], -1).masked_fill_(rows.hidden, float("-inf"))
+    v.view(-1, head_dim).index_fill_(0, rows.unseen, 0)  # 0 * inf is NaN: no weight is not enough
+    if rows.shared is None:
+        return (scores.softmax(-1).flatten(0, 1) @ v).view(q.shape)
+    shared_k, shared_v = memory.gather(rows.shared, kv_heads, "shared")
+    by_head = by_row.transpose(0, 1).flatten(1, 2)  # (kv_heads, rows * group, head_dim)
+    shared = _scores(by_head, shared_k, scale, softcap)
+    shared = shared.view(kv_heads, num_rows, -1, shared.shape[-1]).transpose(0, 1)
+    weights = torch.cat((shared, scores), dim=-1).softmax(-1)
+    shared, own = weights.split((shared.shape[-1], scores.shape[-1]), dim=-1)
+    out = (own.flatten(0, 1) @ v).view(by_row.shape)
+    shared = shared.transpose(0, 1).flatten(1, 2) @ shared_v  # (kv_heads, rows * group, head_dim)
+    out += shared.view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
+    return out.view(q.shape)
+
+
+# -------------------------------------------------------------- chunks of prompts
+
+
+@dataclass
+class Tile:
+    """Some queries of one row, one behind the other, and the blocks that they see."""
+
+    tokens: slice
+    lines: torch.Tensor  # (kv_heads * width,) in `Memory`
+    num_keys: int  # of the gathered ones, up to the last query's own
+    hidden: torch.Tensor  # (queries, m) what a query doesn't see of the last m
+
+
+def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list[Tile]:
+    """Tiles of at most TILE queries, so that none computes much of the future."""
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    tables = batch.host["block_tables"].reshape(batch.num_rows, -1)
+    heads, put = np.arange(num_kv_heads) * num_blocks, _to(k_cache.device)
+    tiles, at = [], batch.num_decodes
+    for row in range(batch.num_decodes, batch.num_rows):
+        query_len, seq_len = batch.query_lens[row], batch.seq_lens_host[row]
+        # Of 300 queries at positions 10..309: 10..137, 138..265 and 266..309.
+        for start in range(seq_len - query_len, seq_len, TILE):
+            positions = np.arange(start, min(start + TILE, seq_len))
+            # Window 20, block size 16: position 55 sees 36 and what follows, from block 2 on.
+            first = 0 if window is None else max(0, start - window + 1) // block_size
+            blocks = tables[row, first:positions[-1] // block_size + 1]
+            keys = np.arange(first * block_size, (first + len(blocks)) * block_size)
+            seen_by_all = 0 if window is not None else start
+            hidden = keys[seen_by_all:] > positions[:, None]
+            if window is not None:
+                hidden |= keys <= positions[:, None] - window
+            tiles.append(Tile(
+                tokens=slice(at, at + len(positions)), lines=put((blocks + heads[:, None]).ravel()),
+                num_keys=int(positions[-1] + 1 - keys[0]), hidden=put(hidden)))
+            at += len(positions)
+    return tiles
+
+
+def _attend_tile(q: torch.Tensor, memory: Memory, tile: Tile, scale: float,
+                 softcap: float | None) -> torch.Tensor:
+    """q: (queries, num_heads, head_dim). Returns the same shape."""
+    kv_heads, head_dim = memory.num_kv_heads, memory.head_dim
+    k, v = memory.gather(tile.lines, kv_heads)  # (kv_heads, keys, head_dim)
+    v[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
+    by_head = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    scores = _scores(by_head.reshape(kv_heads, -1, head_dim), k, scale, softcap)
+    scores = scores.view(*by_head.shape[:3], -1)  # (kv_heads, group, queries, keys)
+    scores[..., -tile.hidden.shape[1]:].masked_fill_(tile.hidden, float("-inf"))
+    out = scores.softmax(-1).flatten(1, 2) @ v  # (kv_heads, group * queries, head_dim)
+    return out.view(by_head.shape).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _to(device: torch.device):
+    """numpy's indices and masks as tensors over there."""
+    return lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)

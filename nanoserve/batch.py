@@ -30,7 +30,7 @@ copying every table in every step would be the most expensive part.
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -76,6 +76,10 @@ class Batch:
     by_draft_model: bool  # another network computes it, see Step
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
+    # What attention works out once a step for all layers, and the memory that it gathers into. A
+    # batch is therefore one thread's; `replace(batch)` is one for another.
+    pieces: dict = field(default_factory=dict, init=False)
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
@@ -116,8 +120,8 @@ class BatchBuilder:
 
     With overlap the copy of step n may not have ended when step n+1 is written. `num_buffers` is
     therefore one more than the number of steps in flight while a batch is built, and a buffer whose
-    copy is still on its way is waited for. staged: the numbers are
-    copied to a buffer of the device's, always the same one; on a CPU there is no need to.
+    copy is still on its way is waited for. staged: the numbers are copied to a buffer of the
+    device's, always the same one; on a CPU only a stand-in for graphs needs it.
     num_drafts: the most that a row can have, each of which is one more sample.
     """
 
@@ -269,11 +273,12 @@ class BatchBuilder:
         for seq in seqs:
             row, table = seq.row, seq.block_table
             if self.table_sources[row] is not table:
-                self.table_sources[row], self.table_lens[row] = table, 0
                 params = seq.params
                 self.seeds[row], self.temperature[row] = seq.seed, params.temperature
                 self.top_k[row] = max(params.top_k, 0)
                 self.top_p[row], self.min_p[row] = params.top_p, params.min_p
+                self.table_lens[row] = 0
+                self.table_sources[row] = table  # last: Ctrl-C may come in between
             known = self.table_lens[row]
             if known != len(table):
                 self.tables[row, known:len(table)] = table[known:]

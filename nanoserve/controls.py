@@ -144,7 +144,9 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
         if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties):
             continue  # logprobs only, or min_tokens that have been reached
         if state.has_penalties:
+            seq.sampler_state = None  # Ctrl-C in the middle of counting: it is made anew
             state.read(seq)
+            seq.sampler_state = state
             state = state.with_drafts(drafts)
         edited.append(i)
         states.append(state)

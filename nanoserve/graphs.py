@@ -42,7 +42,9 @@ class CudaGraph:
         self.outputs: Recorded = ()
 
     def capture(self, function: Callable[[], Recorded]) -> None:
-        with torch.cuda.graph(self.graph, pool=self.shared_pool):
+        # "thread_local": another thread's engine may allocate meanwhile, which else ends both.
+        with torch.cuda.graph(self.graph, pool=self.shared_pool,
+                              capture_error_mode="thread_local"):
             self.outputs = function()
 
     def replay(self) -> Recorded:
@@ -66,6 +68,8 @@ class DecodeGraphs:
         self.graphs: dict[int, CudaGraph] = {}
         start, pool = time.perf_counter(), None
         on_gpu = graph_class is CudaGraph
+        if on_gpu:
+            torch.cuda.empty_cache()  # a recording begins with that, too: it is no gain of memory
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         # The largest first: the smaller ones fit into the memory that it took.
         for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph"):

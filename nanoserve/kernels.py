@@ -43,8 +43,6 @@ from nanoserve.kernels_fused import (
 __all__ = ["INTERPRETED", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
            "find_floors", "norm_rope_store", "rms_norm", "sample_tokens"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides
-
-INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, as on a machine without GPU
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
 # By `table_line` and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.

@@ -16,7 +16,7 @@ ranks' results are summed ("row parallel"). The two alternate: see parallel.py.
 
 Invariant: a weight is written through `weight_loader` or not at all, and the loader proves that
 every piece that `pieces()` names was written exactly once. `finish_loading()` is called after the
-last one: the place to repack or quantise a weight without anybody else knowing.
+last one: there a CPU's weights are packed (packing.py), without anybody else knowing.
 
 The interface is nn.Module's, the memory is not initialised: the loader fills every byte. Road not
 taken: `nn.Linear` and `nn.Embedding`, which spend seconds on random numbers that are overwritten.
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
+from nanoserve.packing import linear, pack
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.rope_config import RopeConfig
 
@@ -48,6 +49,7 @@ class Placement:
     device: torch.device
     ranks: Ranks = SOLO
     ops: ModuleType = ops  # or `kernels`, which has the same functions
+    packed: bool = False  # weights are repacked for this machine's CPU, and can't be read any more
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         memory = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -105,7 +107,7 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: Span, parts: dict[str, Span], bias: bool, on: Placement):
         super().__init__()
-        self.inputs, self.parts, self.ranks = inputs, parts, on.ranks
+        self.inputs, self.parts, self.ranks, self.packed = inputs, parts, on.ranks, on.packed
         size = sum(rows.size for rows in parts.values())
         self.weight = on.weight(size, inputs.size)
         self.bias = on.weight(size) if bias else None
@@ -127,12 +129,14 @@ class Linear(nn.Module):
             start += rows.size
 
     def finish_loading(self) -> None:
-        """All parts are in place: nothing to repack for a plain product."""
+        """All parts are in place, and the weight can be packed. The plain one is freed."""
+        if self.packed:
+            self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.inputs.is_whole:
-            return F.linear(x, self.weight, self.bias)
-        out = self.ranks.all_reduce(F.linear(x, self.weight))
+            return linear(x, self.weight, self.bias)
+        out = self.ranks.all_reduce(linear(x, self.weight))
         # After the sum, or it would be added once a rank (nano-vllm #125).
         return out if self.bias is None else out + self.bias
 
@@ -141,13 +145,14 @@ class Embedding(nn.Module):
     """Token ids to vectors; with tied weights its matrix is the LM head, too.
 
     A rank keeps a range of the vocabulary, answers zeros for the other tokens, and the sum over the
-    ranks is the answer.
+    ranks is the answer. A packed weight has no rows to look up, so a tied one is kept twice.
     """
 
-    def __init__(self, tokens: Span, hidden_size: int, on: Placement):
+    def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):
         super().__init__()
-        self.tokens, self.ranks = tokens, on.ranks
+        self.tokens, self.ranks, self.packed = tokens, on.ranks, on.packed and tied
         self.weight = on.weight(tokens.size, hidden_size)
+        self.packed_head: torch.Tensor | None = None
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
         yield "weight", None
@@ -156,7 +161,13 @@ class Embedding(nn.Module):
         _copy(self.weight, tensor, self.tokens, Span.whole(self.weight.shape[1]))
 
     def finish_loading(self) -> None:
-        """Nothing to repack."""
+        """The LM head's copy is packed, if there is one."""
+        if self.packed:
+            self.packed_head = pack(self.weight.data)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The tied LM head: (num_rows, hidden_size) -> (num_rows, this rank's tokens)"""
+        return linear(hidden, self.weight if self.packed_head is None else self.packed_head)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tokens.is_whole:

@@ -5,6 +5,9 @@ On a GPU it is measured: the largest step that can come is run once, and the res
     total  | others' | weights | largest step's activations | KV blocks ........ | kept free |
            └──────── gpu_memory_utilization of it: what may be in use ───────────┘
 
+CUDA graphs, recorded when the cache is there, take their own working memory out of what is kept
+free: a few hundred MB for 256 rows of a large vocabulary.
+
 What others use, another process on the same card or a display, is found by asking the driver: what
 is not free, and not ours. An engine that did not subtract it counted a negative number of blocks.
 
@@ -34,7 +37,11 @@ EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias
 
 def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
     """A step that takes as much memory as any can: all rows and all tokens there may be, the first
-    row's as many as fit, drafts for all, and all of them in block 0. config: resolved."""
+    row's as many as fit, drafts for all, and all of them in block 0. config: resolved.
+
+    Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
+    torch on a GPU copies them: with it, long prompts in chunks can take more than is measured here.
+    """
     num_drafts = min(config.num_drafts, config.max_model_len - 1,
                      config.max_num_batched_tokens // config.max_num_seqs - 1)
     least = 1 + num_drafts

@@ -23,7 +23,6 @@ Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly h
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanoserve.batch import Batch
@@ -42,7 +41,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.ranks = config, on.ranks
         vocabulary = on.ranks.share(config.vocab_size)
-        self.embed_tokens = Embedding(vocabulary, config.hidden_size, on)
+        self.embed_tokens = Embedding(vocabulary, config.hidden_size, on,
+                                      tied=config.tie_word_embeddings)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
         self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
             config.head_dim, config.rope_local, on.device)
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
         rows that sample come here."""
-        logits = (F.linear(hidden, self.embed_tokens.weight) if self.lm_head is None
+        logits = (self.embed_tokens.logits(hidden) if self.lm_head is None
                   else self.lm_head(hidden))
         logits = self.ranks.gather(logits, self.config.vocab_size)
         cap = self.config.logits_softcap

@@ -32,6 +32,7 @@ from types import ModuleType
 import torch
 
 from nanoserve import ops
+from nanoserve.attention import zeros_by_head
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.graphs import CudaGraph, DecodeGraphs
@@ -46,6 +47,7 @@ from nanoserve.sampler import (
     SamplerOutput,
     SamplingInputs,
     choose_by_kernels,
+    put,
     sample,
     score,
 )
@@ -68,10 +70,15 @@ class ModelRunner:
         self.config = config
         self.model_config = model_config
         self.ranks = ranks
-        self.device = torch.device(config.device)  # one rank takes the user's current GPU
-        if config.device == "cuda" and ranks.size > 1:
-            self.device = torch.device("cuda", ranks.local_rank)
-            torch.cuda.set_device(self.device)  # kernels are launched on the current one
+        self.device = torch.device(config.device)
+        if config.device == "cuda":
+            if ranks.size > 1:
+                torch.cuda.set_device(ranks.local_rank)  # kernels are launched on the current one
+            # With its number: one rank takes the user's current GPU, and stays there. What an
+            # engine before this one has left in torch's pool goes back: weights that were put into
+            # pieces of its KV cache would keep the rest of them from being of use.
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            torch.cuda.empty_cache()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
         self.model = self._load(model_config, folder)
@@ -88,7 +95,8 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig, folder: Path) -> Decoder:
         """This rank's share of a network."""
         config, ranks = self.config, self.ranks
-        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops)
+        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
+                              packed=config.device == "cpu" and self.kernels is None)
         has_experts = any(model_config.moe_layers)
         model = Decoder(model_config, placement, config.expert_parallel and has_experts)
         if config.load_format == "dummy":
@@ -166,14 +174,17 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
+        # One shape everywhere; kernels read a token's heads together, plain torch a head's tokens.
+        make = torch.zeros if self.kernels is not None else zeros_by_head
         try:
             self.kv_cache = [tuple(
-                torch.zeros(num_blocks, config.block_size, *layer, dtype=self.dtype,
-                            device=self.device) for _ in "kv") for layer in self._kv_layers()]
+                make((num_blocks, config.block_size, *layer), dtype=self.dtype, device=self.device)
+                for _ in "kv") for layer in self._kv_layers()]
         except RuntimeError as error:
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
-                "lower kv_cache_memory_bytes or num_gpu_blocks_override") from error
+                "lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"
+            ) from error
         self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                     max_model_len, config.block_size, self.device,
                                     staged=self.wants_graphs, num_drafts=config.num_drafts)
@@ -197,11 +208,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record decode steps of all sizes, if this engine wants to."""
-        if self.wants_graphs:
+        """Record decode steps of all sizes, if this engine wants to. They live in the memory that
+        the KV cache has left; raises `ValueError` when it is too little."""
+        if not self.wants_graphs:
+            return
+        try:
             self.graphs = DecodeGraphs(
                 self.config.max_num_seqs, lambda size: self.builder.fix_tables(
                     self.builder.build(Step(0), num_rows=size)), self._decode, self.graph_class)
+        except RuntimeError as error:  # a recording that ends early may have an error of its own
+            if torch.OutOfMemoryError not in (type(error), type(error.__context__)):
+                raise
+            raise ValueError(
+                "no memory for CUDA graphs beside the KV cache: lower gpu_memory_utilization (or "
+                "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs, or do without "
+                "them with enforce_eager=True") from error
 
     # ------------------------------------------------------------------ step
 
@@ -279,26 +300,34 @@ class ModelRunner:
 
     def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """What is recorded: a step in which each row computes one token and samples the next. Here
-        nothing may depend on what the host knows of the batch, but for its size."""
+        nothing may depend on what the host knows of the batch, but for its size.
+
+        The hidden states are returned and not the logits: a recording keeps the memory of what it
+        returns, and logits of 20 sizes and 152,000 tokens would be 0.7 GB. Who has to see logits
+        multiplies with the LM head once more, which is 2 to 8% of a step.
+        """
         hidden = self.model.embed(self._known(batch.input_ids))
         hidden = self.model(hidden, batch.positions, self.kv_cache, batch)
         logits = self.model.compute_logits(hidden)
         token_ids = choose_by_kernels(logits, batch, self.kernels)
         self._remember(batch, token_ids)
-        return logits, token_ids
+        return hidden, token_ids
 
     def _replay(self, batch: Batch, inputs: SamplingInputs, size: int) -> SamplerOutput:
-        """A recorded step. Rows with edits choose once more, from the logits it has left."""
+        """A recorded step. With edits in the batch, of which the recording knows nothing, all rows
+        choose once more."""
         self._copy_blocks(batch)
         self.builder.fix_tables(batch)
-        logits, token_ids = self.graphs.replay(size)
-        return sample(logits, inputs, self.kernels, token_ids)
+        hidden, token_ids = self.graphs.replay(size)
+        if inputs.edits is None and not inputs.logprob_rows:
+            return SamplerOutput(token_ids)
+        return sample(self.model.compute_logits(hidden), inputs, self.kernels, token_ids)
 
     def _score_prompts(self, hidden: torch.Tensor, batch: Batch, step: Step) -> list[Logprobs]:
         """Each position's logits are about the token that follows it."""
         following = [token_id for seq, positions in step.prompt_logprob_positions.items()
                      for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
-        token_ids = torch.tensor(following, dtype=torch.int64).to(self.device, non_blocking=True)
+        token_ids = put(following, torch.int64, device=self.device)
         num_top = max((seq.params.prompt_logprobs for seq in step.prompt_logprob_positions),
                       default=0)
         return [score(self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]]),
@@ -407,13 +436,19 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
             said.append(f"triton can't be imported ({error}): plain torch takes its place, which "
                         "is many times slower")
             return replace(config, kernels="torch"), said
+        if on_gpu and kernels.INTERPRETED:
+            raise ValueError('TRITON_INTERPRET is set, with which kernels run in Python and not on '
+                             'the GPU, and no graph can be recorded: unset it, or use '
+                             'kernels="torch" or device="cpu"')
         if not on_gpu and not kernels.INTERPRETED:
             raise ValueError('kernels="triton" needs a GPU, or the environment variable '
                              'TRITON_INTERPRET=1 from the start, which runs kernels slowly in '
                              'Python: use kernels="torch"')
         if on_gpu and torch.cuda.get_device_capability() < (8, 0):
-            said.append(f"{torch.cuda.get_device_name()} is older than compute capability 8.0: "
-                        "plain torch takes the kernels' place, which is many times slower")
+            old = f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+            if asked.kernels != "auto":
+                raise ValueError(f'kernels="triton", but {old}: use kernels="torch"')
+            said.append(f"{old}: plain torch takes the kernels' place, which is many times slower")
             return replace(config, kernels="torch"), said
     return config, said
 

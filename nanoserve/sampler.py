@@ -25,6 +25,7 @@ distribution and are functions of seed and position; a seed's text is another on
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -67,19 +68,17 @@ class SamplingInputs:
         """
         inputs = cls(batch)
 
-        def put(values, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.as_tensor(values, dtype=dtype).to(batch.seeds.device, non_blocking=True)
-
+        here = partial(put, device=batch.seeds.device)
         if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
             ahead = {}  # the drafts in front of a row's token
             if drafts:
                 first = {seq: i for i, seq in reversed(list(enumerate(seqs)))}
                 ahead = {i: drafts[seq][:i - first[seq]] for i, seq in enumerate(seqs)
                          if seq in drafts}
-            inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows], put)
+            inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows], here)
             inputs.logprob_rows = [i for i in rows if seqs[i].params.logprobs is not None]
             if inputs.logprob_rows:
-                inputs.logprob_rows_on_device = put(inputs.logprob_rows, torch.int64)
+                inputs.logprob_rows_on_device = here(inputs.logprob_rows, torch.int64)
                 inputs.num_logprobs = max(seqs[i].params.logprobs for i in inputs.logprob_rows)
         s, host = len(seqs), batch.host  # which may have more rows, of padding
         if not host["temperature"][:s].any():  # the bits of 0.0 are 0
@@ -88,11 +87,18 @@ class SamplingInputs:
         inputs.any_min_p = bool(host["min_p"][:s].any())
         top_k, top_p = host["top_k"][:s], host["top_p"][:s].view("float32")
         if len(rows := ((top_k > 0) & (top_k < vocab_size)).nonzero()[0]):
-            inputs.top_k_rows = put(rows, torch.int64)
+            inputs.top_k_rows = here(rows, torch.int64)
             inputs.max_top_k = int(top_k[rows].max())
         if len(rows := (top_p < 1).nonzero()[0]):
-            inputs.top_p_rows = put(rows, torch.int64)
+            inputs.top_p_rows = here(rows, torch.int64)
         return inputs
+
+
+def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> torch.Tensor:
+    """Numbers on their way to the device. From memory that is not pinned a copy may first wait for
+    everything that was queued before it; torch frees the pinned one when the copy has ended."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 @dataclass
@@ -162,7 +168,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, kernels: ModuleType | N
            token_ids: torch.Tensor | None = None) -> SamplerOutput:
     """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows.
 
-    token_ids: what a graph has chosen without knowing of edits, if it has.
+    token_ids: what a graph has chosen, without knowing of edits.
     """
     if token_ids is None or inputs.edits is not None:
         token_ids = choose(logits, inputs, kernels)

@@ -67,14 +67,15 @@ def make_batch(tables, query_lens, seq_lens) -> Batch:
     width = max(map(len, tables))
     cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0).int()
     nothing = torch.zeros(0, dtype=torch.int32)
+    block_tables = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
     return Batch(
         input_ids=torch.zeros(sum(query_lens), dtype=torch.int32), positions=nothing,
         slot_mapping=nothing, cu_seqlens_q=cu_seqlens_q, logits_indices=nothing,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), prompt_logprob_indices=nothing,
         sample_rows=nothing, block_copies=nothing, seeds=nothing, temperature=nothing,
-        top_k=nothing, top_p=nothing, min_p=nothing, host={}, num_unknown=0,
+        top_k=nothing, top_p=nothing, min_p=nothing, num_unknown=0,
+        host=dict(block_tables=block_tables.numpy().ravel()), block_tables=block_tables,
         num_decodes=sum(n == 1 for n in query_lens),
-        block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
         query_lens=list(query_lens), seq_lens_host=list(seq_lens))
 
 

@@ -269,7 +269,8 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     """Two decodes in a batch for four: the padding sees no keys, writes to no slot, and leaves its
     sample in a place that no row has. Every tensor lies where the full batch has it."""
     staged = BatchBuilder(6, 24, MAX_LEN, 4, CPU, staged=True)
-    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5) for i in range(4)]
+    seqs = [make_sequence(i, range(10 * i, 10 * i + 5), temperature=.5, top_k=3, min_p=.5)
+            for i in range(4)]
     for row, seq in enumerate(seqs):
         seq.row, seq.block_table = row + 1, [3 + row, 9]
     full = staged.fix_tables(staged.build(Step(0, dict.fromkeys(seqs, 1), [4] * 4, seqs), 4))
@@ -280,9 +281,13 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     assert batch.input_ids.tolist() == [24, 34, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
     assert batch.seq_lens.tolist() == [5, 5, 0, 0]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 2, 2]
     assert batch.logits_indices.tolist() == [0, 1, 0, 0]
     assert batch.sample_rows.tolist() == [3, 4, 6, 6]  # rows are 0 to 5
     assert batch.temperature.tolist() == [.5, .5, 0, 0]
+    assert batch.top_k.tolist() == [3, 3, 0, 0]
+    for name in ("seeds", "top_p", "min_p"):
+        assert getattr(batch, name)[2:].tolist() == [0, 0], name
     fixed = staged.fix_tables(batch)
     assert fixed.block_tables[:2, :2].tolist() == [[5, 9], [6, 9]]
     assert fixed.block_tables.shape == full.block_tables.shape == (4, MAX_LEN // 4)
@@ -369,3 +374,35 @@ def test_a_row_taken_over_forgets_the_last_owners_blocks():
         assert seq.row == 0 and batch.block_tables.tolist() == [seq.block_table]
         assert_equals_twin(batch, step, 4, 24)
         scheduler.update(step, [1])
+
+
+class CtrlC:
+    """A line of numbers; whoever writes to it is interrupted, once."""
+
+    def __init__(self, numbers: np.ndarray):
+        self.numbers, self.pressed = numbers, False
+
+    def __getitem__(self, index) -> np.ndarray:
+        return self.numbers[index]
+
+    def __setitem__(self, index, value) -> None:
+        if not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        self.numbers[index] = value
+
+
+@pytest.mark.parametrize("name", ["seeds", "temperature", "top_k", "top_p", "min_p"])
+def test_ctrl_c_while_a_row_is_taken_over(name):
+    """The step is dropped and asked for again. The row's numbers must not count as the new owner's
+    because its table did: it would draw with the last one's temperature to its end."""
+    scheduler, builder = make_engine(max_num_seqs=1)
+    setattr(builder, name, CtrlC(getattr(builder, name)))
+    seq = make_sequence(0, range(6), temperature=.5, top_k=3, top_p=.75, min_p=.25)
+    seq.seed = 7
+    scheduler.add(seq)
+    with pytest.raises(KeyboardInterrupt):
+        builder.build(scheduler.schedule())
+    scheduler.drop_in_flight()
+    step = scheduler.schedule()
+    assert_equals_twin(builder.build(step), step, 4, 24)

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -353,6 +354,32 @@ def test_a_gpu_without_triton_says_so_and_works_without(dummy, monkeypatch):
     asked = EngineConfig(model="none", kernels="triton")
     with pytest.raises(ValueError, match='kernels="triton".*No module.*install it.*"torch"'):
         fit_to_device(asked.resolved("cuda", config), asked)
+
+
+def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
+    """An old card takes plain torch's way with a warning, and an error if kernels were asked for; a
+    forgotten TRITON_INTERPRET, thousands of times slower, is always one."""
+    config, capability = ModelConfig.from_folder(dummy), [(7, 5)]
+    interpreted = SimpleNamespace(INTERPRETED=False)
+    monkeypatch.setattr(model_runner, "import_kernels", lambda: interpreted)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old card")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+
+    def fit(kernels: str):
+        asked = EngineConfig(model="none", kernels=kernels)
+        return fit_to_device(asked.resolved("cuda", config), asked)
+
+    fitted, said = fit("auto")
+    assert fitted.kernels == "torch" and "an old card is older" in said[0] and "slow" in said[0]
+    with pytest.raises(ValueError, match='kernels="triton", but an old card .*kernels="torch"'):
+        fit("triton")
+    capability[0] = (8, 0)
+    assert fit("triton")[0].kernels == "triton" and not fit("auto")[1]
+    interpreted.INTERPRETED = True
+    for kernels in ("auto", "triton"):
+        with pytest.raises(ValueError, match='TRITON_INTERPRET is set.*unset it.*kernels="torch"'):
+            fit(kernels)
 
 
 @pytest.mark.parametrize("device, kernels, expected", [

@@ -28,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.controls import RowState
 from nanoserve.sampler import SamplingInputs, sample
 from nanoserve.sequence import Sequence
 
@@ -142,6 +143,28 @@ def test_a_sequence_is_counted_as_it_grows():
         assert np.array_equal(edits.apply(row.clone())[0].numpy(), expected)
         if rng.random() < .8:  # else the same step again: one that failed is asked for twice
             seq.token_ids += rng.choices(range(VOCAB_SIZE), k=rng.choice([1, 1, 3]))
+
+
+def test_ctrl_c_while_tokens_are_counted(monkeypatch):
+    """Interrupted when everything is counted but nothing noted: the step is asked for again, and
+    each token must count once."""
+    seq = Sequence("it", [1], SamplingParams(frequency_penalty=1), num_unknown_tokens=1)
+    seq.token_ids += [5, 6, 5]
+    read = RowState.read
+
+    def interrupted(state, seq) -> None:
+        num_read = state.num_read
+        read(state, seq)
+        state.num_read = num_read
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowState, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            SamplingInputs.of([seq], sampling_batch([seq]), 64)
+    for _ in range(2):
+        edits = SamplingInputs.of([seq], sampling_batch([seq]), 64).edits
+        assert (edits.seen[1].tolist(), edits.counts.tolist()) == ([5, 6], [2, 1])
 
 
 def test_penalties_by_hand():

@@ -330,7 +330,7 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
     """What a graph freezes, grids and numbers, may come from shapes alone: an engine that froze a
     longest length lost half its accuracy."""
     launches = []
-
+    monkeypatch.setattr(kernels, "INTERPRETED", False)  # with splits, as on a GPU
     for name in ("_attention_kernel", "_combine_kernel"):
         monkeypatch.setattr(kernels, name, Recorder(name, launches))
     q, cache = torch.zeros(4, 4, 32), torch.zeros(20, 16, 2, 32)
@@ -349,8 +349,9 @@ class Recorder:
             (self.name, grid, [a for a in args if not isinstance(a, torch.Tensor)], constants))
 
 
-def test_the_number_of_splits():
+def test_the_number_of_splits(monkeypatch):
     """As many programs as fill the GPU, in powers of two: none for many rows, 32 at most."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     for arch, wanted in kernels.PROGRAMS.items():
         for rows in range(1, 600):
             for kv_heads in (1, 2, 8, 32):

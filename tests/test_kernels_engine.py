@@ -7,13 +7,15 @@ is full of NaN until it is written. Models are tiny, since a launch takes millis
 
 import pytest
 import torch
-from conftest import TINY_CHECKPOINTS, assert_same_text
+from conftest import TINY_CHECKPOINTS, assert_same_text, sampling_batch
 
 from nanoserve import LLM, SamplingParams, model_runner, ops
+from nanoserve.sampler import SamplingInputs, sample
+from nanoserve.sequence import Sequence
 
 kernels = pytest.importorskip("nanoserve.kernels")
 
-MAX_TOKENS = 8
+MAX_TOKENS = 5
 MODES = {
     "alone": dict(max_num_seqs=1),
     "batched": dict(enable_prefix_caching=False),
@@ -93,3 +95,20 @@ def test_kernels_on_a_cpu_need_the_interpreter(checkpoints, monkeypatch):
     with pytest.raises(ValueError, match='kernels="triton" needs a GPU.*TRITON_INTERPRET=1'):
         start(checkpoints["tiny"])
     assert model_runner.import_kernels() is kernels
+
+
+def test_filters_reach_the_kernels():
+    """Each filter at its narrowest leaves the likeliest token alone, in rows that are almost even;
+    beside them stand a row without filters and one with edits."""
+    rows = [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0), {}, dict(top_k=1, logit_bias={3: 9})]
+    for chosen in ([0], [1], [2], range(5)):
+        seqs = [Sequence(str(i), [1, 2], SamplingParams(temperature=2.0, **rows[i]), seed=i,
+                         num_unknown_tokens=1) for i in chosen]
+        batch = sampling_batch(seqs)
+        logits = torch.randn(len(seqs), 64, generator=torch.Generator().manual_seed(1)) / 10
+        inputs = SamplingInputs.of(seqs, batch, 64)
+        tokens = sample(logits, inputs, kernels).token_ids.tolist()
+        likeliest = logits.argmax(-1).tolist()
+        assert tokens[:3] == likeliest[:len(tokens)][:3]
+        if len(seqs) > 3:
+            assert tokens[3] != likeliest[3] and tokens[4] == 3

@@ -1,5 +1,7 @@
 """The README tells the truth: its commands, tables, printed output and names are checked here."""
 
+import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -7,14 +9,18 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import bench
 from nanoserve import LLM, EngineConfig, SamplingParams, sampling_params, sequence
+from nanoserve.extras import bookkeeping
 from nanoserve.model_config import FAMILIES
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import benchmark  # noqa: E402
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -177,14 +183,39 @@ def test_the_sampling_controls_are_all_there_with_their_defaults():
         for f in fields(sampling_params.SamplingParams))
 
 
+def test_the_benchmark_tables_are_what_was_measured():
+    """No figure in them is typed by hand."""
+    shown = README.split(benchmark.BEGIN)[1].split(benchmark.END)[0]
+    data = json.loads(benchmark.DATA.read_text()) if benchmark.DATA.exists() else {}
+    assert shown == benchmark.render(data)
+
+
 def test_the_bookkeeping_table_has_the_cases_that_the_command_measures():
     rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \|(?: [\d.,]+ \|){4}$", README, re.M)
-    assert [tuple(int(n.replace(",", "")) for n in row) for row in rows] == bench.CASES
+    assert [tuple(int(n.replace(",", "")) for n in row) for row in rows] == bookkeeping.CASES
 
 
 def test_bookkeeping_can_be_measured():
     """The command's own function runs; what it says about time is not judged here."""
-    assert len(bench.time_bookkeeping(4, 10)) == 3
+    assert len(bookkeeping.time_bookkeeping(4, 10)) == 3
+
+
+def test_the_gpu_table_is_not_measured_or_what_was_measured():
+    """Every figure is one of a committed results.json, which tests/gpu/measure.py wrote on a GPU."""
+    pytest.importorskip("triton")
+    spec = importlib.util.spec_from_file_location("measure", ROOT / "tests/gpu/measure.py")
+    measure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measure)
+    results = {}
+    if measure.RESULTS.exists():
+        results = json.loads(measure.RESULTS.read_text())
+        assert results["machine"]["device"] != "cpu", "a rehearsal is no measurement"
+    shown = README[README.index("<!-- printed by: python tests/gpu/measure.py --readme -->"):]
+    assert shown.split("\n", 1)[1].startswith(measure.readme_table(results) + "\n")
+    if not results:
+        rows = [line.strip("| ").split(" | ") for line in shown.splitlines()[3:]
+                if line.startswith("|")]
+        assert all(row[2].strip() == row[4].strip() == "not measured" for row in rows[:15])
 
 
 def test_glossary_words_are_defined_in_the_code():

@@ -15,7 +15,7 @@ import torch
 from conftest import Reference, sampling_batch
 
 from nanoserve import LLM, sampler
-from nanoserve.sampler import SamplingInputs, apply_filters, draw, sample
+from nanoserve.sampler import SamplingInputs, apply_filters, draw, put, sample
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
@@ -461,6 +461,15 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, waits)
     output = sample(torch.randn(7, 64), SamplingInputs.of(seqs, batch, 64))
     assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
+
+
+def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
+    """Penalties of 256 rows are megabytes; from ordinary memory their copy waits for the device."""
+    log = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: log.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **kinds: log.append(kinds) or self)
+    put([1, 2], torch.int64, device=torch.device("cuda"))
+    assert log == ["pinned", dict(non_blocking=True)]
 
 
 def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():

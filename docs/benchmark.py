@@ -1,0 +1,150 @@
+"""Measures the README's benchmark section, and writes it.
+
+    python docs/benchmark.py --measure                     bfloat16 and the ladder; 10 to 12 minutes
+    python docs/benchmark.py --measure --dtype float32 --no-ladder
+    python docs/benchmark.py                               only write the section again
+
+More engines take part with `--against hf --against SCRIPT --peer-python PYTHON`, see tests/peers.
+What was measured goes to docs/benchmark.json, for each dtype apart, so that the two can be measured
+on different days; each says on what machine and when. The tables come from that file and from
+nowhere else: a test holds the README against it. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import bench  # noqa: E402
+from nanoserve.extras.peers import HEADLINES, headline, ratios  # noqa: E402
+from nanoserve.extras.workloads import SMALL  # noqa: E402
+
+DATA, README = HERE / "benchmark.json", HERE.parent / "README.md"
+BEGIN, END = "<!-- written by docs/benchmark.py -->\n", "<!-- end of what it wrote -->\n"
+WORKLOADS = tuple(HEADLINES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--model", default="Qwen3-0.6B")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", default="3")
+    parser.add_argument("--against", action="append", help="default: hf")
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--no-ladder", action="store_true")
+    args = parser.parse_args()
+    data = json.loads(DATA.read_text()) if DATA.exists() else {}
+    if args.measure:
+        measure(args, data)
+        DATA.write_text(json.dumps(rounded(data), indent=1) + "\n")
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(before + BEGIN + render(data) + END + rest.split(END)[1])
+
+
+def measure(args: argparse.Namespace, data: dict) -> None:
+    """Put the comparison, and the ladder, into `data`."""
+    common = ["--model", args.model, "--dtype", args.dtype]
+    peers = [word for peer in args.against or ["hf"] for word in ("--against", peer)]
+    asked = bench.make_parser().parse_args(
+        [*common, *peers, "--rounds", args.rounds, "--peer-python", args.peer_python])
+    with bench.Bench(asked) as one:
+        data.setdefault("comparisons", {})[args.dtype] = one.against(WORKLOADS)
+    if not args.no_ladder:
+        with bench.Bench(bench.make_parser().parse_args([*common, "--ladder"])) as one:
+            data["ladder"] = one.ladder()
+
+
+def rounded(value):
+    """Four digits that count: more would only make the file's history longer."""
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+# ------------------------------------------------------------------ the section
+
+
+def render(data: dict) -> str:
+    """Markdown of everything that was measured."""
+    parts = [comparison(dtype, found) for dtype, found in data.get("comparisons", {}).items()]
+    if "ladder" in data:
+        parts.append(ladder(data["ladder"]))
+    if not parts:
+        return "Not measured yet: `python docs/benchmark.py --measure` does it.\n"
+    return "\n".join([*parts, asked()])
+
+
+def asked() -> str:
+    """The workloads in words."""
+    said = []
+    for name in WORKLOADS:
+        shape = SMALL[name]
+        inputs, outputs = (" to ".join(str(n) for n in dict.fromkeys(lengths))
+                           for lengths in (shape.input_len, shape.output_len))
+        count = f"{shape.num_prompts} requests of " if shape.num_prompts > 1 else ""
+        common = f"{shape.shared_len:,} common and " if shape.shared_len else ""
+        said.append(f"`{name}`: {count}{common}{inputs} tokens in, {outputs} out")
+    return "; ".join(said) + "; all submitted at once.\n"
+
+
+def comparison(dtype: str, found: dict) -> str:
+    """A row for each engine, one for each peer's ratios, and the roofline's."""
+    runs = found["rounds"]
+    titles = [f"{name}: {title}" for name in runs for title, *_ in HEADLINES[name]]
+    rows = [[dtype, *titles], ["---"] * (1 + len(titles))]
+    engines = list(next(iter(runs.values())))
+    for engine in engines:
+        values = [column for name in runs for column in zip(*(
+            headline(name, run) for run in runs[name][engine]))]
+        rows.append([engine, *(f"{statistics.median(column):.3g}" for column in values)])
+    for engine in engines[1:]:
+        columns = [pairs for name in runs
+                   for pairs in ratios(name, runs[name]["nanoserve"], runs[name][engine])]
+        rows.append([f"times as good as {engine}", *(
+            f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+            for pairs in columns)])
+    rows.append(["nanoserve, share of the roofline"])
+    for name in runs:  # of a whole run: once for a workload with two columns
+        share = statistics.median(run["roofline"]["share"] for run in runs[name]["nanoserve"])
+        rows[-1] += [f"{share:.0%}", *[""] * (len(HEADLINES[name]) - 1)]
+    count = len(runs[next(iter(runs))]["nanoserve"])
+    return (f"{on(found)}, {found['model']['name']}'s shapes, random weights, {dtype}; the same "
+            f"token ids, greedy, engines in turns, medians of {count} rounds:\n\n{table(rows)}")
+
+
+def ladder(found: dict) -> str:
+    load = found["workload"]
+    rows = [["", "seconds", "output tok/s", "TTFT s", "between tokens: mean ms", "p99 ms"],
+            ["---"] * 6]
+    for row in found["rows"]:
+        rows.append([row["name"], f"{row['seconds']:.1f}", f"{row['output_tok_s']:.1f}",
+                     f"{row['ttft']['mean']:.2f}", f"{1e3 * row['inter_token']['mean']:.0f}",
+                     f"{1e3 * row['inter_token']['p99']:.0f}"])
+    return (f"What each idea brings, switched on one after the other, {on(found)}, "
+            f"{found['model']['name']}'s shapes, {found['model']['dtype']}: {load['num_requests']} "
+            f"requests, {load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} "
+            f"output tokens, most prompts with a common beginning and some long:\n\n{table(rows)}")
+
+
+def on(found: dict) -> str:
+    machine = found["machine"]
+    device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
+    return (f"{machine['date']}, {device}{machine['cpu']}, {machine['num_cores']} cores, "
+            f"{machine['threads']} threads, torch {machine['torch']}, Python {machine['python']}, "
+            f"copy {machine['bandwidth'] / 1e9:.0f} GB/s, matrix product "
+            f"{machine['matrix_rate'] / 1e9:.0f} GFLOP/s")
+
+
+def table(rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

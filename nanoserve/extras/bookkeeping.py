@@ -1,0 +1,116 @@
+"""What the host does between two forwards, in microseconds a step; and what watching it costs.
+
+Bookkeeping is `schedule`, building the batch, and `update`; making text is not in it. It has to
+stay far below a forward pass, or a fast device waits for Python. It is timed on decoding sequences,
+where a step is shortest, with the samples coming from nowhere: without a model.
+
+Observers (metrics, a step trace) are timed in two ways, because on a shared machine one is not
+enough: the time inside their own calls, and whole steps of two engines, one with a trace and one
+without, that take turns.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+
+import torch
+
+from nanoserve.batch import BatchBuilder
+from nanoserve.config import EngineConfig
+from nanoserve.llm import LLM
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence
+
+PROMPT_LEN, BLOCK_SIZE, NUM_STEPS = 200, 16, 100
+CASES = [(1, 0), (16, 0), (64, 0), (256, 0), (1024, 0), (256, 100_000)]  # (running, waiting)
+
+
+def bench_scheduler() -> None:
+    """A line for each case: median microseconds of a step's three parts."""
+    print(f"{'running':>8} {'waiting':>8} {'schedule':>9} {'build':>7} {'update':>7} "
+          f"{'total':>7}  µs per step, median of {NUM_STEPS}")
+    for num_running, num_waiting in CASES:
+        parts = time_bookkeeping(num_running, num_waiting)
+        print(f"{num_running:8,} {num_waiting:8,} {parts[0]:9.1f} {parts[1]:7.1f} {parts[2]:7.1f} "
+              f"{sum(parts):7.1f}")
+
+
+def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
+    """Median microseconds of schedule, build and update while `num_running` sequences decode."""
+    max_len = PROMPT_LEN + NUM_STEPS + 8
+    config = EngineConfig(model="none", max_model_len=max_len, max_num_seqs=num_running,
+                          max_num_batched_tokens=num_running * PROMPT_LEN, block_size=BLOCK_SIZE)
+    blocks_each = -(-max_len // BLOCK_SIZE)
+    scheduler = Scheduler(config, num_blocks=(num_running + 4) * blocks_each)
+    builder = BatchBuilder(num_running, config.max_num_batched_tokens, max_len, BLOCK_SIZE,
+                           torch.device("cpu"))
+    params = SamplingParams(temperature=0, max_tokens=None)
+    rng = random.Random(0)
+    for i in range(num_running + num_waiting):
+        prompt = [rng.randrange(1000) for _ in range(PROMPT_LEN if i < num_running else 4)]
+        scheduler.add(Sequence(str(i), prompt, params, arrival=i, stop_ids=frozenset((1000,)),
+                               max_num_tokens=max_len))
+    times: list[tuple[float, float, float]] = []
+    for _ in range(NUM_STEPS + 2):
+        t0 = time.perf_counter()
+        step = scheduler.schedule()
+        t1 = time.perf_counter()
+        builder.build(step)
+        t2 = time.perf_counter()
+        scheduler.update(step, [7] * len(step.sampling))
+        t3 = time.perf_counter()
+        times.append((t1 - t0, t2 - t1, t3 - t2))
+    return [1e6 * statistics.median(column) for column in zip(*times[2:])]  # without the prefill
+
+
+class Timed:
+    """An observer with a stopwatch around its calls."""
+
+    def __init__(self, observer):
+        self.observer, self.seconds = observer, 0.0
+
+    def __getattr__(self, name: str):
+        method = getattr(self.observer, name)
+
+        def timed(*args):
+            start = time.perf_counter()
+            method(*args)
+            self.seconds += time.perf_counter() - start
+
+        setattr(self, name, timed)  # found at once the next time
+        return timed
+
+
+def bench_observers(model: list[str], num_prompts: int, input_len: int, output_len: int,
+                    seed: int) -> None:
+    """Two engines do the same work and take turns step by step: A B A B. model: its name, or
+    nothing for the bundled one."""
+    folder = tempfile.TemporaryDirectory()
+    plain, traced = LLM(*model), LLM(*model, trace=f"{folder.name}/run.html")
+    rng, vocab_size = random.Random(seed), plain.model_config.vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    traced.observers = timed = [Timed(observer) for observer in traced.observers]
+    times: list[tuple[float, float]] = []
+    for llm in (plain, traced):
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, params)
+    while plain.has_unfinished_requests():
+        pair = [0.0, 0.0]
+        for i in ((0, 1), (1, 0))[len(times) % 2]:  # whoever comes second has a warmer machine
+            start = time.perf_counter()
+            (plain, traced)[i].step()
+            pair[i] = time.perf_counter() - start
+        times.append((pair[0], pair[1]))
+    without, with_trace = (statistics.median(column) for column in zip(*times))
+    print(f"{len(times)} steps of {num_prompts} requests, median {1e3 * without:.2f} ms without "
+          f"a trace and {1e3 * with_trace:.2f} ms with one, in turns")
+    print(f"{'observer':10} {'µs per step':>12} {'of a step':>10}")
+    all_steps = sum(pair[1] for pair in times)
+    for name, observer in zip(("metrics", "trace"), timed, strict=True):
+        print(f"{name:10} {1e6 * observer.seconds / len(times):12.1f} "
+              f"{observer.seconds / all_steps:10.2%}")
+    traced.shutdown()
+    folder.cleanup()

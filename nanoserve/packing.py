@@ -1,0 +1,59 @@
+"""Weights in the order in which the CPU's matrix product reads them.
+
+A matrix product works through small tiles, and oneDNN, the library behind torch on most CPUs, wants
+a weight's tiles one behind the other. `F.linear` finds the rows as the checkpoint has them, and
+reorders them in every call, which for few tokens takes as long as the product itself:
+
+    as loaded     row 0: a0 a1 a2 a3 | row 1: b0 b1 b2 b3 | ...     F.linear: reorder, multiply
+    packed        a0 a1 b0 b1 ... | a2 a3 b2 b3 ... | ...           linear: multiply
+
+So weights are reordered once, when they are loaded, one after the other: there is never more than
+one matrix of both kinds. A packed weight is opaque: it has a shape, but no rows that can be read.
+
+Invariant: `linear` gives what `F.linear` gives, up to rounding, for whatever `pack` returns; and
+that is the weight itself where packing is of no use, or these operators are not there. They are
+torch's own, but private (its compiler inserts them), so that they are tried out before they are
+trusted.
+
+Not known here: who multiplies, ranks, checkpoints. Road not taken: int8 weights, which are half as
+many bytes to read, and another text.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+TYPICAL_ROWS = 64  # tokens for which the order is chosen; within a few percent it serves any number
+DTYPES = (torch.bfloat16, torch.float32)  # in float16 few CPUs multiply
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A packed copy of weight (outputs, inputs), or the weight as it is."""
+    if weight.is_cpu and weight.numel() and works(weight.dtype):
+        return torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+    return weight
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias. x: (rows, inputs); weight: packed, or (outputs, inputs)."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+@cache
+def works(dtype: torch.dtype) -> bool:
+    """Whether this torch on this CPU has the operators, and they can be trusted."""
+    if dtype not in DTYPES:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 40, generator=generator).to(dtype) for rows in (56, 5))
+    try:
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False  # there, but emulated
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
+        difference = linear(x, packed) - F.linear(x, weight)
+    except (AttributeError, RuntimeError):  # no such operator; or not with these arguments
+        return False
+    return packed.is_mkldnn and bool(difference.abs().max() < 0.1)

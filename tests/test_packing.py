@@ -1,0 +1,125 @@
+"""Packed weights give what plain ones give; and where they can't be had, nobody notices.
+
+The oracle is the product itself in float32.
+"""
+
+import pytest
+import torch
+from conftest import Reference
+from torch.testing import assert_close
+
+from nanoserve import LLM, SamplingParams, packing
+from nanoserve.layers import Embedding, Linear, Placement
+from nanoserve.packing import linear, pack, works
+from nanoserve.parallel import Span
+
+CPU = torch.device("cpu")
+SHAPES = [(1, 1), (3, 5), (48, 32), (95, 64), (260, 48), (7, 300), (151, 129), (512, 256)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def without_operators(monkeypatch):
+    """A torch that knows nothing of packing, or changed its mind about the arguments."""
+
+    class Nothing:
+        def __getattr__(self, name):
+            raise AttributeError(f"no operator {name}")
+
+    works.cache_clear()
+    monkeypatch.setattr(torch.ops, "mkldnn", Nothing())
+    yield
+    works.cache_clear()
+
+
+def close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias) -> None:
+    expected = torch.nn.functional.linear(
+        x.float(), weight.float(), None if bias is None else bias.float())
+    assert got.dtype == x.dtype and got.shape == expected.shape
+    tolerance = 1e-5 if x.dtype == torch.float32 else 2e-2
+    assert_close(got.float(), expected, rtol=tolerance, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_packed_product_is_the_plain_one(shape, dtype):
+    """Of no rows at all, of one, and of a number that no tile divides; also of rows that lie apart,
+    as a slice of the hidden states does."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
+    packed, before = pack(weight), weight.clone()
+    assert packed.shape == weight.shape
+    for bias in (None, torch.randn(shape[0], generator=generator).to(dtype)):
+        for rows in (0, 1, 2, 17, 130):
+            x = torch.randn(rows, shape[1] + 3, generator=generator).to(dtype)
+            for inputs in (x[:, :-3], x[:, :-3].contiguous()):
+                close(linear(inputs, packed, bias), inputs, weight, bias)
+    assert torch.equal(weight, before)
+
+
+def test_what_is_not_packed():
+    """float16, which few CPUs multiply, and shares of nothing."""
+    for weight in (torch.zeros(4, 4, dtype=torch.float16), torch.zeros(0, 4), torch.zeros(4, 0)):
+        assert pack(weight) is weight
+
+
+def test_without_the_operators_weights_stay_as_they_are(without_operators):
+    weight = torch.randn(8, 4)
+    assert pack(weight) is weight
+    assert torch.equal(linear(torch.eye(4), weight), weight.T)
+
+
+def test_operators_with_other_results_are_not_trusted(monkeypatch):
+    works.cache_clear()
+    monkeypatch.setattr(packing, "linear", lambda x, weight, bias=None: x.new_zeros(len(x), 56))
+    assert not works(torch.float32)
+    works.cache_clear()
+
+
+def test_a_linear_keeps_one_copy_and_a_tied_embedding_two():
+    on = Placement(torch.float32, CPU, packed=True)
+    plain = torch.randn(6, 4)
+    one = Linear(Span.whole(4), {"all": Span.whole(6)}, True, on)
+    one.weight_loader("weight", plain)
+    one.weight_loader("bias", torch.arange(6.0))
+    tied, untied = (Embedding(Span.whole(6), 4, on, tied=tied) for tied in (True, False))
+    for module in (tied, untied):
+        module.weight_loader("weight", plain)
+    for module in (one, tied, untied):
+        module.finish_loading()
+    x = torch.randn(3, 4)
+    assert_close(one(x), x @ plain.T + torch.arange(6.0))
+    assert_close(tied.logits(x), x @ plain.T)
+    assert torch.equal(tied(torch.tensor([5, 0])), plain[[5, 0]])
+    assert one.weight.is_mkldnn == tied.packed_head.is_mkldnn == works(torch.float32)
+    assert untied.packed_head is None
+    assert dict(one.named_parameters()).keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "gemma3", "qwen3-moe"])
+def test_an_engine_without_the_operators_gives_the_same_text(checkpoints, references, name,
+                                                             without_operators):
+    prompt = list(range(40))
+    output = LLM(checkpoints[name], num_gpu_blocks_override=64).generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == references(name, prompt, 8)[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama-bias", "mistral", "gemma2",
+                                  "qwen3-moe"])
+@torch.inference_mode()
+def test_bfloat16_is_as_near_to_the_truth_as_transformers_bfloat16(checkpoints, name):
+    """Logprobs of a prompt, in chunks that decode rows and tiles both see. Two roundings of one
+    number differ, so the measure is the distance from the float32 reference."""
+    prompt = [int(i) for i in torch.randint(256, (150,), generator=torch.Generator().manual_seed(2))]
+    truth, theirs = (
+        Reference(checkpoints[name], dtype).model(torch.tensor([prompt])).logits[0].float()
+        .log_softmax(-1)[:-1].gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
+        for dtype in (torch.float32, torch.bfloat16))
+    llm = LLM(checkpoints[name], dtype="bfloat16", num_gpu_blocks_override=64,
+              max_num_batched_tokens=70)
+    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+                          use_tqdm=False)[0]
+    ours = torch.tensor([entries[token].logprob for entries, token in
+                         zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+    assert (ours - truth).abs().mean() < 1.5 * (theirs - truth).abs().mean() + 1e-3
