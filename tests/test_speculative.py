@@ -210,6 +210,10 @@ PARAMS = dict(
                    presence_penalty=0.2),
     repeating=dict(temperature=0, frequency_penalty=-1.0),
     bad_words=dict(temperature=0, bad_words=["ha ha ha", "house and", "son"]),
+    # The first prompt goes on with " had a son, and had a son who was a son, and had a son, and had
+    # a son": these words end in the middle of what a step brings.
+    bad_inside=dict(temperature=0, bad_words=["and had a son,"]),
+    stop_inside=dict(temperature=0, stop=["a son, and had a son, and"]),
     stop=dict(temperature=0, stop=["e house and the h", "a h", "king"]),
     stop_shown=dict(temperature=0, stop=["ha", "house"], include_stop_str_in_output=True,
                     min_tokens=4),
@@ -507,8 +511,8 @@ def test_memory_counts_both_networks(qwen3, checkpoints):
 def test_the_benchmark_runs(capsys):
     main(["--num-tokens", "8", "--rounds", "1", "--dtype", "float32"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-5 if "none" not in line else -4] for line in lines[1:]] == [
-        "none", "ngram", "draft_model"] * 2
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [text, name] for text in ("greedy", "drawn") for name in ("none", "ngram", "draft_model")]
     assert "another text" not in "".join(lines)
 
 

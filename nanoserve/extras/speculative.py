@@ -317,10 +317,7 @@ class Drafter:
 
 # ---------------------------------------------------------------- what it brings
 
-# A greedy text that soon repeats itself, and drawn ones, which don't.
-PROMPTS = {"repeats itself": ["Once upon a time there was a king who"],
-           "does not": ["Once upon a time there was a king who", "It was a dark night, and",
-                        "The old woman said to the boy"]}
+PROMPT = "Once upon a time there was a king who"
 
 
 def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
@@ -329,7 +326,7 @@ def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure one stream with and without, taking turns, so that both meet the same other load."""
+    """Measure one stream with and without, taking turns, so that all meet the same other load."""
     # Here, because `llm` imports this file in its turn.
     from nanoserve.llm import BUNDLED_MODEL, LLM
     from nanoserve.sampling_params import SamplingParams
@@ -338,6 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
                                                  "in time: one request at a time.")
     parser.add_argument("model", nargs="?", default=str(BUNDLED_MODEL))
     parser.add_argument("--draft-model", default=f"{BUNDLED_MODEL}-draft")
+    parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--num-tokens", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--rounds", type=int, default=7, help="how often all take turns")
     parser.add_argument("--dtype", default="auto")
@@ -350,29 +348,46 @@ def main(arguments: list[str] | None = None) -> None:
     engines = {name: LLM(args.model, dtype=args.dtype, speculative_config=config,
                          enable_prefix_caching=False, num_gpu_blocks_override=8 + args.num_tokens
                          // 16) for name, config in configs.items()}
-    shared = dict(max_tokens=args.num_tokens, ignore_eos=True)
-    params = {"repeats itself": SamplingParams(temperature=0, **shared),
-              "does not": SamplingParams(temperature=1, seed=1, **shared)}
-    print(f"{'text':16}{'drafts':12}{'steps':>6}{'per draft':>11}{'seconds':>9}{'gain':>7}")
-    for text, prompts in PROMPTS.items():
-        steps, lengths, seconds, results = {}, {}, {name: [] for name in engines}, {}
-        for _ in range(args.rounds + 1):  # the first is for caches, ours and the machine's
-            for name, llm in engines.items():
-                before = llm.metrics.num_steps, llm.drafter and llm.drafter.counts()
-                start = time.perf_counter()
-                outputs = [llm.generate(prompt, params[text], use_tqdm=False)[0]
-                           for prompt in prompts]
-                seconds[name].append(time.perf_counter() - start)
-                results[name] = [output.outputs[0].token_ids for output in outputs]
-                steps[name] = llm.metrics.num_steps - before[0]
-                lengths[name] = llm.drafter and mean_length(before[1], llm.drafter.counts())
-        for name, times in seconds.items():
-            # Pairs of neighbours in time, whose machine was equally busy.
-            gain = statistics.median(a / b for a, b in zip(seconds["none"][1:], times[1:]))
-            length = "" if lengths[name] is None else f"{lengths[name]:.2f}"
-            same = "" if results[name] == results["none"] else "  another text (a near-tie?)"
-            print(f"{text:16}{name:12}{steps[name]:6}{length:>11}"
-                  f"{statistics.median(times[1:]):9.2f}{gain:6.2f}x{same}")
+    print(f"{'text':8}{'drafts':12}{'steps':>6}{'a draft':>9}{'seconds':>9}{'gain':>7}"
+          f"{'CPU seconds':>13}{'gain':>7}")
+    for text, temperature in (("greedy", 0), ("drawn", 1)):
+        runs = {name: [] for name in engines}
+        for i in range(args.rounds + 1):  # the first is for caches, ours and the machine's
+            params = SamplingParams(temperature=temperature, seed=i, max_tokens=args.num_tokens,
+                                    ignore_eos=True)
+            for name in [*engines][i % 3:] + [*engines][:i % 3]:
+                runs[name].append(measure(engines[name], args.prompt, params))
+        for name, some in runs.items():
+            pairs = list(zip(runs["none"][1:], some[1:], strict=True))
+            steps = statistics.mean(run.num_steps for _, run in pairs)
+            length = "" if name == "none" else f"{statistics.mean(r.length for r in some[1:]):.2f}"
+            print(f"{text:8}{name:12}{steps:6.0f}{length:>9}", end="")
+            for clock, width in (("seconds", 9), ("cpu_seconds", 13)):
+                times = [(getattr(a, clock), getattr(b, clock)) for a, b in pairs]
+                print(f"{statistics.median(b for _, b in times):{width}.2f}"
+                      f"{statistics.median(a / b for a, b in times):6.2f}x", end="")
+            print("" if all(a.text == b.text for a, b in pairs) else "  another text: a near-tie?")
+
+
+@dataclass
+class Run:
+    """What one request took."""
+
+    text: list[int]
+    num_steps: int
+    length: float  # tokens a draft
+    seconds: float
+    cpu_seconds: float  # of all threads: the time that others took from us is not in it
+
+
+def measure(llm, prompt: str, params) -> Run:
+    num_steps, counts = llm.metrics.num_steps, llm.drafter and llm.drafter.counts()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    output, = llm.generate(prompt, params, use_tqdm=False)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    length = mean_length(counts, llm.drafter.counts()) if llm.drafter else 1.0
+    return Run(output.outputs[0].token_ids, llm.metrics.num_steps - num_steps, length, seconds,
+               cpu_seconds)
 
 
 if __name__ == "__main__":
