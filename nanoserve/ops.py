@@ -32,11 +32,14 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), rounded once.
 
-    x: (..., size); weight: (size,), possibly float32 where x is not.
+    x: (..., size); weight: (size,), possibly float32 where x is not. `F.rms_norm` is the same in
+    more steps, and on a CPU takes up to three times as long.
     """
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+    wide = x.float()
+    mean = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    return (wide * mean.add_(eps).rsqrt_()).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,

@@ -8,6 +8,7 @@ that no row may read is poisoned with NaN and infinity: what leaks shows.
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -224,6 +225,64 @@ def test_rows_share_the_blocks_of_a_common_prefix():
     """Two decode rows and a chunk read the same two blocks, and then each its own."""
     tables = [[5, 2, 7], [5, 2, 1], [5, 2, 3, 4]]
     assert_equals_twin(tables, [1, 1, 5], [9, 12, 13], num_blocks=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("keys", [1, 40, 2 ** 11])
+def test_decodes_attend_once_to_a_beginning_they_share(monkeypatch, dtype, softcap, keys):
+    """Five blocks in common, then none, part of one, one exactly, and two that another row fills;
+    all rows in one piece, some, or each by itself. A row with nothing of its own but the query
+    leaves the last shared block to be read as its own."""
+    monkeypatch.setattr(attention, "MAX_GATHERED_KEYS", keys)
+    common = [9, 3, 14, 6, 1]
+    tables = [common, [*common, 2], [*common, 4, 5, 7], [*common, 8, 10]]
+    for seq_lens in ([20, 21, 29, 28], [19, 24, 32, 25]):
+        for window in (None, 30, 7):
+            assert_equals_twin(tables, [1] * 4, seq_lens, 15, dtype=dtype, softcap=softcap,
+                               window=window, heads=(6, 2))
+
+
+def test_what_is_shared_is_found_by_full_blocks_alone():
+    """A block with a row's query in it stays the row's own; few in common are not worth it."""
+    same, full = np.arange(8)[None].repeat(3, 0), np.array([8, 6, 7])
+    assert attention._num_shared(np.concatenate((same, same[:, :1]), axis=1), full) == 6
+    same[2, 4] = 99
+    assert attention._num_shared(same, full) == 4
+    same[1, 3] = 99
+    assert attention._num_shared(same, full) == 0
+    assert attention._num_shared(same[:1], full[:1]) == 0
+
+
+@pytest.mark.parametrize("tile", [1, 3, 8, 128])
+def test_chunks_in_tiles_of_any_size(monkeypatch, tile):
+    monkeypatch.setattr(attention, "TILE", tile)
+    for window in (None, 1, 5, 16):
+        assert_equals_twin([[5, 2], [1, 3, 7, 4]], [6, 9], [6, 14], 8, window=window)
+
+
+def test_a_head_major_cache_is_read_where_it_lies():
+    """Of any other order in memory the whole cache would be copied for each layer."""
+    shape = (6, 4, 2, 8)
+    k_cache, v_cache = (attention.zeros_by_head(shape, torch.float32, CPU) for _ in "kv")
+    assert k_cache.shape == shape
+    memory = attention.Memory(k_cache, v_cache, {})
+    assert memory.k.data_ptr() == k_cache.data_ptr()
+    store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8), k_cache, v_cache, torch.tensor([9]))
+    assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
+
+
+def test_the_next_layer_gathers_into_the_same_memory():
+    """Its last contents, poison here, must not matter."""
+    batch = make_batch([[1, 2], [3, 4]], [1, 3], [6, 7])
+    caches = poisoned_cache(5, 4, 2, 8, [[1, 2], [3, 4]], [1, 3], [6, 7])
+    q = torch.randn(4, 4, 8)
+    first = paged_attention(q, *caches, batch, 0.3)
+    places = {name: memory.data_ptr() for name, memory in batch.scratch.items()}
+    for memory in batch.scratch.values():
+        memory.fill_(float("nan"))
+    assert torch.equal(paged_attention(q, *caches, batch, 0.3), first)
+    assert {name: memory.data_ptr() for name, memory in batch.scratch.items()} == places
 
 
 def test_a_table_wider_than_the_sequence_is_not_read_to_its_end():

@@ -111,7 +111,7 @@ def test_an_engine_without_the_operators_gives_the_same_text(checkpoints, refere
 def test_bfloat16_is_as_near_to_the_truth_as_transformers_bfloat16(checkpoints, name):
     """Logprobs of a prompt, in chunks that decode rows and tiles both see. Two roundings of one
     number differ, so the measure is the distance from the float32 reference."""
-    prompt = [int(i) for i in torch.randint(256, (150,), generator=torch.Generator().manual_seed(2))]
+    prompt = torch.randint(256, (150,), generator=torch.Generator().manual_seed(2)).tolist()
     truth, theirs = (
         Reference(checkpoints[name], dtype).model(torch.tensor([prompt])).logits[0].float()
         .log_softmax(-1)[:-1].gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
