@@ -526,3 +526,11 @@ def test_the_largest_step_has_drafts_for_all(qwen3):
     llm.runner.run_largest_step()
     step, = launched
     assert list(step.num_new_tokens.values()) == [8, 6, 6] and len(step.samples()) == 18
+
+
+@pytest.mark.parametrize("draft, window", [("mistral", 14), ("qwen3-tied", None)])
+def test_blocks_are_kept_for_the_network_that_looks_back_furthest(checkpoints, draft, window):
+    """Given back too early, they would hold other requests' KV: right text, worse guesses."""
+    llm = start(checkpoints["mistral"], speculative_config=dict(
+        SMALL, model=str(checkpoints[draft])))
+    assert llm.model_config.window == 13 and llm.scheduler.window == window
