@@ -116,7 +116,7 @@ class RowState:
             self.counts[index] += 1
 
 
-def banned_ids(seq: Sequence, drafts: list[int] = ()) -> list[int]:
+def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     """Tokens that may not come next. A word of several tokens bans its last one, and only where the
     output ends with the others: of "a b c", c is banned behind "a b"."""
     num_output = seq.num_tokens - 1 - seq.num_prompt_tokens  # without the one that is sampled now

@@ -108,7 +108,8 @@ class EngineMetrics:
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        """A step has finished, and the sequences `grown` have got these tokens."""
+        """A step has finished, and the sequences `grown` have got these tokens (of several, a stop
+        string may still cut some off)."""
         now, stats = self.clock(), self.stats
         self.num_generation_tokens += sum(map(len, grown.values()))
         for seq in grown:

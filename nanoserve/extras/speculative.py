@@ -79,6 +79,8 @@ def check(config: EngineConfig, model_config: ModelConfig, tokenizer,
         asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
     else:
         _check_draft_model(asked, config, model_config, tokenizer, say)
+    say(f"speculative decoding: {method}, up to {asked['num_speculative_tokens']} guesses a step"
+        + (", which then runs without CUDA graphs" if config.device == "cuda" else ""))
     if config.async_scheduling:
         say("overlap is off: drafts follow tokens that the host must have seen")
     return replace(config, speculative_config=asked, async_scheduling=False)
@@ -90,11 +92,12 @@ def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelCon
     if asked.get("model") is None:
         raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
                          "small model with the same vocabulary")
-    name = asked["model"] = str(asked["model"])
+    name = str(asked["model"])
     try:
         folder = find_model(name)
+        asked["model"] = str(folder)  # where other ranks will look for it
         draft = ModelConfig.from_folder(folder)
-        config.check_ranks(draft) if not config.expert_parallel else None
+        replace(config, expert_parallel=False).check_ranks(draft)
     except ValueError as error:
         raise ValueError(f"speculative_config: {error}") from error
     if draft.vocab_size != model_config.vocab_size:
