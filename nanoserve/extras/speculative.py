@@ -156,8 +156,8 @@ class Record:
 
 
 class NgramGuesser:
-    """Copies what followed the last time. Who guesses wrong rests for 1, 2, 4, ... tokens: text
-    that does not repeat itself should cost as much as without."""
+    """Copies what followed the last time. Who guesses wrong rests for 1, 2, 4, ... tokens, and then
+    tries a single one: text that does not repeat itself should cost as much as without."""
 
     def __init__(self, asked: dict):
         self.num_drafts = asked["num_speculative_tokens"]
@@ -179,7 +179,8 @@ class NgramGuesser:
         at = record.index.find(token_ids)
         if at is None:
             return []
-        count, period = min(most, self.num_drafts), len(token_ids) - at
+        count = min(most, 1 if record.num_misses else self.num_drafts)
+        period = len(token_ids) - at
         drafts = token_ids[at:at + count]
         while len(drafts) < count:
             drafts.append(drafts[-period])
