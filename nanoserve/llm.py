@@ -203,9 +203,9 @@ class LLM:
                 request = self.requests.pop(one, None)
                 if request is None:
                     continue
-                request.flush()
-                for seq in request.sequences:
+                for seq in request.sequences:  # before its text, whose making may fail
                     self.scheduler.finish(seq, "abort")
+                request.flush()
                 for observer in self.observers:
                     observer.ended(request.sequences)
                 request.inbox.append(request.output())

@@ -64,11 +64,12 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, **loose)
 
 
-def assert_rounded_alike(got: torch.Tensor, expected: torch.Tensor, share: float = .99) -> None:
-    """float16 numbers are the same bit for bit, but for the few where another order of a sum turns
-    the scale. One rounding too few or too many shows in a tenth of them."""
+def assert_rounded_alike(got: torch.Tensor, expected: torch.Tensor, share: float = .999) -> None:
+    """float16 numbers are the same bit for bit, but for one in a thousand, or a single one, where
+    another order of a sum turns the scale. One rounding too few or too many shows in a tenth."""
     assert_same(got, expected)
-    assert got.dtype == torch.float32 or (got == expected).float().mean() > share
+    flips, allowed = int((got != expected).sum()), max(1, (1 - share) * got.numel())
+    assert got.dtype == torch.float32 or flips <= allowed
 
 
 def test_layers_can_be_given_either_module():

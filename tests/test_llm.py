@@ -1165,3 +1165,20 @@ def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
 def test_a_bad_word_that_is_no_text_is_refused(llm):
     with pytest.raises(ValueError, match="bad_words=.*no valid text"):
         run(llm, "x", SamplingParams(bad_words=["\ud800"]))
+
+
+def test_a_tokenizer_that_fails_at_an_abort_leaves_nothing_running(llm, monkeypatch):
+    """The request was forgotten first and its text made next: where that failed, its sequences went
+    on without anybody, and the next step ended in a KeyError."""
+    llm.add_request("gone", [1, 2, 3], SamplingParams(n=2, seed=1, max_tokens=20))
+    llm.step()
+    monkeypatch.setattr(llm.requests["gone"], "flush", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.abort_request("gone")
+    assert llm.scheduler.num_running == 0
+    while llm.has_unfinished_requests():  # the step in flight
+        llm.step()
+    blocks = llm.scheduler.blocks
+    assert blocks.num_free_blocks == blocks.num_blocks
+    output, = run(llm, [[5, 6]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
