@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from nanoserve.batch import Batch
@@ -45,9 +46,9 @@ class SamplingInputs:
     batch: Batch  # temperature and its like of every row
     all_greedy: bool = True
     any_min_p: bool = False
-    top_k_rows: torch.Tensor | None = None  # (r,) the rows that use top-k
+    top_k_rows: np.ndarray | None = None  # (r,) the rows that use top-k; kernels look themselves
     max_top_k: int = 0  # on the host, because it is the shape of a result
-    top_p_rows: torch.Tensor | None = None  # (r,)
+    top_p_rows: np.ndarray | None = None  # (r,)
     edits: Edits | None = None
     logprob_rows: list[int] | None = None  # rows that want logprobs ...
     logprob_rows_on_device: torch.Tensor | None = None  # (r,) ... the same on the device
@@ -79,10 +80,10 @@ class SamplingInputs:
         inputs.any_min_p = bool(host["min_p"][:s].any())
         top_k, top_p = host["top_k"][:s], host["top_p"][:s].view("float32")
         if len(rows := ((top_k > 0) & (top_k < vocab_size)).nonzero()[0]):
-            inputs.top_k_rows = here(rows, torch.int64)
+            inputs.top_k_rows = rows
             inputs.max_top_k = int(top_k[rows].max())
         if len(rows := (top_p < 1).nonzero()[0]):
-            inputs.top_p_rows = here(rows, torch.int64)
+            inputs.top_p_rows = rows
         return inputs
 
 
@@ -229,20 +230,22 @@ def apply_filters(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         floor = logits.amax(-1, keepdim=True) + batch.min_p.log()[:, None]
         logits.masked_fill_(logits < floor, float("-inf"))
     if inputs.top_k_rows is not None:
-        rows = logits[inputs.top_k_rows]
+        at = put(inputs.top_k_rows, torch.int64, device=logits.device)
+        rows = logits[at]
         best = rows.topk(inputs.max_top_k, dim=-1).values
         # The k-th best; equal logits all stay.
-        floor = best.gather(-1, batch.top_k[inputs.top_k_rows, None].long() - 1)
-        logits[inputs.top_k_rows] = rows.masked_fill(rows < floor, float("-inf"))
+        floor = best.gather(-1, batch.top_k[at, None].long() - 1)
+        logits[at] = rows.masked_fill(rows < floor, float("-inf"))
     if inputs.top_p_rows is not None:
-        values, order = logits[inputs.top_p_rows].sort(dim=-1, descending=True, stable=True)
+        at = put(inputs.top_p_rows, torch.int64, device=logits.device)
+        values, order = logits[at].sort(dim=-1, descending=True, stable=True)
         p = values.softmax(-1)
         # The mass *before* a token decides, so that the token which crosses top_p stays. Example:
         # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
-        drop = p.cumsum(-1) - p >= batch.top_p[inputs.top_p_rows, None]
+        drop = p.cumsum(-1) - p >= batch.top_p[at, None]
         drop[:, 0] = False  # the likeliest stays even where float32 rounds top_p to 0
         values.masked_fill_(drop, float("-inf"))
-        logits[inputs.top_p_rows] = values.scatter(-1, order, values)
+        logits[at] = values.scatter(-1, order, values)
     return logits
 
 
