@@ -71,41 +71,43 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     if kind not in batch.pieces:  # the first layer of its kind; the others find them here
         batch.pieces[kind] = [*_cut_decodes(batch, window, k_cache),
                               *_cut_chunks(batch, window, k_cache)]
-    memory = Memory(k_cache, v_cache, batch.scratch)
+    memory, pieces = Memory(k_cache, v_cache, batch), batch.pieces[kind]
+    if len(pieces) == 1:
+        return _attend(q, memory, pieces[0], scale, softcap)
     out = torch.empty_like(q)
-    for piece in batch.pieces[kind]:
-        attend = _attend_decodes if isinstance(piece, Decodes) else _attend_tile
-        out[piece.tokens] = attend(q[piece.tokens], memory, piece, scale, softcap)
+    for piece in pieces:
+        out[piece.tokens] = _attend(q[piece.tokens], memory, piece, scale, softcap)
     return out
 
 
 class Memory:
     """Both caches as (num_kv_heads * num_blocks, block_size * head_dim): a line is a head's block.
 
-    scratch: where copies are made, kept for the batch's next layer, because memory that is new to
-    a process costs more than what is written to it.
+    Copies are made in the batch's scratch memory, all of them at the same place, where they stay in
+    the processor's cache: keys are done with when values are wanted. It is kept for the next layer.
     """
 
-    def __init__(self, k_cache: torch.Tensor, v_cache: torch.Tensor,
-                 scratch: dict[str, torch.Tensor]):
+    def __init__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch):
         self.num_kv_heads, self.head_dim = k_cache.shape[2:]
-        self.scratch = scratch
+        self.batch = batch
         # Views of a head-major cache; of any other one these are copies: right, but slow.
         self.k, self.v = (cache.permute(2, 0, 1, 3).flatten(0, 1).flatten(1)
                           for cache in (k_cache, v_cache))
 
-    def gather(self, lines: torch.Tensor, size: int,
-               part: str = "own") -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of some blocks, each (size, keys, head_dim), until `part` is gathered again."""
-        return tuple(self._copy(source, lines, f"{part} {name}").view(size, -1, self.head_dim)
-                     for source, name in ((self.k, "k"), (self.v, "v")))
-
-    def _copy(self, source: torch.Tensor, lines: torch.Tensor, name: str) -> torch.Tensor:
+    def gather(self, source: torch.Tensor, lines: torch.Tensor, size: int) -> torch.Tensor:
+        """Some blocks of `k` or `v` as (size, keys, head_dim), until the next call."""
         wanted = len(lines) * source.shape[1]
-        if name not in self.scratch or len(self.scratch[name]) < wanted:
-            self.scratch[name] = source.new_empty(wanted)
-        into = self.scratch[name][:wanted].view(len(lines), -1)
-        return torch.index_select(source, 0, lines, out=into)
+        if self.batch.scratch.numel() < wanted:
+            self.batch.scratch = source.new_empty(wanted)
+        into = self.batch.scratch[:wanted].view(len(lines), -1)
+        return torch.index_select(source, 0, lines, out=into).view(size, -1, self.head_dim)
+
+
+def _attend(q: torch.Tensor, memory: Memory, piece: "Decodes | Tile", scale: float,
+            softcap: float | None) -> torch.Tensor:
+    """q: the queries of the piece, (n, num_heads, head_dim). Returns the same shape."""
+    attend = _attend_decodes if isinstance(piece, Decodes) else _attend_tile
+    return attend(q, memory, piece, scale, softcap)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
@@ -127,7 +129,7 @@ class Decodes:
     tokens: slice | torch.Tensor  # the rows, which are also tokens
     lines: torch.Tensor  # (rows * kv_heads * width,) in `Memory`
     hidden: torch.Tensor  # (rows, 1, 1, keys) what a row doesn't see of them: padding, old keys
-    unseen: torch.Tensor  # the same as places in (rows * kv_heads * keys)
+    unseen: torch.Tensor  # as places in (rows * kv_heads * keys), but for padding that does no harm
     shared: torch.Tensor | None  # (kv_heads * shared width,)
 
 
@@ -147,14 +149,19 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor) -> lis
         width = int(widths[longest_first[0]])
         fit = max(1, MAX_GATHERED_KEYS // (width * block_size))
         rows, longest_first = np.sort(longest_first[:fit]), longest_first[fit:]
-        columns = first[rows, None] + np.arange(width)  # (rows, width); beyond the table: hidden
-        blocks = tables[rows[:, None], np.minimum(columns, tables.shape[1] - 1)]
+        columns = first[rows, None] + np.arange(width)  # (rows, width)
+        # What a shorter row has too many is hidden. Where it has a block all of whose keys it sees,
+        # that one is read in their place, so that nothing there has to be overwritten.
+        last, clean = (seq_lens[rows, None] - 1) // block_size, first[rows, None]
+        clean = clean + (window is not None)
+        padding = (columns > last) & ((clean + 1) * block_size <= seq_lens[rows, None])
+        blocks = tables[rows[:, None], np.where(padding, clean, np.minimum(columns, last))]
         positions = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(
             len(rows), -1)  # (rows, keys)
         hidden = positions >= seq_lens[rows, None]
         if window is not None:
             hidden |= positions < seq_lens[rows, None] - window
-        row, key = hidden.nonzero()
+        row, key = (hidden & ~padding.repeat(block_size, axis=1)).nonzero()
         unseen = (row[:, None] * num_kv_heads + np.arange(num_kv_heads)) * hidden.shape[1]
         in_one = rows[-1] - rows[0] + 1 == len(rows)
         put = _to(k_cache.device)
@@ -190,21 +197,23 @@ def _attend_decodes(q: torch.Tensor, memory: Memory, rows: Decodes, scale: float
     num_rows, num_heads, head_dim = q.shape
     kv_heads = memory.num_kv_heads
     by_row = q.view(num_rows, kv_heads, -1, head_dim)
-    k, v = memory.gather(rows.lines, num_rows * kv_heads)
+    k = memory.gather(memory.k, rows.lines, num_rows * kv_heads)
     scores = _scores(by_row.flatten(0, 1), k, scale, softcap)
     scores = scores.view(*by_row.shape[:3], -1).masked_fill_(rows.hidden, float("-inf"))
+    if rows.shared is not None:
+        by_head = by_row.transpose(0, 1).flatten(1, 2)  # (kv_heads, rows * group, head_dim)
+        k = memory.gather(memory.k, rows.shared, kv_heads)
+        shared = _scores(by_head, k, scale, softcap).view(kv_heads, num_rows, -1, k.shape[1])
+        scores = torch.cat((shared.transpose(0, 1), scores), dim=-1)
+    weights = scores.softmax(-1)
+    num_own = weights.shape[-1] - (0 if rows.shared is None else k.shape[1])
+    v = memory.gather(memory.v, rows.lines, num_rows * kv_heads)
     v.view(-1, head_dim).index_fill_(0, rows.unseen, 0)  # 0 * inf is NaN: no weight is not enough
-    if rows.shared is None:
-        return (scores.softmax(-1).flatten(0, 1) @ v).view(q.shape)
-    shared_k, shared_v = memory.gather(rows.shared, kv_heads, "shared")
-    by_head = by_row.transpose(0, 1).flatten(1, 2)  # (kv_heads, rows * group, head_dim)
-    shared = _scores(by_head, shared_k, scale, softcap)
-    shared = shared.view(kv_heads, num_rows, -1, shared.shape[-1]).transpose(0, 1)
-    weights = torch.cat((shared, scores), dim=-1).softmax(-1)
-    shared, own = weights.split((shared.shape[-1], scores.shape[-1]), dim=-1)
-    out = (own.flatten(0, 1) @ v).view(by_row.shape)
-    shared = shared.transpose(0, 1).flatten(1, 2) @ shared_v  # (kv_heads, rows * group, head_dim)
-    out += shared.view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
+    out = (weights[..., -num_own:].flatten(0, 1) @ v).view(by_row.shape)
+    if rows.shared is not None:
+        v = memory.gather(memory.v, rows.shared, kv_heads)
+        shared = weights[..., :-num_own].transpose(0, 1).flatten(1, 2) @ v
+        out += shared.view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
     return out.view(q.shape)
 
 
@@ -251,13 +260,15 @@ def _attend_tile(q: torch.Tensor, memory: Memory, tile: Tile, scale: float,
                  softcap: float | None) -> torch.Tensor:
     """q: (queries, num_heads, head_dim). Returns the same shape."""
     kv_heads, head_dim = memory.num_kv_heads, memory.head_dim
-    k, v = memory.gather(tile.lines, kv_heads)  # (kv_heads, keys, head_dim)
-    v[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
     by_head = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    k = memory.gather(memory.k, tile.lines, kv_heads)  # (kv_heads, keys, head_dim)
     scores = _scores(by_head.reshape(kv_heads, -1, head_dim), k, scale, softcap)
     scores = scores.view(*by_head.shape[:3], -1)  # (kv_heads, group, queries, keys)
     scores[..., -tile.hidden.shape[1]:].masked_fill_(tile.hidden, float("-inf"))
-    out = scores.softmax(-1).flatten(1, 2) @ v  # (kv_heads, group * queries, head_dim)
+    weights = scores.softmax(-1).flatten(1, 2)  # (kv_heads, group * queries, keys)
+    v = memory.gather(memory.v, tile.lines, kv_heads)
+    v[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
+    out = weights @ v  # (kv_heads, group * queries, head_dim)
     return out.view(by_head.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -77,7 +77,7 @@ class Batch:
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
-    scratch: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False)
 
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":

@@ -111,6 +111,8 @@ class Linear(nn.Module):
         size = sum(rows.size for rows in parts.values())
         self.weight = on.weight(size, inputs.size)
         self.bias = on.weight(size) if bias else None
+        self.keeps_plain = False  # the weight as loaded, beside the packed one: see packing.py
+        self.plain: torch.Tensor | None = None
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
         """What has to be loaded: (parameter, part), the part None where there is only one."""
@@ -129,14 +131,15 @@ class Linear(nn.Module):
             start += rows.size
 
     def finish_loading(self) -> None:
-        """All parts are in place, and the weight can be packed. The plain one is freed."""
+        """All parts are in place, and the weight can be packed. The plain one is freed, or not."""
         if self.packed:
+            self.plain = self.weight.data if self.keeps_plain else None
             self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.inputs.is_whole:
-            return linear(x, self.weight, self.bias)
-        out = self.ranks.all_reduce(linear(x, self.weight))
+            return linear(x, self.weight, self.bias, self.plain)
+        out = self.ranks.all_reduce(linear(x, self.weight, None, self.plain))
         # After the sum, or it would be added once a rank (nano-vllm #125).
         return out if self.bias is None else out + self.bias
 
@@ -167,7 +170,9 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The tied LM head: (num_rows, hidden_size) -> (num_rows, this rank's tokens)"""
-        return linear(hidden, self.weight if self.packed_head is None else self.packed_head)
+        if self.packed_head is None:
+            return linear(hidden, self.weight)
+        return linear(hidden, self.packed_head, None, self.weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tokens.is_whole:

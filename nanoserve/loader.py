@@ -43,6 +43,8 @@ EXPERT_PARTS = {"gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj
 EXPERT_PARTS |= {w: EXPERT_PARTS[leaf] for w, leaf in
                  (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))}
 
+DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
+
 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                  show_progress: bool = True) -> None:
@@ -94,6 +96,7 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
 
     Each parameter has a seed of its own, so that what all ranks must have alike (a router) is
     alike. Equal shares of a matrix are alike, too: it is not the model that one rank would have.
+    A large one repeats its first million numbers: half a billion would take half a minute.
     """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -103,7 +106,10 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
             else:
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 deviation = max(parameter.shape[-1], 1) ** -0.5  # a share may be empty
-                parameter.normal_(0, deviation, generator=generator)
+                numbers = parameter.new_empty(min(parameter.numel(), DUMMY_NUMBERS)).normal_(
+                    0, deviation, generator=generator)
+                for part in parameter.view(-1).split(DUMMY_NUMBERS):
+                    part.copy_(numbers[:len(part)])
     _finish(model)
 
 

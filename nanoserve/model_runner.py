@@ -36,9 +36,15 @@ from nanoserve.attention import zeros_by_head
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig
 from nanoserve.graphs import CudaGraph, DecodeGraphs
-from nanoserve.layers import Placement
+from nanoserve.layers import Linear, Placement
 from nanoserve.loader import load_dummy_weights, load_weights
-from nanoserve.memory import cpu_budget, gpu_budget, largest_step
+from nanoserve.memory import (
+    cpu_budget,
+    gpu_budget,
+    keep_freed_memory,
+    largest_step,
+    plenty_for_weights,
+)
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
@@ -79,11 +85,17 @@ class ModelRunner:
             # pieces of its KV cache would keep the rest of them from being of use.
             self.device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.empty_cache()
+        else:
+            keep_freed_memory()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
         placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
                               packed=config.device == "cpu" and self.kernels is None)
         self.model = Decoder(model_config, placement, config.expert_parallel)
+        if placement.packed and plenty_for_weights(
+                sum(weight.nbytes for weight in self.model.parameters()), ranks.local_size):
+            for part in self.model.modules():
+                part.keeps_plain = isinstance(part, Linear)
         if config.load_format == "dummy":
             load_dummy_weights(self.model, config.seed)
         else:

@@ -10,6 +10,10 @@ reorders them in every call, which for few tokens takes as long as the product i
 So weights are reordered once, when they are loaded, one after the other: there is never more than
 one matrix of both kinds. A packed weight is opaque: it has a shape, but no rows that can be read.
 
+A single token is another matter. Its product is reading the weight, and torch's own matrix-vector
+product, without oneDNN, reads the plain one as fast as memory gives it, a quarter faster than any
+other way. So where there is plenty of memory the plain weight is kept for it (`plain`).
+
 Invariant: `linear` gives what `F.linear` gives, up to rounding, for whatever `pack` returns; and
 that is the weight itself where packing is of no use, or these operators are not there. They are
 torch's own, but private (its compiler inserts them), so that they are tried out before they are
@@ -25,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 TYPICAL_ROWS = 64  # tokens for which the order is chosen; within a few percent it serves any number
+MIN_ROWS = 4  # what a product of fewer takes longer than: up to a quarter, measured
 DTYPES = (torch.bfloat16, torch.float32)  # in float16 few CPUs multiply
 
 
@@ -35,11 +40,20 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias. x: (rows, inputs); weight: packed, or (outputs, inputs)."""
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+           plain: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias. x: (rows, inputs); weight: packed, or (outputs, inputs); plain: what was
+    packed, if it was kept."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    if len(x) == 1 and plain is not None and x.dtype == torch.bfloat16:  # in float32 it is slower
+        torch._C._set_mkldnn_enabled(False)  # for the process: others' products go on, but slower
+        try:
+            return F.linear(x, plain, bias)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+    padded = x if len(x) >= MIN_ROWS else F.pad(x, (0, 0, 0, MIN_ROWS - len(x)))
+    return torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")[:len(x)]
 
 
 @cache
@@ -53,7 +67,9 @@ def works(dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False  # there, but emulated
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
-        difference = linear(x, packed) - F.linear(x, weight)
+        products = linear(x, packed), linear(x[:1], packed), linear(x[:1], packed, None, weight)
     except (AttributeError, RuntimeError):  # no such operator; or not with these arguments
         return False
-    return packed.is_mkldnn and bool(difference.abs().max() < 0.1)
+    plain = F.linear(x, weight)
+    return packed.is_mkldnn and all(
+        bool((product - plain[:len(product)]).abs().max() < 0.1) for product in products)

@@ -36,7 +36,7 @@ from nanoserve.controls import Edits, gather_edits
 from nanoserve.sequence import Sequence
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2 ** 64  # SplitMix64's increment: 2^64 / golden ratio, odd; as int64
-MAX_CHUNK = 512
+MIN_CHUNK, MAX_CHUNK = 32, 512
 
 
 @dataclass
@@ -181,9 +181,9 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs,
     if edits is not None:
         edited = edits.apply(logits.index_select(0, edits.rows).float())
     if inputs.all_greedy or len(logits) == 0:
-        greedy = logits.argmax(-1)
+        greedy = likeliest(logits)
         if edits is not None:
-            greedy[edits.rows] = edited.argmax(-1)
+            greedy[edits.rows] = likeliest(edited)
         return greedy
     if edits is not None:
         logits = logits.float().index_copy(0, edits.rows, edited)
@@ -193,7 +193,20 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs,
     divisor = torch.where(is_greedy, 1.0, batch.temperature)[:, None]
     filtered = apply_filters(logits.float() / divisor, inputs)
     drawn = draw(filtered.softmax(-1), uniforms(batch.seeds, sampled_positions(batch)))
-    return torch.where(is_greedy, logits.argmax(-1), drawn)
+    return torch.where(is_greedy, likeliest(logits), drawn)
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """`logits.argmax(-1)`, (s,) int64: the first of the highest. In two levels, as `draw` does it:
+    maxima are found many numbers at a time, and only in one chunk a row the place is looked for."""
+    s, vocab_size = logits.shape
+    size = chunk_size(vocab_size)
+    if size < MIN_CHUNK:
+        return logits.argmax(-1)
+    chunks = logits.reshape(s, vocab_size // size, size)
+    chunk = chunks.amax(-1).argmax(-1)  # (s,)
+    token = chunks[torch.arange(s, device=logits.device), chunk].argmax(-1)
+    return chunk * size + token
 
 
 def choose_by_kernels(logits: torch.Tensor, batch: Batch, kernels: ModuleType,
@@ -249,10 +262,15 @@ def apply_filters(logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     return logits
 
 
+def chunk_size(vocab_size: int) -> int:
+    """A power of two that divides the vocabulary: 128 of 151,936."""
+    return min(vocab_size & -vocab_size, MAX_CHUNK)
+
+
 def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """One token a row by inverse CDF in two levels. probs: (s, vocab_size), uniform: (s,)."""
     s, vocab_size = probs.shape
-    size = min(vocab_size & -vocab_size, MAX_CHUNK)  # a power of two that divides the vocabulary
+    size = chunk_size(vocab_size)
     chunks = probs.view(s, -1, size)
     sums = chunks.sum(-1, dtype=torch.float64).cumsum(-1)  # (s, vocab_size / size)
     target = uniform[:, None] * sums[:, -1:]

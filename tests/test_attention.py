@@ -266,7 +266,7 @@ def test_a_head_major_cache_is_read_where_it_lies():
     shape = (6, 4, 2, 8)
     k_cache, v_cache = (attention.zeros_by_head(shape, torch.float32, CPU) for _ in "kv")
     assert k_cache.shape == shape
-    memory = attention.Memory(k_cache, v_cache, {})
+    memory = attention.Memory(k_cache, v_cache, make_batch([[1]], [1], [1]))
     assert memory.k.data_ptr() == k_cache.data_ptr()
     store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8), k_cache, v_cache, torch.tensor([9]))
     assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
@@ -278,11 +278,9 @@ def test_the_next_layer_gathers_into_the_same_memory():
     caches = poisoned_cache(5, 4, 2, 8, [[1, 2], [3, 4]], [1, 3], [6, 7])
     q = torch.randn(4, 4, 8)
     first = paged_attention(q, *caches, batch, 0.3)
-    places = {name: memory.data_ptr() for name, memory in batch.scratch.items()}
-    for memory in batch.scratch.values():
-        memory.fill_(float("nan"))
+    place = batch.scratch.fill_(float("nan")).data_ptr()
     assert torch.equal(paged_attention(q, *caches, batch, 0.3), first)
-    assert {name: memory.data_ptr() for name, memory in batch.scratch.items()} == places
+    assert batch.scratch.data_ptr() == place
 
 
 def test_a_table_wider_than_the_sequence_is_not_read_to_its_end():

@@ -8,8 +8,9 @@ import torch
 from conftest import Reference
 from torch.testing import assert_close
 
-from nanoserve import LLM, SamplingParams, packing
+from nanoserve import LLM, SamplingParams, memory, packing
 from nanoserve.layers import Embedding, Linear, Placement
+from nanoserve.model import Decoder
 from nanoserve.packing import linear, pack, works
 from nanoserve.parallel import Span
 
@@ -57,6 +58,44 @@ def test_a_packed_product_is_the_plain_one(shape, dtype):
     assert torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_single_row_may_read_the_plain_weight(shape, dtype):
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
+    for bias in (None, torch.randn(shape[0], generator=generator).to(dtype)):
+        for rows in (0, 1, 2):
+            x = torch.randn(rows, shape[1] + 3, generator=generator).to(dtype)[:, 3:]
+            close(linear(x, pack(weight), bias, weight), x, weight, bias)
+    assert torch.backends.mkldnn.enabled  # for everybody else, as before
+
+
+def test_a_failed_product_leaves_torch_as_it_was():
+    weight = torch.randn(8, 4, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        linear(torch.randn(1, 5, dtype=torch.bfloat16), pack(weight), None, weight)
+    assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("plenty", [False, True])
+def test_plain_weights_are_kept_where_there_is_plenty_of_memory(checkpoints, monkeypatch, plenty):
+    """The free memory is four times the weights, or a byte less; then their text is compared."""
+    prompt, params = list(range(30)), SamplingParams(temperature=0, max_tokens=6)
+    options = dict(dtype="bfloat16", num_gpu_blocks_override=64)
+    llm = LLM(checkpoints["qwen3"], kernels="torch", **options)
+    expected = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    model = Decoder(llm.runner.model_config, Placement(torch.bfloat16, CPU))  # as it is loaded
+    free = 4 * sum(weight.nbytes for weight in model.parameters()) - (not plenty)
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: free)
+    llm = LLM(checkpoints["qwen3"], **options)
+    linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
+    assert len(linears) > 4
+    for part in linears:
+        assert (part.plain is not None) == (plenty and part.packed)
+        assert part.plain is None or part.plain.shape == part.weight.shape
+    assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
 def test_what_is_not_packed():
     """float16, which few CPUs multiply, and shares of nothing."""
     for weight in (torch.zeros(4, 4, dtype=torch.float16), torch.zeros(0, 4), torch.zeros(4, 0)):
@@ -71,7 +110,7 @@ def test_without_the_operators_weights_stay_as_they_are(without_operators):
 
 def test_operators_with_other_results_are_not_trusted(monkeypatch):
     works.cache_clear()
-    monkeypatch.setattr(packing, "linear", lambda x, weight, bias=None: x.new_zeros(len(x), 56))
+    monkeypatch.setattr(packing, "linear", lambda x, *args: x.new_zeros(len(x), 56))
     assert not works(torch.float32)
     works.cache_clear()
 

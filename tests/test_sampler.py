@@ -15,7 +15,7 @@ import torch
 from conftest import Reference, sampling_batch
 
 from nanoserve import LLM, sampler
-from nanoserve.sampler import SamplingInputs, apply_filters, draw, put, sample
+from nanoserve.sampler import SamplingInputs, apply_filters, draw, likeliest, put, sample
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
@@ -479,3 +479,29 @@ def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest():
     logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     tokens = sample(logits, SamplingInputs.of(seqs, sampling_batch(seqs), 64)).token_ids
     assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 96, 1000, 1024, 4096 + 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_likeliest_is_the_first_of_the_highest(vocab_size, dtype):
+    """Python's own max, which takes the first, is the oracle: there are few values and many ties,
+    everything may be excluded, and infinities are numbers."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randint(-3, 4, (40, vocab_size), generator=generator).to(dtype)
+    logits[1] = float("-inf")
+    logits[2, vocab_size // 2] = float("inf")
+    logits[3, :-1] = float("-inf")
+    expected = [max(range(vocab_size), key=row.__getitem__) for row in logits.tolist()]
+    assert likeliest(logits).tolist() == expected
+    assert likeliest(logits[:, :vocab_size]).dtype == torch.int64
+    assert likeliest(logits[::2]).tolist() == expected[::2]
+    assert likeliest(logits[:0]).tolist() == []
+
+
+def test_the_likeliest_of_nans_is_a_token():
+    """An overflow in one request must not end the others'."""
+    logits = torch.zeros(3, 256)
+    logits[0] = float("nan")
+    logits[1, 100], logits[2, 7] = float("nan"), 1
+    tokens = likeliest(logits).tolist()
+    assert tokens[2] == 7 and all(0 <= token < 256 for token in tokens)
