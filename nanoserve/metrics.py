@@ -109,9 +109,10 @@ class EngineMetrics:
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
     def updated(self, step: Step, grown: list[Sequence]) -> None:
-        """A step has finished, and the sequences `grown` have got a token."""
+        """A step has finished, and the sequences `grown` have got a token, or been pooled."""
         now, stats = self.clock(), self.stats
-        self.num_generation_tokens += len(grown)
+        if grown and grown[0].num_tokens > grown[0].num_prompt_tokens:  # else all were pooled
+            self.num_generation_tokens += len(grown)
         for seq in grown:
             request = stats[seq]
             request.last_token_ts = now

@@ -62,12 +62,13 @@ class ModelRunner:
     """Weights, KV cache and buffers on one device, which is one rank's.
 
     config: resolved, `device` and `dtype` included. folder: the checkpoint's. graph_class: what
-    records decode steps; a stand-in records them on a CPU, too.
+    records decode steps; a stand-in records them on a CPU, too. pooler: takes the LM head's place,
+    and is asked in the sampler's (`attach`, `unused` and `pool`, see extras/pooling.py).
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
-                 ranks: Ranks = SOLO, graph_class: type = CudaGraph):
-        self.config = config
+                 ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler=None):
+        self.config, self.pooler = config, pooler
         self.model_config = model_config
         self.ranks = ranks
         self.device = torch.device(config.device)
@@ -84,10 +85,13 @@ class ModelRunner:
         placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
                               packed=config.device == "cpu" and self.kernels is None)
         self.model = Decoder(model_config, placement, config.expert_parallel)
+        if pooler is not None:
+            pooler.attach(self.model, placement)
         if config.load_format == "dummy":
             load_dummy_weights(self.model, config.seed)
         else:
-            load_weights(self.model, model_config, folder, show_progress=ranks.rank == 0)
+            load_weights(self.model, model_config, folder, ranks.rank == 0,
+                         pooler.unused if pooler is not None else ())
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
@@ -144,10 +148,16 @@ class ModelRunner:
         self.allocate_kv_cache(1, self.config.max_model_len)
         with self.ranks.waiting():
             if self.ranks.rank == 0:
-                self.launch(largest_step(self.config, MAX_PROMPT_LOGPROB_ROWS)).tolist()
+                self.launch(largest_step(self.config, self._max_positions)).tolist()
             else:
                 self.serve_one()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
+
+    @property
+    def _max_positions(self) -> int:
+        """Prompt positions that a step looks at together: slice by slice where they get logits."""
+        return MAX_PROMPT_LOGPROB_ROWS if self.pooler is None else (
+            self.config.max_num_batched_tokens)
 
     def agree_on_cache(self, num_blocks: int = 0, max_model_len: int = 0) -> tuple[int, int]:
         """What rank 0 has made of the count goes to all, who return it."""
@@ -188,7 +198,8 @@ class ModelRunner:
     def wants_graphs(self) -> bool:
         """Plain torch operators ask the host for lengths, and collectives of several ranks have not
         been tried in a graph: neither is recorded."""
-        return (not self.config.enforce_eager and self.kernels is not None and self.ranks.size == 1
+        return (not self.config.enforce_eager and self.pooler is None
+                and self.kernels is not None and self.ranks.size == 1
                 and (self.device.type == "cuda" or self.graph_class is not CudaGraph))
 
     @torch.inference_mode()
@@ -224,6 +235,8 @@ class ModelRunner:
             if self.ranks.size > 1:
                 self._broadcast(buffer)
             batch = self.builder.unpack(buffer)
+            if self.pooler is not None:
+                return self.pooler.pool(self._forward(batch), batch)
             inputs = SamplingInputs.of(step.sampling, batch, self.model_config.vocab_size)
             if size is not None:
                 output = self._replay(batch, inputs, size)
@@ -319,6 +332,8 @@ class ModelRunner:
                 return False
             batch = self.builder.unpack(buffer)
             hidden = self._forward(batch)
+            if self.pooler is not None:
+                return True  # rank 0 has the hidden states, and needs nobody else
             self.model.compute_logits(hidden[batch.logits_indices])
             for some in _slices(len(batch.prompt_logprob_indices)):
                 self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]])
@@ -354,11 +369,11 @@ def _slices(count: int) -> list[slice]:
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path]) -> None:
+def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path, object]) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder = payload
+    config, folder, pooler = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks)
+    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler)
     runner.count_kv_blocks()
     runner.allocate_kv_cache(*runner.agree_on_cache())
     runner.serve()

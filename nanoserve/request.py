@@ -171,18 +171,12 @@ class InputProcessor:
                 priority: int = 0) -> Request:
         """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
         parameters out of range, or a priority that would have no effect."""
-        if type(priority) is not int:
-            raise ValueError(f"priority must be a whole number, got {priority!r}")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority={priority} has no effect with scheduling_policy='fcfs': "
-                             "make the engine with scheduling_policy='priority'")
+        self.check_envelope(request_id, priority)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         # A copy: making it checks the fields once more, because the caller may have changed them
         # since, and may change them again while the request runs.
         params = replace(params or self.default_sampling_params())
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a str, got {request_id!r}")
         text, ids = self.read_prompt(prompt)
         limit = self.config.max_model_len
         if len(ids) >= limit:  # with 1,024: a prompt of 1,023 leaves room for one token, 1,024 none
@@ -204,6 +198,16 @@ class InputProcessor:
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
                        bad_word_ids, self.tokenizer,
                        stats=RequestStateStats(arrival_time=time.time()))
+
+    def check_envelope(self, request_id: str, priority: int) -> None:
+        """What any request has, whatever it asks for."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a str, got {request_id!r}")
+        if type(priority) is not int:
+            raise ValueError(f"priority must be a whole number, got {priority!r}")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(f"priority={priority} has no effect with scheduling_policy='fcfs': "
+                             "make the engine with scheduling_policy='priority'")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """What is indexed with must be there: on a GPU a wrong index ends the whole process."""

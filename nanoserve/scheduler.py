@@ -231,8 +231,9 @@ class Scheduler:
     def update(self, step: Step, sampled: list[int]) -> list[Sequence]:
         """Take a finished step into account; steps come back in the order they were scheduled.
 
-        sampled: one token for each of `step.sampling`. Returns the sequences that got a token;
-        some of them have finished (`finish_reason`).
+        sampled: one token for each of `step.sampling`, or None where a prompt is pooled, which has
+        nothing to come after it. Returns the sequences that got that; some of them have finished
+        (`finish_reason`).
         """
         assert self.in_flight and self.in_flight[0] is step, (
             f"step {step.index} is not the oldest step in flight")
@@ -247,7 +248,8 @@ class Scheduler:
         for seq, token_id in zip(step.sampling, sampled, strict=True):
             seq.num_unknown_tokens -= 1
             if seq.finish_reason is None:
-                seq.token_ids.append(token_id)
+                if token_id is not None:
+                    seq.token_ids.append(token_id)
                 grown.append(seq)
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():

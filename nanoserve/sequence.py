@@ -13,7 +13,8 @@ The glossary. These words mean one thing each, everywhere:
     num_inflight_tokens  how many more a launched, unfinished step is computing
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
-    num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob
+    num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob, or
+                           (pooling) their hidden state
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
@@ -211,3 +212,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return any(sample.finish_reason == "abort" for sample in self.outputs)

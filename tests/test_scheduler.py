@@ -859,3 +859,56 @@ def test_the_audit_names_each_kind_of_corruption(corrupt, message):
     corrupt(scheduler, seq)
     with pytest.raises(AssertionError, match=message):
         scheduler.check()
+
+
+# -------------------------------------------------------------------- pooling
+
+
+def add_pooled(scheduler: Scheduler, num_positions: int = 0) -> Sequence:
+    """Queue 13 tokens, always the same, of which the first `num_positions` are to be handed out."""
+    seq = Sequence("P", list(range(100, 113)), SamplingParams(), max_num_tokens=13)
+    seq.num_prompt_logprobs = num_positions
+    scheduler.add(seq)
+    return seq
+
+
+def test_a_pooled_prompt_ends_in_the_step_that_completes_it():
+    """Nothing is sampled (None stands in the place of its token), its blocks are found by the next
+    one, and it never gets longer than it came. Also with a step in flight."""
+    for overlap in (False, True):
+        scheduler = make(budget=8)
+        seq = add_pooled(scheduler)
+        first = scheduler.schedule()
+        assert first.sampling == []
+        if not overlap:
+            assert scheduler.update(first, []) == []
+        second = scheduler.schedule()
+        assert second.sampling == [seq] and second.num_new_tokens[seq] == 5
+        if overlap:
+            assert scheduler.schedule().num_new_tokens == {}  # there is nothing left to compute
+            assert scheduler.update(first, []) == []
+        scheduler.check()
+        assert scheduler.update(second, [None]) == [seq]
+        scheduler.check()
+        assert seq.finish_reason == "length" and len(seq.token_ids) == 13
+        assert scheduler.blocks.num_free_blocks == 64 and not scheduler.has_unfinished()
+        again = add_pooled(scheduler)
+        step = scheduler.schedule()
+        assert again.num_cached_tokens == 12 and step.num_new_tokens[again] == 1
+
+
+def test_a_prompt_of_which_every_position_counts_is_not_read_from_the_cache():
+    """MEAN pooling over a prefix hit was silently wrong (BUGS 36)."""
+    scheduler = make(budget=8)
+    add_pooled(scheduler)
+    for step in (scheduler.schedule(), scheduler.schedule()):
+        scheduler.update(step, [None] * len(step.sampling))
+    seq = add_pooled(scheduler, num_positions=13)
+    step = scheduler.schedule()
+    assert step.prompt_logprob_positions == {seq: range(0, 8)} and seq.num_cached_tokens == 0
+    scheduler.update(step, [])
+    step = scheduler.schedule()
+    assert step.prompt_logprob_positions == {seq: range(8, 13)}
+    scheduler.update(step, [None])
+    scheduler.check()
+    assert seq.finish_reason == "length"
