@@ -62,6 +62,7 @@ class EngineConfig:
     runner: str = "auto"  # "auto": what the checkpoint is made for, by its architecture's name
     convert: str = "auto"  # what a generator's checkpoint becomes when it pools
     pooler_config: object = None  # a dict, or extras.pooling.PoolerConfig
+    speculative_config: dict | None = None  # who guesses what comes: extras/speculative.py
     trace: str | None = None  # a .html or .json file in which every step is recorded
 
     def __post_init__(self):
@@ -96,7 +97,20 @@ class EngineConfig:
                                        or not Path(self.trace).parent.is_dir()):
             raise ValueError(f"trace={self.trace!r} must name a file in a folder that exists, "
                              "ending in .html (a page to look at) or .json (for Perfetto)")
+        if not isinstance(self.speculative_config, (dict, type(None))):
+            raise ValueError("speculative_config must be a dict such as {'method': 'ngram', "
+                             f"'num_speculative_tokens': 5}}, got {self.speculative_config!r}")
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
+    def num_drafts(self) -> int:
+        """How many tokens a step may guess for a row."""
+        return (self.speculative_config or {}).get("num_speculative_tokens", 0)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The folder or hub id of the network that guesses, if one does."""
+        return (self.speculative_config or {}).get("model")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:

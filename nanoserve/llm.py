@@ -70,6 +70,9 @@ class LLM:
         if config.runner == "pooling":
             from nanoserve.extras.pooling import prepare  # here: the core runs without extras
             pooler, make_inputs = prepare(config, self.model_config, folder, self.tokenizer)
+        if config.speculative_config is not None:
+            from nanoserve.extras.speculative import check
+            config = check(config, self.model_config, self.tokenizer, _say)
         ranks = _start_ranks(config, folder, pooler)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
@@ -89,6 +92,10 @@ class LLM:
         if config.trace is not None:
             from nanoserve.extras.recorder import attach  # here: the core runs without extras
             self.trace = attach(self, config.trace, _say)
+        self.drafter = None
+        if config.speculative_config is not None:
+            from nanoserve.extras.speculative import Drafter
+            self.drafter = Drafter(self)
         self.inputs = make_inputs(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
@@ -119,7 +126,7 @@ class LLM:
             if step.num_new_tokens:
                 # Ranks that are stopped in the middle of a step would be out of step for good.
                 with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
-                    self.in_flight.append((step, self.runner.launch(step)))
+                    self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
             if len(self.in_flight) > self.depth or not step.num_new_tokens:
                 self._take_result()
         except BaseException:
@@ -152,7 +159,7 @@ class LLM:
             grown = self.scheduler.update(step, token_ids)
             for observer in self.observers:
                 observer.updated(step, grown)
-            self._collect(grown, {step.sampling[i]: entries for i, entries in logprobs.items()})
+            self._collect(grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
 
@@ -163,7 +170,7 @@ class LLM:
             if seq.finish_reason is None:
                 self.requests[seq.request_id].history.add_prompt(positions, entries)
 
-    def _collect(self, grown: list[Sequence], logprobs: dict[Sequence, list]) -> None:
+    def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
         `update` has counted the tokens already, so an error here must not keep any of them from its
@@ -174,13 +181,13 @@ class LLM:
         for seq in grown:
             request = touched[seq.request_id] = self.requests[seq.request_id]
             try:
-                stop_string = request.add_token(seq, logprobs.get(seq))
+                stop_string = request.add_tokens(seq, logprobs.get(seq))
             except Exception as error:
                 errors.append(error)
-                self.scheduler.finish(seq, "abort")
+                self.scheduler.finish(seq, "abort", None, request.num_read[seq.index])
                 continue
             if stop_string is not None:
-                self.scheduler.finish(seq, "stop", stop_string)
+                self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
         for observer in self.observers:
             observer.ended([seq for seq in grown if seq.finish_reason is not None])
         for request in touched.values():
@@ -364,7 +371,8 @@ class LLM:
     def get_metrics(self) -> list[Counter | Gauge | Histogram]:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self._check_open()
-        return self.metrics.read(self.scheduler, self.config.model)
+        return self.metrics.read(self.scheduler, self.config.model) + (
+            self.drafter.read_metrics() if self.drafter else [])
 
     def get_tokenizer(self):
         """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""

@@ -34,7 +34,7 @@ import torch
 from nanoserve import ops
 from nanoserve.attention import zeros_by_head
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, find_model
 from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights, load_weights
@@ -82,35 +82,50 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
-        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
-                              packed=config.device == "cpu" and self.kernels is None)
-        self.model = Decoder(model_config, placement, config.expert_parallel)
-        if pooler is not None:
-            pooler.attach(self.model, placement)
-        if config.load_format == "dummy":
-            load_dummy_weights(self.model, config.seed)
-        else:
-            load_weights(self.model, model_config, folder, ranks.rank == 0,
-                         pooler.unused if pooler is not None else ())
+        self.model = self._load(model_config, folder, pooler)
+        self.draft_model: Decoder | None = None  # a small one that guesses (extras/speculative.py)
+        if config.draft_model is not None:
+            folder = find_model(config.draft_model)
+            self.draft_model = self._load(ModelConfig.from_folder(folder), folder)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see record_graphs
 
+    def _load(self, model_config: ModelConfig, folder: Path, pooler=None) -> Decoder:
+        """This rank's share of a network."""
+        config, ranks = self.config, self.ranks
+        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
+                              packed=config.device == "cpu" and self.kernels is None)
+        has_experts = any(model_config.moe_layers)
+        model = Decoder(model_config, placement, config.expert_parallel and has_experts)
+        if pooler is not None:
+            pooler.attach(model, placement)
+        if config.load_format == "dummy":
+            load_dummy_weights(model, config.seed)
+        else:
+            load_weights(model, model_config, folder, ranks.rank == 0,
+                         pooler.unused if pooler is not None else ())
+        return model
+
     # ---------------------------------------------------------------- memory
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, for the KV heads of this rank."""
-        return (self.config.block_size * self.model_config.num_hidden_layers
-                * 2 * self._num_kv_heads * self.model_config.head_dim * self.dtype.itemsize)
+        return sum(2 * heads * size for heads, size in self._kv_layers()) * (
+            self.config.block_size * self.dtype.itemsize)
 
-    @property
-    def _num_kv_heads(self) -> int:
-        config = self.model_config
-        return share_heads(config.num_attention_heads, config.num_key_value_heads,
-                           self.ranks)[1].size
+    def _kv_layers(self) -> list[tuple[int, int]]:
+        """This rank's KV heads and their size, of each layer. A draft model's layers come last:
+        they have their part of every block, so that one block table serves both networks."""
+        layers = []
+        for model in filter(None, (self.model, self.draft_model)):
+            config = model.config
+            heads = share_heads(config.num_attention_heads, config.num_key_value_heads, self.ranks)
+            layers += [(heads[1].size, config.head_dim)] * config.num_hidden_layers
+        return layers
 
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet.
@@ -168,13 +183,13 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
-        config, model = self.config, self.model_config
-        shape = (num_blocks, config.block_size, self._num_kv_heads, model.head_dim)
+        config = self.config
         # One shape everywhere; kernels read a token's heads together, plain torch a head's tokens.
         make = torch.zeros if self.kernels is not None else zeros_by_head
         try:
-            self.kv_cache = [tuple(make(shape, dtype=self.dtype, device=self.device) for _ in "kv")
-                             for _ in range(model.num_hidden_layers)]
+            self.kv_cache = [tuple(
+                make((num_blocks, config.block_size, *layer), dtype=self.dtype, device=self.device)
+                for _ in "kv") for layer in self._kv_layers()]
         except RuntimeError as error:
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
@@ -182,7 +197,7 @@ class ModelRunner:
             ) from error
         self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                     max_model_len, config.block_size, self.device,
-                                    staged=self.wants_graphs)
+                                    staged=self.wants_graphs, num_drafts=config.num_drafts)
         # One more than there are rows: padding writes there.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -227,7 +242,8 @@ class ModelRunner:
         """Queue one step. Returns the token of each of `step.sampling`, and whatever logprobs are
         wanted, on their way to the host."""
         size = None
-        if self.graphs is not None and len(step.sampling) == step.num_tokens:  # decodes alone
+        if (self.graphs is not None and len(step.sampling) == step.num_tokens  # decodes alone
+                and not step.by_draft_model):
             size = self.graphs.size_for(len(step.sampling))
         buffer = self.builder.take_buffer()
         self.builder.pack(step, buffer, size)
@@ -235,9 +251,12 @@ class ModelRunner:
             if self.ranks.size > 1:
                 self._broadcast(buffer)
             batch = self.builder.unpack(buffer)
+            if step.by_draft_model:
+                return SamplerOutput(self._guess(batch)).to_host()
             if self.pooler is not None:
                 return self.pooler.pool(self._forward(batch), batch)
-            inputs = SamplingInputs.of(step.sampling, batch, self.model_config.vocab_size)
+            samples = step.samples()
+            inputs = SamplingInputs.of(samples, batch, self.model_config.vocab_size, step.drafts)
             if size is not None:
                 output = self._replay(batch, inputs, size)
             else:
@@ -247,7 +266,7 @@ class ModelRunner:
                 output.prompt_logprobs = self._score_prompts(hidden, batch, step)
             if self.config.async_scheduling and (size is None or inputs.edits is not None):
                 self._remember(batch, output.token_ids)
-            output.token_ids = output.token_ids[:len(step.sampling)]
+            output.token_ids = output.token_ids[:len(samples)]
         return output.to_host()
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
@@ -261,7 +280,21 @@ class ModelRunner:
         """(num_tokens, hidden_size), after everything that a step does to the KV cache."""
         self._copy_blocks(batch)
         ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
-        return self.model(self.model.embed(ids), batch.positions, self.kv_cache, batch)
+        model, kv_cache = self.model, self.kv_cache
+        if batch.by_draft_model:
+            model, kv_cache = self.draft_model, kv_cache[len(self.model.layers):]
+        return model(model.embed(ids), batch.positions, kv_cache, batch)
+
+    def _guess(self, batch: Batch) -> torch.Tensor:
+        """A step of the draft model, on all ranks: the likeliest tokens, which its next step finds
+        on the device."""
+        hidden = self._forward(batch)
+        logits = self.draft_model.compute_logits(hidden[batch.logits_indices])
+        token_ids = torch.empty_like(batch.sample_rows, dtype=torch.int64)
+        if self.ranks.rank == 0:
+            token_ids = logits.argmax(-1)
+        self._remember(batch, token_ids)
+        return token_ids
 
     def _copy_blocks(self, batch: Batch) -> None:
         if batch.block_copies.numel():
@@ -331,6 +364,9 @@ class ModelRunner:
             if buffer[0] == STOP:
                 return False
             batch = self.builder.unpack(buffer)
+            if batch.by_draft_model:
+                self._guess(batch)
+                return True
             hidden = self._forward(batch)
             if self.pooler is not None:
                 return True  # rank 0 has the hidden states, and needs nobody else
@@ -357,7 +393,7 @@ class ModelRunner:
         if self.ranks.broken is None:
             self.synchronize()
         self.ranks.close(LAST_WORD)
-        self.model = self.builder = self.last_tokens = self.graphs = None
+        self.model = self.draft_model = self.builder = self.last_tokens = self.graphs = None
         self.kv_cache = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
     prompt, SamplingParams ──InputProcessor──► Request ──start──► Sequence × n ──► the engine
                                                   │                                    │
-    RequestOutput ◄──────────── output ───────────┴──────── add_token ◄────────────────┘
+    RequestOutput ◄──────────── output ───────────┴─────── add_tokens ◄────────────────┘
 
 A request is checked completely on its way in, so that the engine only ever meets requests that can
 run: an error names the field, its value and the remedy, and costs nothing but itself.
@@ -90,27 +90,30 @@ class Request:
     def finished(self) -> bool:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
-    def add_token(self, seq: Sequence, logprobs: list[tuple] | None = None) -> str | None:
-        """Turn what is new of `seq` into text; returns the stop string that now is in it.
+    def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> str | None:
+        """Turn what is new of `seq` into text; returns the stop string that now is in it, which
+        ends the text behind `num_read` tokens, though a step may have brought more.
 
-        logprobs: the new token's, where they are wanted. They are kept before any text is made, so
+        logprobs: each new token's, where they are wanted. They are kept before any text is made, so
         that tokens and logprobs stay in step when a tokenizer fails.
         """
-        if logprobs is not None:
-            self.history.add(seq.index, logprobs)
-        if not self.detokenizers:
-            return None
-        self.history.decode()
-        detokenizer = self.detokenizers[seq.index]
-        new = seq.token_ids[self.num_read[seq.index]:]
-        self.num_read[seq.index] = len(seq.token_ids)
-        # The token that ended it, EOS say, is no text, unless the caller wants to see it.
-        if seq.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            new = new[:-1]
-        stop_string = detokenizer.add(new)
-        if seq.finish_reason is not None:
-            stop_string = detokenizer.flush() or stop_string
-        return stop_string
+        index = seq.index
+        for i, token_id in enumerate(seq.token_ids[self.num_read[index]:]):
+            self.num_read[index] += 1
+            if logprobs is not None:
+                self.history.add(index, logprobs[i])
+            if not self.detokenizers:
+                continue
+            self.history.decode()
+            ended = seq.finish_reason if self.num_read[index] == len(seq.token_ids) else None
+            # The token that ended it, EOS say, is no text, unless the caller wants to see it.
+            hidden = ended == "stop" and not self.params.include_stop_str_in_output
+            stop_string = self.detokenizers[index].add([] if hidden else [token_id])
+            if ended is not None:
+                stop_string = self.detokenizers[index].flush() or stop_string
+            if stop_string is not None:
+                return stop_string
+        return None
 
     def flush(self) -> None:
         """The request ends early, by an abort: text that was held back comes out as it is."""

@@ -786,7 +786,7 @@ def test_blocks_come_back_with_the_last_step_that_uses_them():
     scheduler.check()
     assert seq.finish_reason == "stop" and seq.block_table and scheduler.num_running == 0
     assert scheduler.blocks.num_free_blocks == 62 and scheduler.has_unfinished()
-    assert scheduler.update(second, [123]) == []
+    assert scheduler.update(second, [123]) == {}
     scheduler.check()
     assert seq.output_token_ids == [EOS] and scheduler.blocks.num_free_blocks == 64
 
@@ -881,14 +881,14 @@ def test_a_pooled_prompt_ends_in_the_step_that_completes_it():
         first = scheduler.schedule()
         assert first.sampling == []
         if not overlap:
-            assert scheduler.update(first, []) == []
+            assert scheduler.update(first, []) == {}
         second = scheduler.schedule()
         assert second.sampling == [seq] and second.num_new_tokens[seq] == 5
         if overlap:
             assert scheduler.schedule().num_new_tokens == {}  # there is nothing left to compute
-            assert scheduler.update(first, []) == []
+            assert scheduler.update(first, []) == {}
         scheduler.check()
-        assert scheduler.update(second, [None]) == [seq]
+        assert scheduler.update(second, [None]) == {seq: []}
         scheduler.check()
         assert seq.finish_reason == "length" and len(seq.token_ids) == 13
         assert scheduler.blocks.num_free_blocks == 64 and not scheduler.has_unfinished()

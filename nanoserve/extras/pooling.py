@@ -122,6 +122,7 @@ class PoolingRequest:
     priority: int
     pooler: Pooler
     sequences: list[Sequence] = field(default_factory=list)
+    num_read: list[int] = field(default_factory=list)  # as there: where its tokens end
     num_seen: int = 0  # positions that were taken into account
     seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
     result: torch.Tensor | None = None
@@ -144,7 +145,7 @@ class PoolingRequest:
                        max_num_tokens=len(ids))
         # This is what keeps it from the prefix cache, unless it is LAST (the story: BUGS 36).
         seq.num_prompt_logprobs = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
-        self.sequences = [seq]
+        self.sequences, self.num_read = [seq], [len(ids)]
         return self.sequences
 
     def add_prompt(self, positions: range, vectors: torch.Tensor) -> None:
@@ -162,12 +163,12 @@ class PoolingRequest:
             self.seen = [vectors]
         self.num_seen = positions.stop
 
-    def add_token(self, seq: Sequence, last: torch.Tensor) -> None:
-        """The prompt is complete. last: (hidden_size,), of its last position."""
+    def add_tokens(self, seq: Sequence, last: list[torch.Tensor]) -> None:
+        """The prompt is complete, and no token came. last: (hidden_size,), of its last position."""
         if self.pooling_type == "ALL":
             self.result = torch.cat(self.seen)
         else:
-            vector = last[None] if self.pooling_type == "LAST" else self.seen[0]
+            vector = last[0][None] if self.pooling_type == "LAST" else self.seen[0]
             if self.pooling_type == "MEAN":
                 vector = vector / self.num_seen
             self.result = self._finish(vector)[0]
