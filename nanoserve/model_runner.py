@@ -161,11 +161,15 @@ class ModelRunner:
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take beside the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
-        with self.ranks.waiting():
-            if self.ranks.rank == 0:
-                self.launch(largest_step(self.config, self._max_positions)).tolist()
-            else:
-                self.serve_one()
+        steps = [largest_step(self.config, self._max_positions)]
+        if self.draft_model is not None:  # one of these comes first, and its network may be wider
+            steps.append(replace(steps[0], by_draft_model=True))
+        for step in steps:
+            with self.ranks.waiting():
+                if self.ranks.rank == 0:
+                    self.launch(step).tolist()
+                else:
+                    self.serve_one()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
     @property

@@ -55,6 +55,9 @@ def check(config: EngineConfig, model_config: ModelConfig, tokenizer,
     """
     asked = dict(config.speculative_config)
     method = asked.get("method")
+    if config.runner == "pooling":
+        raise ValueError("speculative_config has no effect with runner='pooling', where no token "
+                         "follows another: leave it out")
     if method not in KEYS:
         raise ValueError(f"speculative_config: method={method!r} is not supported: choose one of "
                          f"{', '.join(KEYS)}")
@@ -100,6 +103,9 @@ def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelCon
         replace(config, expert_parallel=False).check_ranks(draft)
     except ValueError as error:
         raise ValueError(f"speculative_config: {error}") from error
+    if not draft.architecture.endswith("ForCausalLM"):
+        raise ValueError(f"speculative_config: model={name!r} has no LM head, by its architecture "
+                         f"{draft.architecture}: choose a ...ForCausalLM checkpoint")
     if draft.vocab_size != model_config.vocab_size:
         raise ValueError(f"speculative_config: model={name!r} has a vocabulary of "
                          f"{draft.vocab_size} tokens, {config.model!r} one of "
@@ -203,7 +209,7 @@ class ModelGuesser:
 
     def __init__(self, asked: dict, llm):
         self.num_drafts = asked["num_speculative_tokens"]
-        self.runner = llm.runner
+        self.runner, self.max_num_batched_tokens = llm.runner, llm.config.max_num_batched_tokens
         # A block may only be given back where neither network's window reaches it. The small one
         # looks back from one token earlier: see `fill`.
         windows = [llm.scheduler.window, llm.runner.draft_model.config.window]
@@ -217,20 +223,24 @@ class ModelGuesser:
         """Put the guesses into `step.drafts`.
 
         What the model is about to compute the small one computes as well, so that it can read every
-        block, whoever filled it. Where it guesses it begins one token earlier: it has written its
+        block, whoever filled it. Behind the prompt it begins one token earlier: it has written its
         last guess and never read it, and if that was right its KV is missing.
 
             known     .. 17 18          model        18 [19 20 21]
             first     17 18 -> 19       second       19 -> 20         third   20 -> 21
 
-        Confessed: a sequence that ends right then, or is preempted, leaves a block with such a gap
-        in the prefix cache, and whoever hits it gets worse guesses there.
+        Confessed: a sequence that ends right then, is preempted, or decodes where no budget is left
+        leaves a block with such a gap, and whoever reads it gets worse guesses there.
         """
         first = Step(step.index, by_draft_model=True, sampling=list(step.drafts))
+        first.block_copies, step.block_copies = step.block_copies, []  # they copy all layers
+        spare = self.max_num_batched_tokens - step.num_tokens
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
-            guesses = seq in step.drafts
-            first.num_new_tokens[seq] = 2 if guesses else num_new
-            first.starts.append(start - 1 if guesses else start)
+            decodes = num_new == 1 and start >= seq.num_prompt_tokens and spare > 0
+            spare -= decodes
+            earlier = decodes or seq in step.drafts
+            first.num_new_tokens[seq] = 2 if earlier else num_new
+            first.starts.append(start - earlier)
         passes = [(first, self.runner.launch(first))]
         for i in range(1, max(map(len, step.drafts.values()), default=0)):
             rows = [seq for seq, drafts in step.drafts.items() if len(drafts) > i]
