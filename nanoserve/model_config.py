@@ -132,7 +132,8 @@ class ModelConfig:
         family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
         if family is None:
             raise ValueError(f"the architecture {architecture} is not supported: choose one of "
-                             f"{', '.join(FAMILIES)}")
+                             f"{', '.join(FAMILIES)}, or with another ending that pools: Model, "
+                             "EmbeddingModel, ForSequenceClassification, ForRewardModel")
         config = family | {k: v for k, v in config.items() if v is not None or k in OFF_WHEN_NULL}
         _refuse_what_is_not_implemented(config)
         sizes = _read_sizes(config)

@@ -163,8 +163,8 @@ def test_every_pooling_type_in_every_mode(qwen3, prompts, hidden_states, mode, p
 
 
 def test_preempted_in_the_middle(qwen3, prompts, hidden_states):
-    """It begins anew, and nothing is counted twice. (Prompts alone never come to that, because the
-    next one starts when this one's last chunk leaves room: so the pool is said to be empty.)"""
+    """It begins anew, and nothing is counted twice. (Prompts alone never come to that: see
+    `test_pooled_prompts_are_never_preempted` in test_scheduler. So the pool is called empty.)"""
     with start(qwen3, max_num_batched_tokens=16, pooler_config={"pooling_type": "MEAN"}) as llm:
         llm.add_request("r", prompts[8], PoolingParams())
         llm.step()
@@ -457,9 +457,15 @@ def test_what_sentence_transformers_does_beyond_that_is_refused(qwen3, prompts, 
                      [pooled(hidden_states("qwen3", prompts[5]), "LAST")])
     with pytest.raises(ValueError, match="pooling_mode_max_tokens"):
         start(sentence_transformer(qwen3, tmp_path / "b", "pooling_mode_max_tokens"))
-    with pytest.raises(ValueError, match="Dense"):
-        start(sentence_transformer(qwen3, tmp_path / "c", "pooling_mode_lasttoken",
-                                   ("Transformer", "Pooling", "Dense")))
+    for where, modules in dict(c=("Transformer", "Pooling", "Dense"),
+                               d=("Transformer", "Pooling", "Normalize", "Dense"),
+                               e=("Transformer", "Pooling", "Dropout", "Normalize")).items():
+        with pytest.raises(ValueError, match=r"modules.json: the module D\w+ is not supported"):
+            start(sentence_transformer(qwen3, tmp_path / where, "pooling_mode_lasttoken", modules))
+    lower = sentence_transformer(qwen3, tmp_path / "f", "pooling_mode_lasttoken")
+    (lower / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(ValueError, match="do_lower_case=True is not supported"):
+        start(lower)
 
 
 def test_a_base_model_embeds_by_itself(prompts, tmp_path):
@@ -554,7 +560,11 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(convert="reward"), "convert='reward'"),
     (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
-    (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}), "not supported"),
+    (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type='STEP' is not supported"),
+    (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}),
+     "Qwen3ForTokenClassification is not supported.*ForSequenceClassification"),
+    (dict(hf_overrides={"architectures": ["Qwen2ForProcessRewardModel"]}),  # vLLM's STEP
+     "Qwen2ForProcessRewardModel is not supported.*ForRewardModel"),
     (dict(hf_overrides={"architectures": ["BertModel"]}), "BertModel is not supported"),
     (dict(pooler_config={"dimensions": 8}), "is_matryoshka"),
     (dict(hf_overrides={"is_causal": False}), "is_causal"),

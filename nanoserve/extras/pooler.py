@@ -283,6 +283,9 @@ def _read_sentence_transformer(folder: Path) -> PoolerConfig:
     if not (folder / "modules.json").exists():
         return PoolerConfig()
     meant = PoolerConfig(use_activation=False)
+    text = folder / "sentence_bert_config.json"
+    if text.exists() and _read(text).get("do_lower_case"):
+        raise ValueError(f"{text}: do_lower_case=True is not supported: leave it to the tokenizer")
     for module in _read(folder / "modules.json"):
         kind = module["type"].rpartition(".")[2]
         if kind == "Normalize":
