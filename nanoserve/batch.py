@@ -73,9 +73,9 @@ class Batch:
     host: dict[str, np.ndarray]  # the same by name, as the host has them
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
-    by_draft_model: bool  # another network computes it, see Step
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
+    by_draft_model: bool = False  # another network computes it, see Step
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
