@@ -5,12 +5,15 @@ not import torch: the scheduler and everything below it run without.
 """
 
 from importlib import import_module
+from pathlib import Path
 
 __version__ = "0.1.0"
 
 _HOME = {"LLM": "llm", "SamplingParams": "sampling_params", "RequestOutput": "sequence",
-         "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params", "Logprob": "sequence",
-         "EngineConfig": "config", "ModelConfig": "model_config"}
+         "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params",
+         "Logprob": "sequence", "EngineConfig": "config", "ModelConfig": "model_config"}
+_HOME |= {name: "extras.pooling" for name in ("PoolingParams", "PoolingRequestOutput")
+          if (Path(__file__).parent / "extras" / "pooling.py").exists()}  # extras may be deleted
 __all__ = list(_HOME)
 
 

@@ -44,7 +44,8 @@ SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "pos
             "prompt_logprob_indices", "block_copies", "block_tables")
 NUM_DECODES = len(SECTIONS)  # two more entries: rows with a single new token ...
 NUM_UNKNOWN = NUM_DECODES + 1  # ... and inputs that only the device knows
-HEADER = NUM_UNKNOWN + 2 - NUM_UNKNOWN % 2  # even
+BY_DRAFT_MODEL = NUM_UNKNOWN + 1
+HEADER = BY_DRAFT_MODEL + 2 - BY_DRAFT_MODEL % 2  # even
 NOT_INTEGERS = {"seeds": torch.int64, "temperature": torch.float32, "top_p": torch.float32,
                 "min_p": torch.float32}
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
@@ -74,6 +75,7 @@ class Batch:
     num_unknown: int  # inputs below zero
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
+    by_draft_model: bool = False  # another network computes it, see Step
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
@@ -95,6 +97,7 @@ class Batch:
             views["block_tables"].view(0, 0))
         return cls(**views, host=host_views, num_decodes=int(host[NUM_DECODES]),
                    num_unknown=int(host[NUM_UNKNOWN]),
+                   by_draft_model=bool(host[BY_DRAFT_MODEL]),
                    query_lens=np.diff(host_views["cu_seqlens_q"]).tolist(),
                    seq_lens_host=host_views["seq_lens"].tolist())
 
@@ -119,15 +122,17 @@ class BatchBuilder:
     therefore one more than the number of steps in flight while a batch is built, and a buffer whose
     copy is still on its way is waited for. staged: the numbers are copied to a buffer of the
     device's, always the same one; on a CPU only a stand-in for graphs needs it.
+    num_drafts: the most that a row can have, each of which is one more sample.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, num_buffers: int = 2,
-                 staged: bool = False):
+                 staged: bool = False, num_drafts: int = 0):
         self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
         # Each running sequence may copy a block, which is two numbers.
         size = HEADER + 4 * max_num_batched_tokens + 12 * max_num_seqs + 1 + max_num_seqs * width
+        size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
         size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
@@ -195,8 +200,8 @@ class BatchBuilder:
         blocks = self.tables[rows[row_of_token], positions // self.block_size]
         width = max((len(seq.block_table) for seq in seqs), default=1)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
-        sample_rows = np.array([seq.row for seq in step.sampling], dtype=np.int64)
-        input_ids = self._input_ids(seqs, starts.tolist(), query_lens.tolist(), num_decodes)
+        sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
+        input_ids = self._input_ids(step, seqs, starts.tolist(), query_lens.tolist(), num_decodes)
         sections = (  # each with what its padding consists of
             (self.seeds[sample_rows].view(np.int32), 0, 2 * padding),
             (self.temperature[sample_rows].view(np.int32), 0, padding),
@@ -208,7 +213,7 @@ class BatchBuilder:
             (blocks * self.block_size + positions % self.block_size, -1, padding),
             (cu_seqlens_q, num_tokens, padding),
             (starts + query_lens, 0, padding),
-            ([last_token_of[seq] for seq in step.sampling], 0, padding),
+            (self._sampled_tokens(step, last_token_of), 0, padding),
             (sample_rows, self.max_num_seqs, padding),  # a row that nobody has
             (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
             (np.array(step.block_copies, dtype=np.int32).T.reshape(-1), 0, 0),
@@ -224,18 +229,31 @@ class BatchBuilder:
                 at = end + num_filled
         host[NUM_DECODES] = num_decodes + padding
         host[NUM_UNKNOWN] = (input_ids < 0).sum()
+        host[BY_DRAFT_MODEL] = step.by_draft_model
 
-    def _input_ids(self, seqs: list[Sequence], starts: list[int], query_lens: list[int],
-                   num_decodes: int) -> np.ndarray:
+    def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
+                   query_lens: list[int], num_decodes: int) -> np.ndarray:
         """Token ids of all rows. A decode's may still be in the sampling of the step before this
-        one; a chunk's are all known, since whoever was preempted waits until they are."""
+        one; a chunk's are all known, since whoever was preempted waits until they are, and a row
+        with drafts ends with these."""
         ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
                for seq, start in zip(seqs[:num_decodes], starts)]
         for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],
                                  strict=True):
-            assert start + n <= len(seq.token_ids), f"{seq.name}: a chunk with an unknown token"
-            ids += seq.token_ids[start:start + n]
+            drafts = step.drafts.get(seq, [])
+            assert start + n <= len(seq.token_ids) + len(drafts), (
+                f"{seq.name}: a chunk with an unknown token")
+            ids += seq.token_ids[start:start + n] + drafts
         return np.array(ids, dtype=np.int32)
+
+    def _sampled_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
+        """Where what is sampled stands in the batch: the last token of a row, and with k drafts
+        the last k + 1."""
+        samples = step.samples()
+        if samples is step.sampling:
+            return [last_token_of[seq] for seq in samples]
+        return [last_token_of[seq] - i for seq in step.sampling
+                for i in range(len(step.drafts.get(seq, ())), -1, -1)]
 
     def _prompt_logprob_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
         """Where the positions that give prompt logprobs stand in the batch: from the beginning of

@@ -23,6 +23,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "triton", "torch")
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed", "classify")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -57,6 +59,10 @@ class EngineConfig:
     device: str = "auto"
     kernels: str = "auto"  # "triton" on a GPU, or "torch": their plain twins
     async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: on a GPU
+    runner: str = "auto"  # "auto": what the checkpoint is made for, by its architecture's name
+    convert: str = "auto"  # what a generator's checkpoint becomes when it pools
+    pooler_config: object = None  # a dict, or extras.pooling.PoolerConfig
+    speculative_config: dict | None = None  # who guesses what comes: extras/speculative.py
     trace: str | None = None  # a .html or .json file in which every step is recorded
 
     def __post_init__(self):
@@ -68,6 +74,8 @@ class EngineConfig:
         self._check_choice("scheduling_policy", SCHEDULING_POLICIES)
         self._check_choice("device", DEVICES)
         self._check_choice("kernels", KERNELS)
+        self._check_choice("runner", RUNNERS)
+        self._check_choice("convert", CONVERSIONS)
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
                      "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size"):
             value = getattr(self, name)
@@ -89,7 +97,20 @@ class EngineConfig:
                                        or not Path(self.trace).parent.is_dir()):
             raise ValueError(f"trace={self.trace!r} must name a file in a folder that exists, "
                              "ending in .html (a page to look at) or .json (for Perfetto)")
+        if not isinstance(self.speculative_config, (dict, type(None))):
+            raise ValueError("speculative_config must be a dict such as {'method': 'ngram', "
+                             f"'num_speculative_tokens': 5}}, got {self.speculative_config!r}")
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
+    def num_drafts(self) -> int:
+        """How many tokens a step may guess for a row."""
+        return (self.speculative_config or {}).get("num_speculative_tokens", 0)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The folder or hub id of the network that guesses, if one does."""
+        return (self.speculative_config or {}).get("model")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
@@ -146,12 +167,28 @@ class EngineConfig:
         if dtype not in DTYPES[1:]:
             raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
                              f"{', '.join(DTYPES[1:])} with the option dtype")
+        runner = self._resolve_runner(model_config)
         on_gpu = device == "cuda"
         kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "torch"
         overlap = on_gpu if self.async_scheduling is None else self.async_scheduling
         return replace(
             self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
-            max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap)
+            max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap,
+            runner=runner)
+
+    def _resolve_runner(self, model_config: ModelConfig) -> str:
+        """The checkpoint decides, or the user. A missing LM head can't be made up for."""
+        runner = self.runner
+        if runner == "auto":
+            runner = "pooling" if model_config.pools else "generate"
+        if runner == "generate" and not model_config.architecture.endswith("ForCausalLM"):
+            raise ValueError(f"runner='generate', but {model_config.architecture} has no LM head: "
+                             "use runner='pooling', or a ...ForCausalLM checkpoint")
+        for name, default in (("convert", "auto"), ("pooler_config", None)):
+            if runner == "generate" and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect on a generator: "
+                                 "add runner='pooling', or leave it out")
+        return runner
 
 
 def find_model(model: str | Path) -> Path:

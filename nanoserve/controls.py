@@ -25,6 +25,7 @@ Not known here: temperature, filters, the draw.
 
 from array import array
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,38 +95,59 @@ class RowState:
 
     def read(self, seq: Sequence) -> None:
         """Count the output tokens that are new."""
-        for token_id in seq.token_ids[self.num_read:]:
+        self._count(seq.token_ids[self.num_read:])
+        self.num_read = len(seq.token_ids)
+
+    def with_drafts(self, drafts: list[int]) -> "RowState":
+        """As if these had been output, too, which is not known yet: a copy, if there are any."""
+        if not drafts:
+            return self
+        state = copy(self)
+        state.ids, state.counts, state.index_of = self.ids[:], self.counts[:], self.index_of.copy()
+        state._count(drafts)
+        return state
+
+    def _count(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
             index = self.index_of.setdefault(token_id, len(self.ids))
             if index == len(self.ids):
                 self.ids.append(token_id)
                 self.counts.append(0)
             self.counts[index] += 1
-        self.num_read = len(seq.token_ids)
 
 
-def banned_ids(seq: Sequence) -> list[int]:
+def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     """Tokens that may not come next. A word of several tokens bans its last one, and only where the
     output ends with the others: of "a b c", c is banned behind "a b"."""
     num_output = seq.num_tokens - 1 - seq.num_prompt_tokens  # without the one that is sampled now
+    token_ids = seq.token_ids
+    if drafts:
+        num_output, token_ids = num_output + len(drafts), [*seq.output_token_ids, *drafts]
     banned = list(seq.late_ids) if num_output < seq.params.min_tokens else []
     for *start, last in seq.bad_word_ids:
         n = len(start)
-        if n <= num_output and (n == 0 or seq.token_ids[-n:] == start):
+        if n <= num_output and (n == 0 or token_ids[-n:] == start):
             banned.append(last)
     return banned
 
 
-def gather_edits(rows: list[tuple[int, Sequence]], put: Callable) -> Edits | None:
-    """Look through the rows that have controls, given with their sequences; `put` makes tensors."""
+def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> Edits | None:
+    """Look through the rows that have controls, given with their sequences, and with the drafts
+    that they follow and that count as output there; `put` makes tensors."""
     edited, closed, open_ids, biased, banned, seen = [], [], {}, {}, {}, {}
     states: list[RowState] = []
-    for i, seq in rows:
+    for i, seq, drafts in rows:
         assert not seq.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
-        bans, r = banned_ids(seq), len(edited)
+        bans, r = banned_ids(seq, drafts), len(edited)
         if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties):
             continue  # logprobs only, or min_tokens that have been reached
+        if state.has_penalties:
+            seq.sampler_state = None  # Ctrl-C in the middle of counting: it is made anew
+            state.read(seq)
+            seq.sampler_state = state
+            state = state.with_drafts(drafts)
         edited.append(i)
         states.append(state)
         if len(state.open_ids):
@@ -136,9 +158,6 @@ def gather_edits(rows: list[tuple[int, Sequence]], put: Callable) -> Edits | Non
         if bans:
             banned[r] = bans
         if state.has_penalties:
-            seq.sampler_state = None  # Ctrl-C in the middle of counting: it is made anew
-            state.read(seq)
-            seq.sampler_state = state
             seen[r] = state.ids
     if not edited:
         return None

@@ -20,14 +20,14 @@ loop one can single-step in a debugger teaches more, and a server can own the th
 """
 
 import os
-import signal
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import fields, replace
+from functools import partialmethod
 from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
@@ -36,7 +36,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import (
     LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
 from nanoserve.parallel import Ranks
-from nanoserve.processes import start_ranks
+from nanoserve.processes import ctrl_c_held, start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -66,11 +66,18 @@ class LLM:
             _say(line)
         config.check_ranks(self.model_config)
         self.tokenizer = load_tokenizer(config, folder)
-        ranks = _start_ranks(config, folder)
+        pooler, make_inputs = None, InputProcessor
+        if config.runner == "pooling":
+            from nanoserve.extras.pooling import prepare  # here: the core runs without extras
+            pooler, make_inputs = prepare(config, self.model_config, folder, self.tokenizer)
+        if config.speculative_config is not None:
+            from nanoserve.extras.speculative import check
+            config = check(config, self.model_config, self.tokenizer, _say)
+        ranks = _start_ranks(config, folder, pooler)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
-            self.runner = ModelRunner(config, self.model_config, folder, ranks)
+            self.runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler)
             num_blocks = self.runner.count_kv_blocks()
             self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
             self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
@@ -85,7 +92,11 @@ class LLM:
         if config.trace is not None:
             from nanoserve.extras.recorder import attach  # here: the core runs without extras
             self.trace = attach(self, config.trace, _say)
-        self.inputs = InputProcessor(self.config, self.model_config, self.tokenizer)
+        self.drafter = None
+        if config.speculative_config is not None:
+            from nanoserve.extras.speculative import Drafter
+            self.drafter = Drafter(self)
+        self.inputs = make_inputs(self.config, self.model_config, self.tokenizer)
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
@@ -108,14 +119,14 @@ class LLM:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead."""
         self._check_open()
         try:
-            with _ctrl_c_held():
+            with ctrl_c_held():
                 step = self.scheduler.schedule()
                 for observer in self.observers:
                     observer.scheduled(step)
             if step.num_new_tokens:
                 # Ranks that are stopped in the middle of a step would be out of step for good.
-                with _ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
-                    self.in_flight.append((step, self.runner.launch(step)))
+                with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
+                    self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
             if len(self.in_flight) > self.depth or not step.num_new_tokens:
                 self._take_result()
         except BaseException:
@@ -124,7 +135,7 @@ class LLM:
 
     def _drop_in_flight(self) -> None:
         """Forget the launched steps; no request is lost, their tokens are asked for again."""
-        with _ctrl_c_held():
+        with ctrl_c_held():
             try:
                 self.runner.synchronize()
             finally:
@@ -142,13 +153,13 @@ class LLM:
             return
         step, output = self.in_flight[0]
         token_ids, logprobs, prompt_logprobs = self.runner.fetch(output)
-        with _ctrl_c_held():
+        with ctrl_c_held():
             self.in_flight.popleft()
             self._keep_prompt_logprobs(step, prompt_logprobs)
             grown = self.scheduler.update(step, token_ids)
             for observer in self.observers:
                 observer.updated(step, grown)
-            self._collect(grown, {step.sampling[i]: entries for i, entries in logprobs.items()})
+            self._collect(grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
 
@@ -159,7 +170,7 @@ class LLM:
             if seq.finish_reason is None:
                 self.requests[seq.request_id].history.add_prompt(positions, entries)
 
-    def _collect(self, grown: list[Sequence], logprobs: dict[Sequence, list]) -> None:
+    def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
         `update` has counted the tokens already, so an error here must not keep any of them from its
@@ -170,13 +181,13 @@ class LLM:
         for seq in grown:
             request = touched[seq.request_id] = self.requests[seq.request_id]
             try:
-                stop_string = request.add_token(seq, logprobs.get(seq))
+                stop_string = request.add_tokens(seq, logprobs.get(seq))
             except Exception as error:
                 errors.append(error)
-                self.scheduler.finish(seq, "abort")
+                self.scheduler.finish(seq, "abort", None, request.num_read[seq.index])
                 continue
             if stop_string is not None:
-                self.scheduler.finish(seq, "stop", stop_string)
+                self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
         for observer in self.observers:
             observer.ended([seq for seq in grown if seq.finish_reason is not None])
         for request in touched.values():
@@ -199,7 +210,7 @@ class LLM:
         """End a request, or several, wherever it is and give back its blocks; unknown ids are
         ignored. The next `step()` returns what it has generated, with `finish_reason` "abort"."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
-            with self.lock, _ctrl_c_held():
+            with self.lock, ctrl_c_held():
                 request = self.requests.pop(one, None)
                 if request is None:
                     continue
@@ -214,7 +225,7 @@ class LLM:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
         whoever aborted it need not wait for it)."""
         return bool(self.requests or self.in_flight) or any(
-            all(sample.finish_reason != "abort" for sample in out.outputs) for out in self.inbox)
+            not output.aborted for output in self.inbox)
 
     def make_request(self, request_id: str, prompt: Prompt,
                      sampling_params: SamplingParams | None = None, priority: int = 0) -> Request:
@@ -227,7 +238,7 @@ class LLM:
         return self.inputs.process(request_id, prompt, sampling_params, priority)
 
     def _submit(self, request: Request, inbox: list[RequestOutput]) -> None:
-        with self.lock, _ctrl_c_held():
+        with self.lock, ctrl_c_held():
             if request.request_id in self.requests:
                 raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
             sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
@@ -341,7 +352,7 @@ class LLM:
                     num_unfinished -= output.finished
                     yield output
         finally:
-            with self.lock, _ctrl_c_held():
+            with self.lock, ctrl_c_held():
                 for request in requests:
                     if self.requests.get(request.request_id) is request:
                         self.abort_request(request.request_id)
@@ -360,7 +371,8 @@ class LLM:
     def get_metrics(self) -> list[Counter | Gauge | Histogram]:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self._check_open()
-        return self.metrics.read(self.scheduler, self.config.model)
+        return self.metrics.read(self.scheduler, self.config.model) + (
+            self.drafter.read_metrics() if self.drafter else [])
 
     def get_tokenizer(self):
         """The Hugging Face tokenizer, None with `skip_tokenizer_init`."""
@@ -376,12 +388,17 @@ class LLM:
             self._check_open()
             return self.scheduler.blocks.reset_prefix_cache()
 
-    def encode(self, *args, **kwargs):
-        """Not for a generator: raises `ValueError`, as do `embed`, `classify` and `score`."""
-        raise ValueError("this engine generates text (runner='generate'): pooling models are not "
-                         "supported yet")
+    def _pool(self, method: str, *args, **options) -> list:
+        """Prompts to vectors, classes, scores: see the methods of `extras.pooling.PoolingInputs`.
+        Raises `ValueError` on a generator."""
+        self._check_open()
+        if self.runner.pooler is None:
+            raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
+                             "it with runner='pooling'")
+        return getattr(self.inputs, method)(self, *args, **options)
 
-    embed = classify = score = encode
+    encode, embed = partialmethod(_pool, "encode"), partialmethod(_pool, "embed")
+    classify, score = partialmethod(_pool, "classify"), partialmethod(_pool, "score")
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; calling it twice is fine."""
@@ -412,34 +429,14 @@ class LLM:
         c = self.config
         ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
         graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
+        pools = f", {self.runner.pooler}" if self.runner.pooler else ""
         return (f"{Path(c.model).name}: {self.runner.device_name}, {c.dtype}{ranks}, "
-                f"{c.kernels} attention, {graphs} | "
+                f"{c.kernels} attention, {graphs}{pools} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
                 f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
-
-
-@contextmanager
-def _ctrl_c_held():
-    """Let Ctrl-C wait until the block is done, so that it never meets half-changed books.
-
-    Signals reach only the main thread; elsewhere nothing is done. Blocks may be nested: the inner
-    one hands the signal on to the outer one.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    seen = []
-    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if seen:
-            handler(*seen[0])
 
 
 def _emptied(inbox: list[RequestOutput]) -> list[RequestOutput]:
@@ -459,17 +456,17 @@ def _one_for_each(value, count: int, name: str) -> list:
     return list(value)
 
 
-def _start_ranks(config: EngineConfig, folder: Path) -> Ranks:
+def _start_ranks(config: EngineConfig, folder: Path, pooler) -> Ranks:
     """Rank 0, with the others started or joined.
 
     Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
     down, and then their script ends: what follows in it is rank 0's to do.
     """
     ranks = start_ranks(config.tensor_parallel_size, config.device,
-                        "nanoserve.model_runner:serve_rank", (config, folder))
+                        "nanoserve.model_runner:serve_rank", (config, folder, pooler))
     if ranks.rank > 0:
         with closing(ranks):
-            serve_rank(ranks, (config, folder))
+            serve_rank(ranks, (config, folder, pooler))
         raise SystemExit(0)
     return ranks
 

@@ -47,8 +47,9 @@ DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
 
 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
-                 show_progress: bool = True) -> None:
-    """Fill `model` from the safetensors files in `folder`.
+                 show_progress: bool = True, unused: tuple[str, ...] = ()) -> None:
+    """Fill `model` from the safetensors files in `folder`. unused: the beginnings of tensors' names
+    that may be there and are passed over.
 
     The books are kept in one set: all places there are, from which each tensor takes its own. What
     finds none, or finds it taken, is left over; what remains at the end is missing.
@@ -57,6 +58,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     """
     missing, tied_head = _expected(model), None
     for file, name, tensor in _tensors(folder, show_progress):
+        if name.startswith(unused):
+            continue
         if _is_redundant(name, config):
             tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
             continue
@@ -146,7 +149,7 @@ def _checkpoint_name(module: str, parameter: str, part: str | None) -> str:
         index, part = part.split(".")
         return f"model.{module}.{index}.{UNFUSED.get((parameter, part), parameter)}.weight"
     path = ".".join(filter(None, (parent, UNFUSED.get((leaf, part), leaf), parameter)))
-    return path if leaf == "lm_head" else "model." + path
+    return path if path.startswith(("lm_head.", "score.")) else "model." + path
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:

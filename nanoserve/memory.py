@@ -45,21 +45,27 @@ EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias
 
 def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
     """A step that takes as much memory as any can: all rows and all tokens there may be, the first
-    row's as many as fit, and all of them in block 0. config: resolved.
+    row's as many as fit, drafts for all, and all of them in block 0. config: resolved.
 
     Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
     torch on a GPU copies them: with it, long prompts in chunks can take more than is measured here.
     """
-    left = config.max_num_batched_tokens - config.max_num_seqs
+    num_drafts = min(config.num_drafts, config.max_model_len - 1,
+                     config.max_num_batched_tokens // config.max_num_seqs - 1)
+    least = 1 + num_drafts
+    left = config.max_num_batched_tokens - config.max_num_seqs * least
     step = Step(0)
     for row in range(config.max_num_seqs):
-        num_tokens = 1 + min(left, config.max_model_len - 1)
+        num_tokens = 1 + min(left, config.max_model_len - least)  # known ones
         left -= num_tokens - 1
         seq = Sequence(
             "largest step", [0] * num_tokens, SamplingParams(
                 **EVERYTHING, prompt_logprobs=20 if row == 0 else None), row=row,
-            num_unknown_tokens=1, block_table=[0] * -(-num_tokens // config.block_size))
-        step.num_new_tokens[seq] = num_tokens
+            num_unknown_tokens=1,
+            block_table=[0] * -(-(num_tokens + num_drafts) // config.block_size))
+        step.num_new_tokens[seq] = num_tokens + num_drafts
+        if num_drafts:
+            step.drafts[seq] = [0] * num_drafts
         step.starts.append(0)
         step.sampling.append(seq)
         if row == 0 and num_tokens > 1:

@@ -108,10 +108,11 @@ class EngineMetrics:
                 request = self.stats[seq]
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
-    def updated(self, step: Step, grown: list[Sequence]) -> None:
-        """A step has finished, and the sequences `grown` have got a token."""
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        """A step has finished, and the sequences `grown` have got these tokens: none where they
+        were pooled, and of several a stop string may still cut some off."""
         now, stats = self.clock(), self.stats
-        self.num_generation_tokens += len(grown)
+        self.num_generation_tokens += sum(map(len, grown.values()))
         for seq in grown:
             request = stats[seq]
             request.last_token_ts = now

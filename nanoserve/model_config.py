@@ -18,7 +18,8 @@ that we do not have would pass through it unseen.
 """
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanoserve.rope_config import (
@@ -56,6 +57,9 @@ FAMILIES: dict[str, dict] = {
     "Gemma3ForCausalLM": dict(_GEMMA, max_position_embeddings=131072, sliding_window_pattern=6,
                               qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
 }
+# What a name ends with says which head the checkpoint has. The network below it is the generator's.
+HEAD = re.compile(
+    r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|EmbeddingModel|Model)$")
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
@@ -65,6 +69,7 @@ class ModelConfig:
     """One decoder-only network, as flags and sizes. Read it with `from_folder` or `from_dict`."""
 
     architecture: str
+    pools: bool = False  # made for pooling and not for generating, as far as its files tell
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -113,8 +118,10 @@ class ModelConfig:
         if "torch_dtype" in overrides:
             config["dtype"] = overrides["torch_dtype"]
         generation = _read_json(folder / "generation_config.json")
-        return cls.from_dict(config, generation | {
+        model_config = cls.from_dict(config, generation | {
             name: overrides[name] for name in ("eos_token_id",) if name in overrides})
+        # sentence-transformers leaves its own file beside the architecture of a generator.
+        return replace(model_config, pools=model_config.pools or (folder / "modules.json").exists())
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
@@ -122,10 +129,11 @@ class ModelConfig:
         architecture = config.get("architectures") or config.get("model_type", "unknown")
         if isinstance(architecture, list):
             architecture = architecture[0]
-        if architecture not in FAMILIES:
+        family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
+        if family is None:
             raise ValueError(f"the architecture {architecture} is not supported: choose one of "
-                             f"{', '.join(FAMILIES)}")
-        family = FAMILIES[architecture]
+                             f"{', '.join(FAMILIES)}, or with another ending that pools: Model, "
+                             "EmbeddingModel, ForSequenceClassification, ForRewardModel")
         config = family | {k: v for k, v in config.items() if v is not None or k in OFF_WHEN_NULL}
         _refuse_what_is_not_implemented(config)
         sizes = _read_sizes(config)
@@ -137,7 +145,8 @@ class ModelConfig:
         scale = read_number("query_pre_attn_scalar",
                         config.get("query_pre_attn_scalar", sizes["head_dim"])) ** -0.5
         return cls(
-            architecture=architecture, **sizes, **_read_experts(config, family, sizes),
+            architecture=architecture, pools=not architecture.endswith("ForCausalLM"),
+            **sizes, **_read_experts(config, family, sizes),
             rms_norm_eps=read_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=rope, rope_local=rope_local,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),

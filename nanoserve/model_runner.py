@@ -34,7 +34,7 @@ import torch
 from nanoserve import ops
 from nanoserve.attention import zeros_by_head
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, find_model
 from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Linear, Placement
 from nanoserve.loader import load_dummy_weights, load_weights
@@ -68,12 +68,13 @@ class ModelRunner:
     """Weights, KV cache and buffers on one device, which is one rank's.
 
     config: resolved, `device` and `dtype` included. folder: the checkpoint's. graph_class: what
-    records decode steps; a stand-in records them on a CPU, too.
+    records decode steps; a stand-in records them on a CPU, too. pooler: takes the LM head's place,
+    and is asked in the sampler's (`attach`, `unused` and `pool`, see extras/pooling.py).
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
-                 ranks: Ranks = SOLO, graph_class: type = CudaGraph):
-        self.config = config
+                 ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler=None):
+        self.config, self.pooler = config, pooler
         self.model_config = model_config
         self.ranks = ranks
         self.device = torch.device(config.device)
@@ -89,36 +90,54 @@ class ModelRunner:
             keep_freed_memory()
         self.dtype = getattr(torch, config.dtype)
         self.kernels = import_kernels() if config.kernels == "triton" else None
-        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
-                              packed=config.device == "cpu" and self.kernels is None)
-        self.model = Decoder(model_config, placement, config.expert_parallel)
-        if placement.packed and plenty_for_weights(
-                sum(weight.nbytes for weight in self.model.parameters()), ranks.local_size):
-            for part in self.model.modules():
-                part.keeps_plain = isinstance(part, Linear)
-        if config.load_format == "dummy":
-            load_dummy_weights(self.model, config.seed)
-        else:
-            load_weights(self.model, model_config, folder, show_progress=ranks.rank == 0)
+        self.model = self._load(model_config, folder, pooler)
+        self.draft_model: Decoder | None = None  # a small one that guesses (extras/speculative.py)
+        if config.draft_model is not None:
+            folder = find_model(config.draft_model)
+            self.draft_model = self._load(ModelConfig.from_folder(folder), folder)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see record_graphs
 
+    def _load(self, model_config: ModelConfig, folder: Path, pooler=None) -> Decoder:
+        """This rank's share of a network."""
+        config, ranks = self.config, self.ranks
+        placement = Placement(self.dtype, self.device, ranks, self.kernels or ops,
+                              packed=config.device == "cpu" and self.kernels is None)
+        has_experts = any(model_config.moe_layers)
+        model = Decoder(model_config, placement, config.expert_parallel and has_experts)
+        if pooler is not None:
+            pooler.attach(model, placement)
+        if placement.packed and plenty_for_weights(
+                sum(weight.nbytes for weight in model.parameters()), ranks.local_size):
+            for part in model.modules():
+                part.keeps_plain = isinstance(part, Linear)
+        if config.load_format == "dummy":
+            load_dummy_weights(model, config.seed)
+        else:
+            load_weights(model, model_config, folder, ranks.rank == 0,
+                         pooler.unused if pooler is not None else ())
+        return model
+
     # ---------------------------------------------------------------- memory
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, for the KV heads of this rank."""
-        return (self.config.block_size * self.model_config.num_hidden_layers
-                * 2 * self._num_kv_heads * self.model_config.head_dim * self.dtype.itemsize)
+        return sum(2 * heads * size for heads, size in self._kv_layers()) * (
+            self.config.block_size * self.dtype.itemsize)
 
-    @property
-    def _num_kv_heads(self) -> int:
-        config = self.model_config
-        return share_heads(config.num_attention_heads, config.num_key_value_heads,
-                           self.ranks)[1].size
+    def _kv_layers(self) -> list[tuple[int, int]]:
+        """This rank's KV heads and their size, of each layer. A draft model's layers come last:
+        they have their part of every block, so that one block table serves both networks."""
+        layers = []
+        for model in filter(None, (self.model, self.draft_model)):
+            config = model.config
+            heads = share_heads(config.num_attention_heads, config.num_key_value_heads, self.ranks)
+            layers += [(heads[1].size, config.head_dim)] * config.num_hidden_layers
+        return layers
 
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet.
@@ -154,12 +173,22 @@ class ModelRunner:
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take beside the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
-        with self.ranks.waiting():
-            if self.ranks.rank == 0:
-                self.launch(largest_step(self.config, MAX_PROMPT_LOGPROB_ROWS)).tolist()
-            else:
-                self.serve_one()
+        steps = [largest_step(self.config, self._max_positions)]
+        if self.draft_model is not None:  # one of these comes first, and its network may be wider
+            steps.append(replace(steps[0], by_draft_model=True))
+        for step in steps:
+            with self.ranks.waiting():
+                if self.ranks.rank == 0:
+                    self.launch(step).tolist()
+                else:
+                    self.serve_one()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
+
+    @property
+    def _max_positions(self) -> int:
+        """Prompt positions that a step looks at together: slice by slice where they get logits."""
+        return MAX_PROMPT_LOGPROB_ROWS if self.pooler is None else (
+            self.config.max_num_batched_tokens)
 
     def agree_on_cache(self, num_blocks: int = 0, max_model_len: int = 0) -> tuple[int, int]:
         """What rank 0 has made of the count goes to all, who return it."""
@@ -170,13 +199,13 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
-        config, model = self.config, self.model_config
-        shape = (num_blocks, config.block_size, self._num_kv_heads, model.head_dim)
+        config = self.config
         # One shape everywhere; kernels read a token's heads together, plain torch a head's tokens.
         make = torch.zeros if self.kernels is not None else zeros_by_head
         try:
-            self.kv_cache = [tuple(make(shape, dtype=self.dtype, device=self.device) for _ in "kv")
-                             for _ in range(model.num_hidden_layers)]
+            self.kv_cache = [tuple(
+                make((num_blocks, config.block_size, *layer), dtype=self.dtype, device=self.device)
+                for _ in "kv") for layer in self._kv_layers()]
         except RuntimeError as error:
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
@@ -184,7 +213,7 @@ class ModelRunner:
             ) from error
         self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                     max_model_len, config.block_size, self.device,
-                                    staged=self.wants_graphs)
+                                    staged=self.wants_graphs, num_drafts=config.num_drafts)
         # One more than there are rows: padding writes there.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -200,7 +229,8 @@ class ModelRunner:
     def wants_graphs(self) -> bool:
         """Plain torch operators ask the host for lengths, and collectives of several ranks have not
         been tried in a graph: neither is recorded."""
-        return (not self.config.enforce_eager and self.kernels is not None and self.ranks.size == 1
+        return (not self.config.enforce_eager and self.pooler is None
+                and self.kernels is not None and self.ranks.size == 1
                 and (self.device.type == "cuda" or self.graph_class is not CudaGraph))
 
     @torch.inference_mode()
@@ -228,7 +258,8 @@ class ModelRunner:
         """Queue one step. Returns the token of each of `step.sampling`, and whatever logprobs are
         wanted, on their way to the host."""
         size = None
-        if self.graphs is not None and len(step.sampling) == step.num_tokens:  # decodes alone
+        if (self.graphs is not None and len(step.sampling) == step.num_tokens  # decodes alone
+                and not step.by_draft_model):
             size = self.graphs.size_for(len(step.sampling))
         buffer = self.builder.take_buffer()
         self.builder.pack(step, buffer, size)
@@ -236,7 +267,12 @@ class ModelRunner:
             if self.ranks.size > 1:
                 self._broadcast(buffer)
             batch = self.builder.unpack(buffer)
-            inputs = SamplingInputs.of(step.sampling, batch, self.model_config.vocab_size)
+            if step.by_draft_model:
+                return SamplerOutput(self._guess(batch)).to_host()
+            if self.pooler is not None:
+                return self.pooler.pool(self._forward(batch), batch)
+            samples = step.samples()
+            inputs = SamplingInputs.of(samples, batch, self.model_config.vocab_size, step.drafts)
             if size is not None:
                 output = self._replay(batch, inputs, size)
             else:
@@ -246,7 +282,7 @@ class ModelRunner:
                 output.prompt_logprobs = self._score_prompts(hidden, batch, step)
             if self.config.async_scheduling and (size is None or inputs.edits is not None):
                 self._remember(batch, output.token_ids)
-            output.token_ids = output.token_ids[:len(step.sampling)]
+            output.token_ids = output.token_ids[:len(samples)]
         return output.to_host()
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
@@ -260,7 +296,21 @@ class ModelRunner:
         """(num_tokens, hidden_size), after everything that a step does to the KV cache."""
         self._copy_blocks(batch)
         ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
-        return self.model(self.model.embed(ids), batch.positions, self.kv_cache, batch)
+        model, kv_cache = self.model, self.kv_cache
+        if batch.by_draft_model:
+            model, kv_cache = self.draft_model, kv_cache[len(self.model.layers):]
+        return model(model.embed(ids), batch.positions, kv_cache, batch)
+
+    def _guess(self, batch: Batch) -> torch.Tensor:
+        """A step of the draft model, on all ranks: the likeliest tokens, which its next step finds
+        on the device."""
+        hidden = self._forward(batch)
+        logits = self.draft_model.compute_logits(hidden[batch.logits_indices])
+        token_ids = torch.empty_like(batch.sample_rows, dtype=torch.int64)
+        if self.ranks.rank == 0:
+            token_ids = logits.argmax(-1)
+        self._remember(batch, token_ids)
+        return token_ids
 
     def _copy_blocks(self, batch: Batch) -> None:
         if batch.block_copies.numel():
@@ -330,7 +380,12 @@ class ModelRunner:
             if buffer[0] == STOP:
                 return False
             batch = self.builder.unpack(buffer)
+            if batch.by_draft_model:
+                self._guess(batch)
+                return True
             hidden = self._forward(batch)
+            if self.pooler is not None:
+                return True  # rank 0 has the hidden states, and needs nobody else
             self.model.compute_logits(hidden[batch.logits_indices])
             for some in _slices(len(batch.prompt_logprob_indices)):
                 self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]])
@@ -354,7 +409,7 @@ class ModelRunner:
         if self.ranks.broken is None:
             self.synchronize()
         self.ranks.close(LAST_WORD)
-        self.model = self.builder = self.last_tokens = self.graphs = None
+        self.model = self.draft_model = self.builder = self.last_tokens = self.graphs = None
         self.kv_cache = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -366,11 +421,11 @@ def _slices(count: int) -> list[slice]:
     return [slice(i, min(i + size, count)) for i in range(0, count, size)]
 
 
-def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path]) -> None:
+def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path, object]) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder = payload
+    config, folder, pooler = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks)
+    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler)
     runner.count_kv_blocks()
     runner.allocate_kv_cache(*runner.agree_on_cache())
     runner.serve()

@@ -23,11 +23,13 @@ user's script again in every child and so wants a `__main__` guard in it.
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 
@@ -296,6 +298,27 @@ class Watch(threading.Thread):
             _kill(self.children)
         elif not self.stopped.wait(GRACE_SECONDS) and (ranks.busy or ranks.rank > 0):
             _end(ranks.rank, reason)
+
+
+@contextmanager
+def ctrl_c_held():
+    """Let Ctrl-C wait until the block is done, so that it never meets half-changed books.
+
+    Signals reach only the main thread; elsewhere nothing is done. Blocks may be nested: the inner
+    one hands the signal on to the outer one.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    seen = []
+    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if seen:
+            handler(*seen[0])
 
 
 def _kill(children: list[subprocess.Popen]) -> None:

@@ -2,7 +2,7 @@
 
     prompt, SamplingParams ──InputProcessor──► Request ──start──► Sequence × n ──► the engine
                                                   │                                    │
-    RequestOutput ◄──────────── output ───────────┴──────── add_token ◄────────────────┘
+    RequestOutput ◄──────────── output ───────────┴─────── add_tokens ◄────────────────┘
 
 A request is checked completely on its way in, so that the engine only ever meets requests that can
 run: an error names the field, its value and the remedy, and costs nothing but itself.
@@ -90,27 +90,30 @@ class Request:
     def finished(self) -> bool:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
-    def add_token(self, seq: Sequence, logprobs: list[tuple] | None = None) -> str | None:
-        """Turn what is new of `seq` into text; returns the stop string that now is in it.
+    def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> str | None:
+        """Turn what is new of `seq` into text; returns the stop string that now is in it, which
+        ends the text behind `num_read` tokens, though a step may have brought more.
 
-        logprobs: the new token's, where they are wanted. They are kept before any text is made, so
+        logprobs: each new token's, where they are wanted. They are kept before any text is made, so
         that tokens and logprobs stay in step when a tokenizer fails.
         """
-        if logprobs is not None:
-            self.history.add(seq.index, logprobs)
-        if not self.detokenizers:
-            return None
-        self.history.decode()
-        detokenizer = self.detokenizers[seq.index]
-        new = seq.token_ids[self.num_read[seq.index]:]
-        self.num_read[seq.index] = len(seq.token_ids)
-        # The token that ended it, EOS say, is no text, unless the caller wants to see it.
-        if seq.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            new = new[:-1]
-        stop_string = detokenizer.add(new)
-        if seq.finish_reason is not None:
-            stop_string = detokenizer.flush() or stop_string
-        return stop_string
+        index = seq.index
+        for i, token_id in enumerate(seq.token_ids[self.num_read[index]:]):
+            self.num_read[index] += 1
+            if logprobs is not None:
+                self.history.add(index, logprobs[i])
+            if not self.detokenizers:
+                continue
+            self.history.decode()
+            ended = seq.finish_reason if self.num_read[index] == len(seq.token_ids) else None
+            # The token that ended it, EOS say, is no text, unless the caller wants to see it.
+            hidden = ended == "stop" and not self.params.include_stop_str_in_output
+            stop_string = self.detokenizers[index].add([] if hidden else [token_id])
+            if ended is not None:
+                stop_string = self.detokenizers[index].flush() or stop_string
+            if stop_string is not None:
+                return stop_string
+        return None
 
     def flush(self) -> None:
         """The request ends early, by an abort: text that was held back comes out as it is."""
@@ -171,18 +174,12 @@ class InputProcessor:
                 priority: int = 0) -> Request:
         """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
         parameters out of range, or a priority that would have no effect."""
-        if type(priority) is not int:
-            raise ValueError(f"priority must be a whole number, got {priority!r}")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority={priority} has no effect with scheduling_policy='fcfs': "
-                             "make the engine with scheduling_policy='priority'")
+        self.check_envelope(request_id, priority)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         # A copy: making it checks the fields once more, because the caller may have changed them
         # since, and may change them again while the request runs.
         params = replace(params or self.default_sampling_params())
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a str, got {request_id!r}")
         text, ids = self.read_prompt(prompt)
         limit = self.config.max_model_len
         if len(ids) >= limit:  # with 1,024: a prompt of 1,023 leaves room for one token, 1,024 none
@@ -204,6 +201,16 @@ class InputProcessor:
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
                        bad_word_ids, self.tokenizer,
                        stats=RequestStateStats(arrival_time=time.time()))
+
+    def check_envelope(self, request_id: str, priority: int) -> None:
+        """What any request has, whatever it asks for."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id must be a str, got {request_id!r}")
+        if type(priority) is not int:
+            raise ValueError(f"priority must be a whole number, got {priority!r}")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(f"priority={priority} has no effect with scheduling_policy='fcfs': "
+                             "make the engine with scheduling_policy='priority'")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """What is indexed with must be there: on a GPU a wrong index ends the whole process."""

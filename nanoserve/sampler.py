@@ -59,16 +59,24 @@ class SamplingInputs:
         return self.any_min_p or self.top_k_rows is not None or self.top_p_rows is not None
 
     @classmethod
-    def of(cls, seqs: list[Sequence], batch: Batch, vocab_size: int) -> "SamplingInputs":
+    def of(cls, seqs: list[Sequence], batch: Batch, vocab_size: int,
+           drafts: dict[Sequence, list[int]] | None = None) -> "SamplingInputs":
         """Look through the rows, which are about to sample their last token.
 
-        Which of them use a filter is found on the host: asking the device would wait for it.
+        With drafts a sequence has several rows, one behind the other (`Step.samples`): each samples
+        behind one draft more. Which rows use a filter is found on the host: asking the device would
+        wait for it.
         """
         inputs = cls(batch)
 
         here = partial(put, device=batch.seeds.device)
         if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
-            inputs.edits = gather_edits([(i, seqs[i]) for i in rows], here)
+            ahead = {}  # the drafts in front of a row's token
+            if drafts:
+                first = {seq: i for i, seq in reversed(list(enumerate(seqs)))}
+                ahead = {i: drafts[seq][:i - first[seq]] for i, seq in enumerate(seqs)
+                         if seq in drafts}
+            inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows], here)
             inputs.logprob_rows = [i for i in rows if seqs[i].params.logprobs is not None]
             if inputs.logprob_rows:
                 inputs.logprob_rows_on_device = here(inputs.logprob_rows, torch.int64)

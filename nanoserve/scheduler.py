@@ -27,7 +27,7 @@ moves more bytes than recomputing the few blocks that the prefix cache lost.
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from nanoserve.block_manager import BlockManager
@@ -59,6 +59,7 @@ class Scheduler:
         self.pending_keys: set[bytes] = set()  # of all steps in flight
         self.draining: set[Sequence] = set()  # ended, but a step in flight still uses their blocks
         self.num_steps = 0
+        self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
 
     def order(self, seq: Sequence) -> tuple[int, int, int]:
         """Who goes first. Unique, so that a heap never compares two sequences."""
@@ -77,22 +78,22 @@ class Scheduler:
 
     # ------------------------------------------------------------- arriving
 
-    def check_fits(self, num_tokens: int) -> None:
+    def check_fits(self, seq: Sequence) -> None:
         """Refuse what could never run: a clear error now is better than waiting for ever.
 
-        The last token is sampled but never computed: 64 slots are enough for 65 tokens.
+        The last token is sampled but never computed: 64 slots hold 65 tokens, or a pooled 64.
         """
         capacity = self.blocks.num_blocks * self.blocks.block_size
-        if num_tokens - 1 > capacity:
+        if max(seq.max_num_tokens - 1, seq.num_prompt_tokens) > capacity:
             raise ValueError(
-                f"a request of up to {num_tokens} tokens can't fit in the KV cache, which holds "
+                f"a request of up to {seq.max_num_tokens} tokens can't fit in the KV cache of "
                 f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence: O(its blocks), whose keys are made here and not in a step, and O(log
         waiting). Raises `ValueError` if it could never fit."""
-        self.check_fits(seq.max_num_tokens)
+        self.check_fits(seq)
         if self.blocks.enable_prefix_caching:
             self.blocks.keys(seq)
         heappush(self.waiting, (self.order(seq), seq))
@@ -106,6 +107,8 @@ class Scheduler:
         budget = self._schedule_running(step, self.max_num_batched_tokens)
         if budget and not step.preempted:
             self._schedule_waiting(step, budget)
+        if self.propose is not None and not step.preempted:
+            self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
         return step
@@ -118,10 +121,9 @@ class Scheduler:
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
-            # The gap, `num_uncomputed_tokens`, spelt out: this is decoding's hot path.
-            done = seq.num_computed_tokens + seq.num_inflight_tokens
+            done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
-            if seq.num_unknown_tokens and (seq.needs_output_tokens
+            if seq.num_unknown_tokens and (seq.needs_output_tokens or seq.num_draft_tokens
                                            or seq.num_tokens >= seq.max_num_tokens):
                 num_new = 0  # its sample is waited for: it is needed, or the last (7 known of 8)
             if num_new > budget:
@@ -192,6 +194,23 @@ class Scheduler:
         for seq in sitting_out:
             heappush(self.waiting, (self.order(seq), seq))
 
+    def _add_drafts(self, step: Step) -> None:
+        """Let decoding rows compute guesses of what follows them (extras/speculative.py), with the
+        budget and blocks that all have left. Who has 7 of 10 tokens needs only 2 guesses."""
+        blocks, budget = self.blocks, self.max_num_batched_tokens - step.num_tokens
+        for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
+            num_known = len(seq.token_ids)
+            room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
+            most = min(budget, seq.max_num_tokens - 1 - num_known, room - num_known)
+            decodes = start == num_known - 1 >= seq.num_prompt_tokens
+            if decodes and most > 0 and (drafts := self.propose(seq, most)):
+                blocks.allocate(seq, num_known + len(drafts))
+                step.drafts[seq] = drafts
+                step.num_new_tokens[seq] += len(drafts)
+                seq.num_draft_tokens = len(drafts)
+                seq.num_inflight_tokens += len(drafts)
+                budget -= len(drafts)
+
     def _next_waiting(self) -> Sequence | None:
         while self.waiting and self.waiting[0][1].finish_reason is not None:
             heappop(self.waiting)
@@ -228,27 +247,31 @@ class Scheduler:
 
     # ------------------------------------------------------------- results
 
-    def update(self, step: Step, sampled: list[int]) -> list[Sequence]:
+    def update(self, step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
         """Take a finished step into account; steps come back in the order they were scheduled.
 
-        sampled: one token for each of `step.sampling`. Returns the sequences that got a token;
-        some of them have finished (`finish_reason`).
+        sampled: one token for each of `step.samples()`, None where a prompt is pooled. Returns the
+        sequences that closed their gap, each with its new tokens (a pooled one has none); some have
+        finished (`finish_reason`). Wrong drafts don't count as computed: their slots are reused.
         """
         assert self.in_flight and self.in_flight[0] is step, (
             f"step {step.index} is not the oldest step in flight")
-        assert len(sampled) == len(step.sampling), (
-            f"step {step.index} samples {len(step.sampling)} tokens, got {len(sampled)}")
+        assert len(sampled) == len(step.samples()), (
+            f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
         self.pending_keys.difference_update(step.pending_keys)
         for seq, num_new in step.num_new_tokens.items():
             seq.num_inflight_tokens -= num_new
             seq.num_computed_tokens += num_new
-        grown: list[Sequence] = []
-        for seq, token_id in zip(step.sampling, sampled, strict=True):
+        grown: dict[Sequence, list[int]] = {}
+        for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
+            if seq.num_draft_tokens:  # 3 of 5 are right, which gives 4 tokens: 2 never were
+                seq.num_computed_tokens -= seq.num_draft_tokens + 1 - len(tokens)
+                seq.num_draft_tokens = 0
             if seq.finish_reason is None:
-                seq.token_ids.append(token_id)
-                grown.append(seq)
+                seq.token_ids += tokens
+                grown[seq] = tokens
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():
             if seq.finish_reason is not None:
@@ -265,13 +288,15 @@ class Scheduler:
                 self.finish(seq, "length")
         return grown
 
-    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence in whatever state it is; ending it twice is harmless.
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None,
+               num_tokens: int | None = None) -> None:
+        """End a sequence in whatever state it is; ending it twice is harmless. Its blocks go back
+        at once, or with the last step in flight that computes it.
 
-        Its blocks go back at once, or with the last step in flight that computes it. A stop string
-        found in the text of the token that ended it otherwise is the better reason: the text is cut
-        there.
+        num_tokens: where its text ends, if a step brought more. A stop string found in the text of
+        the token that ended it otherwise is the better reason: the text is cut there.
         """
+        del seq.token_ids[num_tokens or len(seq.token_ids):]
         if seq.finish_reason is not None:
             if reason == "stop" and seq.finish_reason != "abort":
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
@@ -288,7 +313,7 @@ class Scheduler:
         """Forget all launched steps, after an error or Ctrl-C: their tokens are asked for again."""
         for step in self.in_flight:
             for seq in step.num_new_tokens:
-                seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+                seq.num_inflight_tokens = seq.num_unknown_tokens = seq.num_draft_tokens = 0
                 if seq.finish_reason is not None:
                     self._drain(seq)
         self.in_flight.clear()

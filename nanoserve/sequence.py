@@ -12,8 +12,10 @@ The glossary. These words mean one thing each, everywhere:
     num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
     num_inflight_tokens  how many more a launched, unfinished step is computing
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
+    num_draft_tokens     guesses of what follows that a launched step computes and checks
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
-    num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob
+    num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob, or
+                           (pooling) their hidden state
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
@@ -58,6 +60,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0
     num_unknown_tokens: int = 0
+    num_draft_tokens: int = 0
     num_cached_tokens: int | None = None  # None: never scheduled
     num_preemptions: int = 0
     row: int = -1  # -1: not running
@@ -93,7 +96,8 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """The gap. Example: 20 tokens, 16 computed, a step in flight on 3 of them: 1 is left."""
-        return self.num_tokens - self.num_computed_tokens - self.num_inflight_tokens
+        return (self.num_tokens + self.num_draft_tokens - self.num_computed_tokens
+                - self.num_inflight_tokens)
 
     @property
     def needs_all_positions(self) -> bool:
@@ -119,6 +123,8 @@ class Step:
     num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # ... and one for each draft
+    by_draft_model: bool = False  # another network computes it, to find drafts
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: list[Sequence] = field(default_factory=list)
@@ -128,6 +134,39 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens.values())
+
+    def samples(self) -> list[Sequence]:
+        """Whose each sampled token is. A row of k drafts stands there k + 1 times: it samples
+        behind its newest token, and behind each draft."""
+        if not self.drafts:
+            return self.sampling
+        return [seq for seq in self.sampling for _ in range(1 + len(self.drafts.get(seq, ())))]
+
+    def outcome(self, sampled: list[int | None]) -> dict[Sequence, list[int]]:
+        """What the tokens of `samples()` come to: none where a prompt is pooled, and for a row with
+        drafts those up to the first that its draft did not foresee, or that ends it.
+
+        Example: drafts 5 6 7, sampled 5 6 9 4 gives 5 6 9. The 4 would have followed a 7.
+        """
+        if not self.drafts:
+            return {seq: [] if token_id is None else [token_id]
+                    for seq, token_id in zip(self.sampling, sampled, strict=True)}
+        tokens, result = iter(sampled), {}
+        for seq in self.sampling:
+            drafts = self.drafts.get(seq, ())
+            row = [next(tokens) for _ in range(1 + len(drafts))]
+            count = 1
+            while count < len(row) and row[count - 1] == drafts[count - 1] not in seq.stop_ids:
+                count += 1
+            result[seq] = row[:count]
+        return result
+
+    def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:
+        """What some of `samples()` came with, given by their place among them."""
+        samples, found = self.samples(), {}
+        for place, result in results.items():
+            found.setdefault(samples[place], []).append(result)
+        return found
 
     def __str__(self) -> str:
         """A line like `step 3: 9 tokens | A 17 ↦ | B 0..8 | preempted C`."""
@@ -211,3 +250,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return any(sample.finish_reason == "abort" for sample in self.outputs)

@@ -117,14 +117,24 @@ def test_the_core_runs_without_extras(tmp_path, qwen3):
         "extras", "assets", "__pycache__"))
     names = "; ".join(f"import nanoserve.{path.stem}" for path in modules()
                       if "kernels" not in path.stem)  # they need triton: for GPUs alone
-    code = (f"{names}; from nanoserve import LLM, SamplingParams; "
+    code = (f"{names}; from nanoserve import *; "
             f"out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4)); "
             "assert len(out[0].outputs[0].token_ids) == 4; "
-            "import sys; assert not [m for m in sys.modules if 'extras' in m and 'nanoserve' in m]; "
+            "import sys; import nanoserve; assert not hasattr(nanoserve, 'PoolingParams'); "
+            "assert not [m for m in sys.modules if 'extras' in m and 'nanoserve' in m]; "
             f"assert sys.modules['nanoserve'].__file__.startswith({str(tmp_path)!r})")
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
                             text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_public_name_is_there():
+    """Those of extras stand in `__all__` as well, and a star takes only what is there."""
+    here = (PACKAGE / "extras").exists()
+    code = ("import nanoserve; from nanoserve import *; "
+            "assert all(name in globals() for name in nanoserve.__all__); "
+            f"assert ('PoolingParams' in globals()) == {here}")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)

@@ -292,3 +292,41 @@ def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
         assert [ref() for ref in held] == [None] * 4
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("asked", [
+    dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1),
+    dict(method="draft_model", num_speculative_tokens=2)], ids=["ngram", "draft_model"])
+def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
+    """Steps with drafts, and a draft model's, are computed as they are; those between are replayed.
+    Drawn and filtered tokens go through the kernel that draws, several for a row."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(0, 240, 12))]
+    params = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
+              SamplingParams(temperature=0.4, top_k=40, top_p=0.9, seed=3, max_tokens=8,
+                             ignore_eos=True, logprobs=1)]
+
+    def texts(engine) -> list[list[int]]:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    options = dict(depth=0, max_num_seqs=2)
+    expected = texts(start(checkpoints["tiny"], **options))
+    if asked["method"] == "draft_model":
+        asked = dict(asked, model=str(checkpoints["tiny"]))
+    engine = start(checkpoints["tiny"], **options, speculative_config=asked)
+    turns, propose = iter(range(100)), engine.scheduler.propose
+
+    def guess(seq, most: int) -> list[int]:
+        """Every other time; in the place of n-grams two right tokens, and a wrong one."""
+        if next(turns) % 4 > 1:
+            return []
+        if asked["method"] == "draft_model":
+            return propose(seq, most)
+        text = expected[prompts.index(seq.token_ids[:seq.num_prompt_tokens])]
+        return [*text[len(seq.output_token_ids):][:2], 0][:most]
+
+    engine.scheduler.propose = guess
+    engine.drafter.guesser.checked = lambda seq, num_right: None
+    recorded.clear()
+    assert texts(engine) == expected
+    assert recorded and engine.drafter.num_draft_tokens > 5

@@ -7,7 +7,8 @@ gives wrong tokens, as on a real device, and the naive twin (a list, no blocks) 
 engine on a small checkpoint, against transformers.
 
 Random here means arrivals, lengths, shared prefixes, priorities, several samples, aborts, stop
-strings, failed steps, tiny pools, budgets, block sizes, and results that arrive a step late. Each
+strings, failed steps, tiny pools, budgets, block sizes, guessed tokens, right and wrong ones, and
+results that arrive a step late. Each
 test also counts what happened in its workloads: a workload without preemptions proves nothing.
 """
 
@@ -58,6 +59,7 @@ class Workload:
     policy: str = "fcfs"
     depth: int = 0
     window: int | None = None  # how many keys a query sees, its own included
+    num_drafts: int = 0  # the most that are guessed for a row
     failures: set[int] = field(default_factory=set)  # when all steps in flight are lost
     resets: set[int] = field(default_factory=set)  # when the prefix cache is to be forgotten
 
@@ -107,7 +109,8 @@ class FakeDevice:
     def launch(self, step: Step) -> list[int]:
         size, written, sampled = self.blocks.block_size, {}, {}
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
-            tokens = seq.token_ids[start:start + num_new]
+            drafts = step.drafts.get(seq, [])
+            tokens = (seq.token_ids + drafts)[start:start + num_new]
             if len(tokens) < num_new:  # the last step's sample, which only the device knows
                 tokens.append(self.last_sampled[seq])
             assert len(tokens) == num_new
@@ -116,16 +119,17 @@ class FakeDevice:
             first = 0 if self.window is None else max(0, start - self.window + 1)
             history = [self.slots.get(slot) for slot in slots[:start]]
             assert None not in history[first:], "a slot is read that was never written"
+            chosen = sampled[seq] = []
             for slot, token in zip(slots[start:start + num_new], tokens, strict=True):
                 self.check_may_write(slot // size)
                 assert slot not in written, f"slot {slot} is written twice in a step"
                 written[slot] = attend(history, token, self.window)
                 history.append(written[slot])
-            if seq in step.sampling:
-                sampled[seq] = choose(history, seq.seed, self.window)
+                chosen.append(choose(history, seq.seed, self.window))
+            del chosen[:-1 - len(drafts)]
         self.slots |= written
-        self.last_sampled = sampled
-        return [sampled[seq] for seq in step.sampling]
+        self.last_sampled = {seq: chosen[-1] for seq, chosen in sampled.items()}
+        return [token for seq in step.sampling for token in sampled[seq]]
 
     def check_may_write(self, block: int) -> None:
         assert self.blocks.ref_counts[block] == 1, f"block {block} is written, but not one owner's"
@@ -145,6 +149,8 @@ class Drive:
             max_num_seqs=workload.max_num_seqs, scheduling_policy=workload.policy,
             enable_prefix_caching=workload.caching, enable_chunked_prefill=workload.chunking),
             workload.num_blocks, workload.window)
+        if workload.num_drafts:
+            self.scheduler.propose = self.guess
         self.device = FakeDevice(self.scheduler.blocks, workload.window)
         self.in_flight: deque[tuple[Step, list[int], list[int]]] = deque()
         self.samples: dict[int, list[Sequence]] = {}  # of each ask
@@ -169,6 +175,14 @@ class Drive:
         assert blocks.num_free_blocks == blocks.num_blocks, "blocks were lost"
         assert len(self.scheduler.free_rows) == self.workload.max_num_seqs, "rows were lost"
         self.compare()
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
+        """What the twin says, with a mistake here and there."""
+        ask, known = self.workload.asks[int(seq.request_id)], len(seq.output_token_ids)
+        text, _, _ = alone(ask, seq.seed, self.workload.window)
+        assert most < ask.max_tokens - known, "a guess at the last token is one too many"
+        return [token if hash((seq.seed, known + i)) % 5 else (token + 1) % VOCAB_SIZE
+                for i, token in enumerate(text[known:][:min(most, self.workload.num_drafts)])]
 
     def arrivals_and_aborts(self, now: int) -> None:
         for i, ask in enumerate(self.workload.asks):
@@ -200,6 +214,7 @@ class Drive:
         step = self.scheduler.schedule()
         assert step.num_tokens <= self.workload.budget
         self.seen["preemption"] += len(step.preempted)
+        self.seen["draft"] += sum(map(len, step.drafts.values()))
         if step.num_new_tokens:
             held = [block for seq, start in zip(step.num_new_tokens, step.starts)
                     for block in seq.block_table[self.first_block_read(start):]]
@@ -209,10 +224,13 @@ class Drive:
         if self.in_flight and (len(self.in_flight) > self.workload.depth
                                or not step.num_new_tokens):
             step, tokens, _ = self.in_flight.popleft()
-            for seq in self.scheduler.update(step, tokens):
-                is_text = seq.finish_reason != "stop"  # what a stop token says is not looked at
-                if is_text and len(seq.output_token_ids) == self.stop_string_at[seq]:
-                    self.scheduler.finish(seq, "stop", STOP_STRING)
+            for seq, tokens in self.scheduler.update(step, tokens).items():
+                self.seen["accepted"] += len(tokens) - 1
+                # What a stop token says is not looked at.
+                num_text = len(seq.output_token_ids) - (seq.finish_reason == "stop")
+                if num_text >= (self.stop_string_at[seq] or 100):
+                    self.scheduler.finish(seq, "stop", STOP_STRING,
+                                          seq.num_prompt_tokens + self.stop_string_at[seq])
                 self.seen["ended in flight"] += bool(seq.finish_reason and seq.num_inflight_tokens)
             self.check_blocks_in_flight()
 
@@ -332,7 +350,7 @@ def asks(draw, num_slots: int) -> Ask:
 
 
 @st.composite
-def workloads(draw, depth: int) -> Workload:
+def workloads(draw, depth: int, drafts: list[int] = [0]) -> Workload:
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     num_blocks = draw(st.integers(1, 40 // block_size + 2))
     chunking = draw(st.sampled_from([True, True, True, False]))
@@ -342,6 +360,7 @@ def workloads(draw, depth: int) -> Workload:
         block_size, budget, draw(st.integers(1, min(6, budget))),
         caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        num_drafts=draw(st.sampled_from(drafts)),
         window=draw(st.none() | st.integers(1, 12)),
         failures=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)),
         resets=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)))
@@ -364,6 +383,24 @@ def test_random_workloads_of_the_scheduler(depth):
     if depth:  # at depth 0 nothing is in flight when something else can happen
         expected += ["abort in flight", "ended in flight", "failure"]
     assert all(seen[what] >= 10 for what in expected), f"too harmless: {seen}"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_workloads_with_drafts(depth):
+    """Right guesses save steps, wrong ones leave no trace: their numbers stay in the slots, and
+    whoever read them, or found them in the prefix cache, would get other tokens than its twin."""
+    seen = Counter()
+
+    @settings(derandomize=True, deadline=None, max_examples=200)
+    @given(workloads(depth, [1, 2, 5]))
+    def run_one(workload):
+        Drive(workload, seen).run()
+
+    run_one()
+    seen["rejected"] = seen["draft"] - seen["accepted"]
+    expected = ["preemption", "hit", "abort", "stop None", "stop 1", "stop ###", "length None",
+                "accepted", "rejected"]
+    assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
 
 
 # ------------------------------------------------------- the engine, at random
@@ -463,7 +500,8 @@ def play(llm: LLM, asks: list[dict], params: list[SamplingParams]) -> dict:
 @pytest.mark.parametrize(("name", "which", "max_examples"), [
     ("qwen3", range(SHARED[0]), 100), ("qwen3", SHARED, 50), ("mistral", range(SHARED[0]), 60)],
     ids=["qwen3", "qwen3, two ranks", "mistral"])
-def test_random_workloads_of_the_engine(checkpoints, references, name, which, max_examples):
+def test_random_workloads_of_the_engine(checkpoints, references, name, which, max_examples,
+                                        enough=5):
     """Greedy fp32 tokens are transformers'; seeded samples are those of the same request alone in a
     plain engine (one at a time, no prefix cache, no overlap). An abort may cut them short."""
     seen, samples_alone, prompts_alone = Counter(), {}, {}
@@ -534,7 +572,7 @@ def test_random_workloads_of_the_engine(checkpoints, references, name, which, ma
     expected = ["hit", "stop", "length", "abort", "scored"]
     if name == "qwen3":  # blocks behind a window come back by themselves: hardly anybody must yield
         expected.append("preemption")
-    assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
+    assert all(seen[what] >= enough for what in expected), f"too harmless: {seen}"
 
 
 def watch(llm: LLM, seen: Counter) -> list[Sequence]:

@@ -52,11 +52,11 @@ class Meter:
         if step.num_new_tokens:
             self.steps.append(step)
 
-    def updated(self, step: Step, grown: list[Sequence]) -> None:
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         now = clock.monotonic()
-        for seq in grown:
-            self.token_times[seq.request_id].append(now)
-        self.bar.update(len(grown))
+        for seq, tokens in grown.items():
+            self.token_times[seq.request_id] += [now] * len(tokens)
+            self.bar.update(len(tokens))
 
     def ended(self, sequences: list[Sequence]) -> None:
         """Nothing to note."""

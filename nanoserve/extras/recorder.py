@@ -131,7 +131,7 @@ class Trace:
         self._forget_ended()
         self._end_frame(step.index)
 
-    def updated(self, step: Step, grown: list[Sequence]) -> None:
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         frame = self.frame_of.pop(step.index, None)
         if frame is not None:  # also of a full trace: a step in flight when it filled up
             frame["d"] = self._now() - frame["t"]
@@ -336,7 +336,9 @@ def chrome_trace(stream: dict) -> dict:
             kind = ("recompute" if start < reached[request] else
                     "prefill" if start < prompt[request] else "decode")
             sums[kind] += n
-            reached[request] = max(reached[request], start + n)
+            # Of a decoding row with drafts only the first token is sure to stay.
+            sure = 1 if kind == "decode" else n
+            reached[request] = max(reached[request], start + sure)
             event = decoding.get(request) if kind == "decode" else None
             if event is None:
                 event = dict(ph="X", name=kind, cat=kind, pid=2, tid=request, ts=begin, dur=0,

@@ -143,7 +143,7 @@ class Simulation:
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
         for seq in self.seqs:
-            self.scheduler.check_fits(seq.max_num_tokens)
+            self.scheduler.check_fits(seq)
         self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
         self.observers = [EngineMetrics(True, self.clock, self.clock)]
         self.num_arrived = 0

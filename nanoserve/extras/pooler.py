@@ -1,0 +1,307 @@
+"""What hidden states become: which positions, which head, which activation (see pooling.py).
+
+    architecture                convert     head                              activation
+    Qwen3Model, ...ForCausalLM  embed       none; the LM head is not loaded   L2-normalise
+    ...ForSequenceClassification  classify  `score`, a matrix                 softmax, or sigmoid
+    ...ForRewardModel           -           `score`, two layers (Qwen's)      none; or sigmoid
+    ...ForCausalLM, with        classify    rows of the LM head: a reranker   sigmoid
+      classifier_from_token                 that answers "yes" or "no"
+
+A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and
+`modules.json` with `1_Pooling` where sentence-transformers wrote them. The user may overrule them
+(`convert`, `pooler_config`). It travels to all ranks as it is, and on each of them `attach` puts
+its head in the LM head's place, so that the loader fills it like any other module and proves that
+nothing was missed.
+
+Invariant: what would change the numbers and is not implemented (attention that looks ahead, dense
+layers behind the pooling) is refused by name. Heads compute in float32 whatever the model does.
+
+Not known here: requests, prompts, the engine. Road not taken: to pool on all ranks; each of them
+has the hidden states, so rank 0 can do it alone and the others need not know.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.config import EngineConfig
+from nanoserve.layers import Embedding, Linear, Placement
+from nanoserve.model import Decoder
+from nanoserve.model_config import ModelConfig
+from nanoserve.parallel import Span
+
+POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
+# What a model can do by its kind; the first is what a request gets that asks for nothing.
+TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
+         "reward": ("token_classify",)}
+ACTIVATIONS = {"identity": lambda x: x, "softmax": lambda x: x.softmax(-1),
+               "sigmoid": torch.sigmoid}
+HEADS = ("lm_head.", "score.")  # what a checkpoint may bring along, and we may have no use for
+
+
+@dataclass(kw_only=True)
+class PoolerConfig:
+    """How a model pools, where its files don't say it or are to be overruled."""
+
+    pooling_type: str | None = None  # one of POOLING_TYPES; None: what the files say, else LAST
+    use_activation: bool | None = None  # normalise, softmax, sigmoid; None: as the model is meant
+    dimensions: int | None = None  # of embeddings, for all requests that name none
+
+    def __post_init__(self):
+        if self.pooling_type not in (None, *POOLING_TYPES):
+            raise ValueError(f"pooling_type={self.pooling_type!r} is not supported: choose one of "
+                             f"{', '.join(POOLING_TYPES)}")
+
+
+@dataclass
+class Pooler:
+    """What a model's hidden states become. `of` reads it, `attach` makes its head, and in each step
+    `pool` is asked in the sampler's place."""
+
+    kind: str  # "embed", "classify" or "reward"
+    pooling_type: str
+    use_activation: bool
+    activation: str = "identity"  # of a head's numbers; embeddings are normalised
+    num_labels: int = 0
+    dimensions: int | None = None
+    matryoshka: list[int] | bool = False  # the dimensions that may be asked for; True: any
+    token_ids: list[int] = field(default_factory=list)  # the LM head's rows that are the head ...
+    subtract: bool = False  # ... or, of two, the second less the first
+    tied: bool = False  # they are rows of the embedding
+    unused: tuple[str, ...] = HEADS  # tensors that are passed over
+    head: nn.Module | None = None  # this rank's, in float32
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_config: ModelConfig, folder: Path,
+           tokenizer) -> "Pooler":
+        """Find out from the architecture's name, `config.json`, sentence-transformers' files, and
+        what the user overrules. config: resolved. Raises `ValueError` for what can't be pooled."""
+        entries = _read(folder / "config.json") | (config.hf_overrides or {})
+        if entries.get("is_causal") is False:
+            raise ValueError("config.json: is_causal=False is not supported: attention is causal")
+        asked = config.pooler_config
+        if asked is None or isinstance(asked, dict):
+            asked = PoolerConfig(**asked or {})
+        if not isinstance(asked, PoolerConfig):
+            raise ValueError(f"pooler_config must be a dict or a PoolerConfig, got {asked!r}")
+        meant = _read_sentence_transformer(folder)
+        pooler = cls(
+            kind=_find_kind(config.convert, model_config.architecture, entries),
+            pooling_type=asked.pooling_type or meant.pooling_type or "LAST", use_activation=True,
+            dimensions=asked.dimensions, tied=model_config.tie_word_embeddings,
+            matryoshka=entries.get("matryoshka_dimensions") or bool(entries.get("is_matryoshka")))
+        if pooler.kind == "embed":
+            pooler.use_activation = meant.use_activation is not False
+        else:
+            pooler._read_head(entries, tokenizer)
+        if asked.use_activation is not None:
+            pooler.use_activation = asked.use_activation
+        pooler.check_dimensions(asked.dimensions, model_config.hidden_size)
+        return pooler
+
+    def _read_head(self, entries: dict, tokenizer) -> None:
+        labels = entries.get("num_labels") or len(entries.get("id2label") or ())
+        # Two are transformers' default. Qwen's reward models have one, whatever their config says.
+        self.num_labels = 1 if self.kind == "reward" else labels or 2
+        if words := entries.get("classifier_from_token"):
+            self.token_ids = _token_ids(words, tokenizer)
+            method = entries.get("method") or (
+                "from_2_way_softmax" if entries.get("is_original_qwen3_reranker")
+                else "no_post_processing")
+            self.subtract = method == "from_2_way_softmax"
+            if not self.subtract and method != "no_post_processing" or (
+                    self.subtract and len(words) != 2):
+                raise ValueError(f"config.json: method={method!r} with classifier_from_token="
+                                 f"{words!r}: use from_2_way_softmax with two tokens, or "
+                                 "no_post_processing")
+            self.num_labels = 1 if self.subtract else len(words)
+        kept = "lm_head." if self.token_ids and not self.tied else "score."
+        self.unused = tuple(name for name in HEADS if name != kept)
+        self.activation = {
+            "regression": "identity", "multi_label_classification": "sigmoid"}.get(
+                entries.get("problem_type"), "sigmoid" if self.num_labels == 1 else "softmax")
+        if self.kind == "reward":  # it is no probability, unless somebody asks for one; as in vLLM
+            self.activation, self.use_activation = "sigmoid", False
+
+    def __str__(self) -> str:
+        return f"pooling {self.pooling_type} to {self.kind}"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        tasks = TASKS[self.kind]
+        return tasks[-1:] if self.pooling_type == "ALL" else tasks
+
+    def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
+        """A prefix of an embedding means something only where the model was trained for it."""
+        if dimensions is None:
+            return
+        if type(dimensions) is not int or dimensions < 1:
+            raise ValueError(f"dimensions must be a whole number of at least 1, got {dimensions!r}")
+        if self.kind != "embed":
+            raise ValueError(f"dimensions={dimensions} is about embeddings, and this model has "
+                             f"{self.num_labels} classes: leave it out")
+        if not self.matryoshka:
+            raise ValueError(f"dimensions={dimensions}, but config.json does not say that the "
+                             "model supports it (is_matryoshka, matryoshka_dimensions): if it "
+                             'does, say so with hf_overrides={"is_matryoshka": True}')
+        choices = self.matryoshka if isinstance(self.matryoshka, list) else None
+        if dimensions > hidden_size or (choices and dimensions not in choices):
+            raise ValueError(f"dimensions={dimensions} is not supported: choose "
+                             f"{f'one of {choices}' if choices else f'at most {hidden_size}'}")
+
+    # ---------------------------------------------- on a rank, for the runner
+
+    def attach(self, model: Decoder, on: Placement) -> None:
+        """Put the head in the LM head's place, before weights are loaded. On every rank it is
+        whole: it is small, and only rank 0 uses it."""
+        model.lm_head = None
+        model.embed_tokens.packed = False  # nor is the embedding one, where the two are tied
+        if self.kind == "embed":
+            return
+        on = replace(on, dtype=torch.float32, packed=False)
+        stream, labels = Span.whole(model.config.hidden_size), Span.whole(self.num_labels)
+        if self.token_ids:
+            self.head = TokenRows(self.token_ids, self.subtract, model.embed_tokens, self.tied, on)
+        elif self.kind == "reward":  # Qwen's
+            self.head = nn.Sequential(Linear(stream, {"all": stream}, True, on), nn.ReLU(),
+                                      Linear(stream, {"all": labels}, True, on))
+        else:
+            self.head = Linear(stream, {"all": labels}, False, on)
+        model.add_module("lm_head" if self.token_ids and not self.tied else "score", self.head)
+
+    def pool(self, hidden: torch.Tensor, batch: Batch) -> "PooledStep":
+        """In the sampler's place. hidden: (num_tokens, hidden_size)."""
+        return PooledStep(hidden[batch.logits_indices], hidden[batch.prompt_logprob_indices])
+
+    def finish(self, vectors: torch.Tensor, activate: bool,
+               dimensions: int | None = None) -> torch.Tensor:
+        """(n, hidden_size) -> (n, numbers), in float32: head and activation. dimensions: of an
+        embedding, the first so many, normalised again."""
+        x = vectors.float()
+        if self.head is not None:
+            x = self.head(x)
+            return ACTIVATIONS[self.activation](x) if activate else x
+        x = x[:, :dimensions]
+        return F.normalize(x, dim=-1) if activate else x
+
+
+class TokenRows(nn.Module):
+    """A classifier made of a generator's LM head: the rows of a few tokens, "no" and "yes" say.
+
+    The softmax over two logits is the sigmoid of their difference, so of two rows one is enough.
+    """
+
+    def __init__(self, token_ids: list[int], subtract: bool, embedding: Embedding, tied: bool,
+                 on: Placement):
+        super().__init__()
+        self.token_ids = torch.tensor(token_ids, device=on.device)
+        self.subtract, self.vocab_size = subtract, embedding.tokens.total
+        self.tied_to = [embedding] if tied else []  # in a list: it is no part of this module
+        self.weight = on.weight(len(token_ids), embedding.weight.shape[1])
+
+    def pieces(self):
+        if not self.tied_to:
+            yield "weight", None
+
+    def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
+        expected = (self.vocab_size, self.weight.shape[1])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
+        self.weight.copy_(tensor[self.token_ids.cpu()])
+
+    def finish_loading(self) -> None:
+        """Every rank has a part of the embedding: they look the rows up together."""
+        for embedding in self.tied_to:
+            self.weight.copy_(embedding(self.token_ids))
+        self.tied_to = []
+        if self.subtract:
+            self.weight = nn.Parameter(self.weight[1:] - self.weight[:1], requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class PooledStep:
+    """What a step has to say, in the shape of `SamplerOutput`: for each row that has ended a None
+    and its last hidden state, and the hidden states of the positions that count."""
+
+    def __init__(self, last: torch.Tensor, positions: torch.Tensor):
+        self.last, self.positions, self.ready = last, positions, None
+        if last.is_cuda:
+            self.ready = torch.cuda.Event()
+            self.ready.record()
+
+    def tolist(self) -> tuple[list[None], dict[int, torch.Tensor], torch.Tensor]:
+        """Wait for the step, so that an error of the device is heard of here, where it can still be
+        dropped. The tensors stay where they are."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return [None] * len(self.last), dict(enumerate(self.last)), self.positions
+
+
+# ------------------------------------------------------- reading a checkpoint
+
+
+def _read(path: Path) -> dict | list:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+
+
+def _find_kind(convert: str, architecture: str, entries: dict) -> str:
+    if convert == "none" and architecture.endswith("ForCausalLM"):
+        raise ValueError(f"convert='none', but {architecture} generates: to pool with it use "
+                         "convert='embed' or 'classify'")
+    if convert in TASKS:
+        return convert
+    if architecture.endswith("ForRewardModel"):
+        return "reward"
+    classifies = (architecture.endswith("ForSequenceClassification")
+                  or "classifier_from_token" in entries)
+    return "classify" if classifies else "embed"
+
+
+def _token_ids(words: list[str], tokenizer) -> list[int]:
+    if tokenizer is None:
+        raise ValueError(f"classifier_from_token={words!r} needs a tokenizer")
+    ids = tokenizer.convert_tokens_to_ids(list(words))
+    for word, token_id in zip(words, ids, strict=True):
+        if token_id is None or token_id == tokenizer.unk_token_id:
+            raise ValueError(f"classifier_from_token={words!r}: {word!r} is no token")
+    return ids
+
+
+def _read_sentence_transformer(folder: Path) -> PoolerConfig:
+    """What `modules.json` and the pooling module's file say; an empty config where there is none.
+    Embeddings are normalised if there is a module for it."""
+    if not (folder / "modules.json").exists():
+        return PoolerConfig()
+    meant = PoolerConfig(use_activation=False)
+    text = folder / "sentence_bert_config.json"
+    if text.exists() and _read(text).get("do_lower_case"):
+        raise ValueError(f"{text}: do_lower_case=True is not supported: leave it to the tokenizer")
+    for module in _read(folder / "modules.json"):
+        kind = module["type"].rpartition(".")[2]
+        if kind == "Normalize":
+            meant.use_activation = True
+        elif kind == "Pooling":
+            entries = _read(folder / module["path"] / "config.json")
+            modes = [name for name, on in entries.items()
+                     if name.startswith("pooling_mode_") and on is True]
+            modes = modes or [f"pooling_mode_{entries.get('pooling_mode')}"]
+            known = {"pooling_mode_cls_token": "CLS", "pooling_mode_cls": "CLS",
+                     "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN",
+                     "pooling_mode_mean": "MEAN"}
+            if len(modes) != 1 or modes[0] not in known:
+                raise ValueError(f"{folder / module['path']}: {', '.join(modes)} is not supported: "
+                                 f"one of {', '.join(known)} is")
+            meant.pooling_type = known[modes[0]]
+        elif kind != "Transformer":
+            raise ValueError(f"{folder / 'modules.json'}: the module {kind} is not supported")
+    return meant

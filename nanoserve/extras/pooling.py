@@ -1,0 +1,420 @@
+"""Pooling: prompts become vectors, classes and scores, and no token is ever sampled.
+
+A prompt is computed by the same steps as any other: in chunks, beside others, in the same blocks.
+What differs is the end. The LM head is not loaded, and instead of logits each step hands out the
+hidden states of the positions that were asked for:
+
+    prompt     t0   t1   t2 | t3   t4              two chunks, two steps
+    CLS        h0                                  ─┐
+    LAST                           h4               ├─► head, activation (pooler.py) ─► output
+    MEAN      (h0 + h1 + h2) + (h3 + h4), over 5    │
+    ALL        h0   h1   h2   h3   h4              ─┘   each one by itself
+
+The seam is two things that the core has anyway: `Step.sampling`, the rows that close their gap, and
+`prompt_logprob_positions`, those of which every position matters. A row that is pooled gets a None
+in the place of its token, is as long as it may become, and so ends in the step that completes it,
+with its blocks committed to the prefix cache and given back.
+
+Invariants: the same numbers alone, batched or in chunks. Whoever needs another position than the
+last never reads the prefix cache, which keeps keys and values and no hidden states; and a chunk is
+counted when its step has finished, so that a step that is dropped or done again counts once.
+
+Names are vLLM's (`PoolingParams`, `pooler_config`, `pooling_task`). Confessed: heads are applied
+request by request. Not known here: blocks, the queue. Road not taken: an engine of its own for
+encoders, which would repeat what `LLM` does already.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from nanoserve.config import EngineConfig
+from nanoserve.extras.pooler import Pooler
+from nanoserve.model_config import ModelConfig
+from nanoserve.request import InputProcessor, Prompt, is_token_id
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import RequestStateStats, Sequence
+
+GREEDY = SamplingParams(temperature=0)  # a sequence has some; nothing is sampled by them
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """What one request asks for. Raises `ValueError` naming the field."""
+
+    use_activation: bool | None = None  # None: the model's default
+    dimensions: int | None = None  # Matryoshka: the embedding's first numbers, normalised again
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as fit
+    task: str | None = None  # set by `embed`, `classify`, `score` and `encode`
+
+    def __post_init__(self):
+        if self.use_activation not in (None, True, False):
+            raise ValueError(f"use_activation must be True, False or None, got "
+                             f"{self.use_activation!r}")
+        count = self.truncate_prompt_tokens
+        if count is not None and (type(count) is not int or count < 1 and count != -1):
+            raise ValueError(f"truncate_prompt_tokens must be a whole number of at least 1, or -1, "
+                             f"got {count!r}")
+
+
+@dataclass
+class PoolingOutput:
+    """As it comes from the model: (numbers,) for a prompt, (tokens, numbers) for its tokens."""
+
+    data: torch.Tensor
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput:
+    """A pooled request as its caller sees it. `outputs` is None for one that was aborted."""
+
+    request_id: str
+    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+    @property
+    def aborted(self) -> bool:
+        return self.outputs is None
+
+
+@dataclass(eq=False)
+class PoolingRequest:
+    """In the place of `request.Request`: one sequence, and what is known of its vector."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: PoolingParams
+    priority: int
+    pooler: Pooler
+    sequences: list[Sequence] = field(default_factory=list)
+    num_read: list[int] = field(default_factory=list)  # as there: where its tokens end
+    num_seen: int = 0  # positions that were taken into account
+    seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
+    result: torch.Tensor | None = None
+    stats: RequestStateStats = field(default_factory=lambda: RequestStateStats(
+        arrival_time=time.time()))
+    inbox: list | None = None
+
+    @property
+    def pooling_type(self) -> str:
+        return "ALL" if self.params.task.startswith("token_") else self.pooler.pooling_type
+
+    @property
+    def history(self) -> "PoolingRequest":
+        """The loop hands positions of the prompt to a request's history. This is its own."""
+        return self
+
+    def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
+        ids = self.prompt_token_ids
+        seq = Sequence(self.request_id, list(ids), GREEDY, arrival, self.priority,
+                       max_num_tokens=len(ids))
+        # This is what keeps it from the prefix cache, unless it is LAST (the story: BUGS 36).
+        seq.num_prompt_logprobs = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
+        self.sequences, self.num_read = [seq], [len(ids)]
+        return self.sequences
+
+    def add_prompt(self, positions: range, vectors: torch.Tensor) -> None:
+        """A finished step's part of it. After a preemption it begins anew, from position 0."""
+        if positions.start == 0:
+            self.num_seen, self.seen = 0, []
+        assert positions.start == self.num_seen, (
+            f"request {self.request_id} has seen {self.num_seen} positions, now gets {positions}")
+        if self.pooling_type == "MEAN":  # a running sum: what it is the sum of may go
+            vectors = vectors.float().sum(0, keepdim=True)
+            self.seen = [self.seen[0] + vectors] if self.seen else [vectors]
+        elif self.pooling_type == "ALL":  # each by itself, and off the device
+            self.seen.append(self._finish(vectors))
+        else:
+            self.seen = [vectors]
+        self.num_seen = positions.stop
+
+    def add_tokens(self, seq: Sequence, last: list[torch.Tensor]) -> None:
+        """The prompt is complete, and no token came. last: (hidden_size,), of its last position."""
+        if self.pooling_type == "ALL":
+            self.result = torch.cat(self.seen)
+        else:
+            vector = last[0][None] if self.pooling_type == "LAST" else self.seen[0]
+            if self.pooling_type == "MEAN":
+                vector = vector / self.num_seen
+            self.result = self._finish(vector)[0]
+        self.seen = []
+
+    def _finish(self, vectors: torch.Tensor) -> torch.Tensor:
+        params = self.params
+        return self.pooler.finish(vectors, params.use_activation, params.dimensions).cpu()
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
+    def flush(self) -> None:
+        """It ends early: nothing was held back."""
+
+    def output(self) -> PoolingRequestOutput:
+        # A clone, because tensors of inference mode can't be changed by whoever gets them.
+        outputs = None if self.result is None else PoolingOutput(self.result.clone())
+        return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids,
+                                    self.sequences[0].num_cached_tokens or 0)
+
+
+# ---------------------------------------------------------------- the way in
+
+
+def prepare(config: EngineConfig, model_config: ModelConfig, folder: Path, tokenizer):
+    """For `LLM`: a pooler for the runner, and what takes the place of `InputProcessor`."""
+    pooler = Pooler.of(config, model_config, folder, tokenizer)
+    return pooler, partial(PoolingInputs, pooler)
+
+
+class PoolingInputs(InputProcessor):
+    """Checks what comes in. `LLM.encode`, `embed`, `classify` and `score` are methods of this class
+    (their first argument is the engine)."""
+
+    def __init__(self, pooler: Pooler, config: EngineConfig, model_config: ModelConfig, tokenizer):
+        super().__init__(config, model_config, tokenizer)
+        self.pooler = pooler
+
+    def process(self, request_id: str, prompt: Prompt, params: PoolingParams | None,
+                priority: int = 0) -> PoolingRequest:
+        """Raises `ValueError` for a request to generate, a task that the model has not, and
+        whatever is wrong with a prompt."""
+        if not isinstance(params, PoolingParams):
+            raise ValueError("this engine pools (runner='pooling') and generates no text: use "
+                             f"encode() with one of {', '.join(self.pooler.tasks)}, add requests "
+                             "with PoolingParams, or make it with runner='generate'")
+        self.check_envelope(request_id, priority)
+        task = params.task or self.pooler.tasks[0]
+        if task not in self.pooler.tasks:
+            raise ValueError(f"task={task!r} is not one of this model's, which are "
+                             f"{', '.join(self.pooler.tasks)}: see the options convert and "
+                             "pooler_config")
+        self.pooler.check_dimensions(params.dimensions, self.model_config.hidden_size)
+        use = params.use_activation
+        params = replace(params, task=task,
+                         dimensions=params.dimensions or self.pooler.dimensions,
+                         use_activation=self.pooler.use_activation if use is None else use)
+        text, ids = self.read_prompt(prompt)
+        ids = self._truncate(ids, params.truncate_prompt_tokens)
+        return PoolingRequest(request_id, text, ids, params, priority, self.pooler)
+
+    def _truncate(self, ids: list[int], count: int | None) -> list[int]:
+        """Keep the last tokens, if that is wanted: there vLLM's users expect what matters."""
+        limit = self.config.max_model_len
+        if count is not None and count > limit:
+            raise ValueError(f"truncate_prompt_tokens={count} is more than max_model_len={limit}")
+        if count is not None:
+            ids = ids[-(limit if count == -1 else count):]
+        if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and max_model_len is {limit}: shorten it, cut "
+                "it with truncate_prompt_tokens, or raise max_model_len (and "
+                "kv_cache_memory_bytes, if the KV cache is what limits it)")
+        return ids
+
+    # ----------------------------------------------------- offline batches
+
+
+    def encode(self, llm, prompts: Prompt | list[Prompt],
+               pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
+               pooling_task: str | None = None, use_tqdm: bool = True,
+               priority: list[int] | None = None) -> list[PoolingRequestOutput]:
+        """Pool one prompt or many; results come in the order of the prompts.
+
+        prompts: in the forms of `generate`. pooling_task: "embed" or "classify" for a prompt as a
+        whole, "token_embed" or "token_classify" for each of its tokens. Raises `ValueError` before
+        any work starts; after Ctrl-C the engine stays usable.
+        """
+        if pooling_task is None:
+            raise ValueError("encode() needs pooling_task: choose one of "
+                             f"{', '.join(self.pooler.tasks)}")
+        prompts = _as_list(prompts)
+        if not isinstance(pooling_params, (list, tuple)):
+            pooling_params = [pooling_params] * len(prompts)
+        if len(pooling_params) != len(prompts):
+            raise ValueError(f"pooling_params has {len(pooling_params)} entries for "
+                             f"{len(prompts)} prompts: give one for each, or one for all")
+        params = [_with_task(one, pooling_task) for one in pooling_params]
+        requests = llm._make_requests(prompts, params, priority)
+        results = {}
+        with closing(llm._drive(requests)) as outputs, tqdm(
+                total=len(requests), desc="Processed prompts", unit="prompt", dynamic_ncols=True,
+                disable=not use_tqdm or not requests) as bar:
+            for output in outputs:
+                results[output.request_id] = output
+                bar.update()
+        return [results[request.request_id] for request in requests]
+
+    def embed(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
+              **options) -> list[PoolingRequestOutput]:
+        """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s."""
+        outputs = self.encode(llm, prompts, pooling_params, pooling_task="embed", **options)
+        return [replace(output, outputs=EmbeddingOutput(output.outputs.data.tolist()))
+                for output in outputs]
+
+    def classify(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
+                 **options) -> list[PoolingRequestOutput]:
+        """Probabilities of the classes for each prompt, as `ClassificationOutput`."""
+        outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
+        return [replace(output, outputs=ClassificationOutput(output.outputs.data.tolist()))
+                for output in outputs]
+
+    def score(self, llm, data_1: Prompt | list[Prompt], data_2: Prompt | list[Prompt], /, *,
+              chat_template: str | None = None, pooling_params: PoolingParams | None = None,
+              **options) -> list[PoolingRequestOutput]:
+        """How well texts go together, pair by pair, as `ScoringOutput`.
+
+        data_1: a query, or one for each of data_2. An embedding model's score is the cosine of two
+        embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
+        with a "query" and a "document".
+        """
+        first, second = _as_list(data_1), _as_list(data_2)
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
+                             "many, or as many of one kind as of the other")
+        if "embed" in self.pooler.tasks:
+            return self._cosines(llm, first, second, pooling_params, options)
+        if "classify" not in self.pooler.tasks or self.pooler.num_labels != 1:
+            raise ValueError("score() needs embeddings, or a classifier with one class: use "
+                             f"encode() with one of {', '.join(self.pooler.tasks)}")
+        prompts = [self._pair(*pair, chat_template) for pair in zip(first, second)]
+        outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
+        return [replace(output, outputs=ScoringOutput(output.outputs.data.item()))
+                for output in outputs]
+
+    def _cosines(self, llm, first: list, second: list, params, options) -> list:
+        outputs = self.encode(llm, first + second, params, pooling_task="embed", **options)
+        pad = [] if (pad_id := getattr(llm.tokenizer, "pad_token_id", None)) is None else [pad_id]
+        return [PoolingRequestOutput(
+            f"{a.request_id}_{b.request_id}",
+            ScoringOutput(F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
+            a.prompt_token_ids + pad + b.prompt_token_ids,
+            a.num_cached_tokens + b.num_cached_tokens)
+            for a, b in zip(outputs, outputs[len(first):])]
+
+    def _pair(self, query: str, document: str, chat_template: str | None) -> Prompt:
+        """What a reranker reads: as its template says, one text behind the other (a generator that
+        answers yes or no), or as the tokenizer joins pairs."""
+        if not isinstance(query, str) or not isinstance(document, str) or not query + document:
+            raise ValueError(f"score() needs texts, got {query!r:.80} and {document!r:.80}")
+        if chat_template is not None:
+            return self.render_chat([{"role": "query", "content": query},
+                                     {"role": "document", "content": document}],
+                                    chat_template=chat_template)
+        if self.pooler.token_ids:
+            return query + document
+        try:
+            ids = self.tokenizer_for("score()")(query, document)["input_ids"]
+        except TypeError as error:  # as in `_encode`
+            raise ValueError(f"no valid text, a lone surrogate? {query!r}, {document!r}") from error
+        return {"prompt": query + document, "prompt_token_ids": ids}
+
+
+def _as_list(data: Prompt | list[Prompt]) -> list[Prompt]:
+    if not isinstance(data, (str, dict, list, tuple)):
+        raise ValueError(f"prompts must be a str, a dict or a list, got {type(data).__name__}")
+    many = isinstance(data, (list, tuple)) and not (data and is_token_id(data[0]))
+    return list(data) if many else [data]
+
+
+def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
+    params = params or PoolingParams()
+    if not isinstance(params, PoolingParams):
+        raise ValueError(f"pooling_params must be PoolingParams, got {params!r}")
+    if params.task not in (None, task):
+        raise ValueError(f"pooling_params has task={params.task!r}, which is not pooling_task="
+                         f"{task!r}: leave one of them out")
+    return replace(params, task=task)
+
+
+# --------------------------------------------------------------- what it costs
+
+
+def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,
+          rounds: int = 5) -> dict[str, float]:
+    """Seconds to embed texts of 4 to 256 tokens, on the CPU and in float32: ours, and those of
+    transformers with padded batches, in the order of arrival and sorted by length. They take turns,
+    because others use the machine, too; the medians count."""
+    from transformers import AutoModel  # here: only who measures needs it
+
+    from nanoserve.llm import LLM
+    rng = random.Random(0)
+    theirs = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    prompts = [[rng.randrange(theirs.config.vocab_size) for _ in range(int(2 ** rng.uniform(2, 8)))]
+               for _ in range(num_texts)]
+    llm = LLM(model, runner="pooling", dtype="float32", device="cpu", enable_prefix_caching=False)
+
+    def padded(prompts: list[list[int]]) -> list[torch.Tensor]:
+        vectors = []
+        for i in range(0, len(prompts), batch_size):
+            batch = [torch.tensor(ids) for ids in prompts[i:i + batch_size]]
+            ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+            lengths = torch.tensor([len(ids) for ids in batch])
+            mask = torch.arange(ids.shape[1]) < lengths[:, None]
+            with torch.inference_mode():
+                hidden = theirs(ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+            vectors += F.normalize(hidden[torch.arange(len(batch)), lengths - 1], dim=-1)
+        return vectors
+
+    runs = {"nanoserve": lambda: llm.embed(prompts, use_tqdm=False),
+            "transformers, padded": lambda: padded(prompts),
+            "transformers, padded, sorted": lambda: padded(sorted(prompts, key=len))}
+    for ours, vector in zip(runs["nanoserve"](), padded(prompts), strict=True):  # and to warm up
+        assert torch.allclose(torch.tensor(ours.outputs.embedding), vector, atol=1e-5)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Embed texts of mixed lengths, and take the time.")
+    parser.add_argument("--model", default=Path(__file__).parent.parent / "assets" / "storyteller")
+    parser.add_argument("--num-texts", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=32, help="of the padded batches")
+    args = parser.parse_args()
+    for name, seconds in bench(args.model, args.num_texts, args.batch_size).items():
+        print(f"{name:30} {seconds:7.2f} s  {args.num_texts / seconds:8.1f} texts/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Speculative decoding: guess the next tokens, and let the model check all of them in one step.
+
+A decoding step of one sequence waits for the weights to be read; a few more tokens in it cost next
+to nothing. So somebody cheap guesses what comes, and the model computes the guesses behind the
+newest token as if they were known (Leviathan et al. 2023; Chen et al. 2023). Two can guess:
+
+    ngram         the last few tokens were there before, so what followed them may follow again
+                  (Saxena 2023, "Prompt Lookup Decoding"): a dict look-up, no second network
+    draft_model   a small network of the same vocabulary writes on by itself, greedily. Its layers
+                  are more KV layers of the same blocks, so that chunks, prefix hits and preemption
+                  serve both networks, and nobody counts the small one's progress
+
+    token_ids   the cat sat on the          drafts   mat   and   the
+    sampled     behind each of them                  mat   and   purr  far
+    accepted    mat and purr: the first two were right, and `purr` is the model's own word
+
+Invariant: **not one token changes, drawn ones included.** The number that decides a token is a
+function of seed and position (sampler.py), so the model's token at each position is simply drawn,
+and a draft is right if it equals it. The road not taken is rejection sampling, which accepts a
+draft with probability min(1, p/q) and repairs the rest: the same distribution, another text. As our
+drafts are not drawn (q is 1 at one token) both accept equally often, with probability p(draft).
+
+Checking is an ordinary step of a longer row. Wrong drafts need no roll-back: they never counted as
+computed, so they are in no prefix, and their slots are written again. With overlap the host would
+have to guess behind tokens that it has not seen: it is switched off. Steps with drafts are not
+recorded as CUDA graphs. Not known here: layers, the sampler, text.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from nanoserve.config import EngineConfig, find_model
+from nanoserve.metrics import Counter
+from nanoserve.model_config import ModelConfig
+from nanoserve.request import load_tokenizer
+from nanoserve.sequence import Sequence, Step
+
+KEYS = {"ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+        "draft_model": ("method", "num_speculative_tokens", "model")}
+DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
+LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
+
+
+# ------------------------------------------------------------ what is asked for
+
+
+def check(config: EngineConfig, model_config: ModelConfig, tokenizer,
+          say: Callable[[str], None]) -> EngineConfig:
+    """The resolved config with everything in `speculative_config` filled in, and overlap off.
+
+    Raises `ValueError` for what can't work, with the remedy.
+    """
+    asked = dict(config.speculative_config)
+    method = asked.get("method")
+    if config.runner == "pooling":
+        raise ValueError("speculative_config has no effect with runner='pooling', where no token "
+                         "follows another: leave it out")
+    if method not in KEYS:
+        raise ValueError(f"speculative_config: method={method!r} is not supported: choose one of "
+                         f"{', '.join(KEYS)}")
+    if unknown := [key for key in asked if key not in KEYS[method]]:
+        raise ValueError(f"speculative_config: {', '.join(map(str, unknown))} is nothing that "
+                         f"method={method!r} takes: leave it out, it takes "
+                         f"{', '.join(KEYS[method][1:])}")
+    if asked.get("num_speculative_tokens") is None:
+        raise ValueError("speculative_config: num_speculative_tokens is missing: say how many "
+                         "tokens are to be guessed at a time, 4 for example")
+    for key, value in asked.items():
+        if key not in ("method", "model") and value is not None and (
+                type(value) is not int or value < 1):
+            raise ValueError(f"speculative_config: {key} must be a whole number of at least 1, "
+                             f"got {value!r}")
+    if method == "ngram":
+        given = [asked[key] for key in KEYS[method][2:] if asked.get(key) is not None]
+        longest, shortest = (given * 2 or [DEFAULT_LOOKUP] * 2)[:2]  # one given is both
+        if shortest > longest:
+            raise ValueError(f"speculative_config: prompt_lookup_min={shortest} is above "
+                             f"prompt_lookup_max={longest}: lower the first or raise the second")
+        asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
+    else:
+        _check_draft_model(asked, config, model_config, tokenizer, say)
+    say(f"speculative decoding: {method}, up to {asked['num_speculative_tokens']} guesses a step"
+        + (", which then runs without CUDA graphs" if config.device == "cuda" else ""))
+    if config.async_scheduling:
+        say("overlap is off: drafts follow tokens that the host must have seen")
+    return replace(config, speculative_config=asked, async_scheduling=False)
+
+
+def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelConfig, tokenizer,
+                       say: Callable[[str], None]) -> None:
+    """Both networks must mean the same by a token: a wrong pair would be slow, and say nothing."""
+    if asked.get("model") is None:
+        raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
+                         "small model with the same vocabulary")
+    name = str(asked["model"])
+    try:
+        folder = find_model(name)
+        asked["model"] = str(folder)  # where other ranks will look for it
+        draft = ModelConfig.from_folder(folder)
+        replace(config, expert_parallel=False).check_ranks(draft)
+    except ValueError as error:
+        raise ValueError(f"speculative_config: {error}") from error
+    if not draft.architecture.endswith("ForCausalLM"):
+        raise ValueError(f"speculative_config: model={name!r} has no LM head, by its architecture "
+                         f"{draft.architecture}: choose a ...ForCausalLM checkpoint")
+    if draft.vocab_size != model_config.vocab_size:
+        raise ValueError(f"speculative_config: model={name!r} has a vocabulary of "
+                         f"{draft.vocab_size} tokens, {config.model!r} one of "
+                         f"{model_config.vocab_size}: choose a draft model of the same family")
+    if tokenizer is not None and any(folder.glob("*token*")):
+        other = load_tokenizer(replace(config, tokenizer=None), folder)
+        if _vocabulary(other) != _vocabulary(tokenizer):
+            raise ValueError(f"speculative_config: the tokens of model={name!r} are others than "
+                             f"those of {config.model!r}: choose a draft model of the same family")
+    if draft.max_position_embeddings < config.max_model_len:
+        say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind them "
+            "its guesses will be worse")
+
+
+def _vocabulary(tokenizer) -> dict[str, int]:
+    """Without what was added for chats: those differ within a family, and do no harm."""
+    added = tokenizer.get_added_vocab()
+    return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+
+
+# ------------------------------------------------------------------ who guesses
+
+
+class NgramIndex:
+    """Where each n-gram of one sequence was last seen, kept up to date token by token."""
+
+    def __init__(self, longest: int, shortest: int):
+        self.sizes = range(longest, shortest - 1, -1)
+        self.follows: dict[tuple[int, ...], int] = {}  # n-gram -> the position behind it
+        self.num_read = 0  # positions whose n-grams, all that end before them, are entered
+
+    def find(self, token_ids: list[int]) -> int | None:
+        """The position behind the last earlier occurrence of the longest n-gram that `token_ids`
+        ends with. O(what is new) a call, and so O(the text) altogether."""
+        for position in range(max(self.num_read, 1), len(token_ids)):
+            for n in self.sizes:
+                if n <= position:
+                    self.follows[tuple(token_ids[position - n:position])] = position
+        self.num_read = len(token_ids)
+        for n in self.sizes:
+            if n < len(token_ids) and (
+                    position := self.follows.get(tuple(token_ids[-n:]))) is not None:
+                return position
+        return None
+
+
+@dataclass
+class Record:
+    """How a sequence has fared with its guesses."""
+
+    index: NgramIndex
+    num_misses: int = 0  # in a row
+    rests_until: int = 0  # no guess before it has so many tokens
+
+
+class NgramGuesser:
+    """Copies what followed the last time. Who guesses wrong rests for 1, 2, 4, ... tokens: text
+    that does not repeat itself should cost as much as without. (To try a single token after a rest,
+    and not all of them, was no faster there, and slower on text that repeats itself.)"""
+
+    def __init__(self, asked: dict):
+        self.num_drafts = asked["num_speculative_tokens"]
+        self.bounds = (asked["prompt_lookup_max"], asked["prompt_lookup_min"])
+        self.records: dict[Sequence, Record] = {}
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Up to `most` tokens, none where nothing is found.
+
+        Behind the end of the text the guess goes on with itself, as in LZ77: after "ha ha ha" the
+        match is one "ha" back, and five more can be copied from there.
+        """
+        record = self.records.get(seq)
+        if record is None:
+            record = self.records[seq] = Record(NgramIndex(*self.bounds))
+        token_ids = seq.token_ids
+        if len(token_ids) < record.rests_until:
+            return []
+        at = record.index.find(token_ids)
+        if at is None:
+            return []
+        count, period = min(most, self.num_drafts), len(token_ids) - at
+        drafts = token_ids[at:at + count]
+        while len(drafts) < count:
+            drafts.append(drafts[-period])
+        return drafts
+
+    def fill(self, step: Step) -> None:
+        """The drafts are there already."""
+
+    def checked(self, seq: Sequence, num_right: int) -> None:
+        record = self.records[seq]
+        record.num_misses = 0 if num_right else record.num_misses + 1
+        rest = min(2 ** (record.num_misses - 1), LONGEST_REST) if record.num_misses else 0
+        record.rests_until = len(seq.token_ids) + rest
+
+    def forget(self, seq: Sequence) -> None:
+        self.records.pop(seq, None)
+
+
+class ModelGuesser:
+    """A small network writes on, for all rows of a step together."""
+
+    def __init__(self, asked: dict, llm):
+        self.num_drafts = asked["num_speculative_tokens"]
+        self.runner, self.max_num_batched_tokens = llm.runner, llm.config.max_num_batched_tokens
+        # A block may only be given back where neither network's window reaches it. The small one
+        # looks back from one token earlier: see `fill`.
+        windows = [llm.scheduler.window, llm.runner.draft_model.config.window]
+        llm.scheduler.window = None if None in windows else max(windows) + 1
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Only how many: the tokens are found when the step is launched, and has its blocks."""
+        return [0] * min(most, self.num_drafts)
+
+    def fill(self, step: Step) -> None:
+        """Put the guesses into `step.drafts`.
+
+        What the model is about to compute the small one computes as well, so that it can read every
+        block, whoever filled it. Behind the prompt it begins one token earlier: it has written its
+        last guess and never read it, and if that was right its KV is missing.
+
+            known     .. 17 18          model        18 [19 20 21]
+            first     17 18 -> 19       second       19 -> 20         third   20 -> 21
+
+        Confessed: a sequence that ends right then, is preempted, or decodes where no budget is left
+        leaves a block with such a gap, and whoever reads it gets worse guesses there.
+        """
+        first = Step(step.index, by_draft_model=True, sampling=list(step.drafts))
+        first.block_copies, step.block_copies = step.block_copies, []  # they copy all layers
+        spare = self.max_num_batched_tokens - step.num_tokens
+        for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
+            decodes = num_new == 1 and start >= seq.num_prompt_tokens and spare > 0
+            spare -= decodes
+            earlier = decodes or seq in step.drafts
+            first.num_new_tokens[seq] = 2 if earlier else num_new
+            first.starts.append(start - earlier)
+        passes = [(first, self.runner.launch(first))]
+        for i in range(1, max(map(len, step.drafts.values()), default=0)):
+            rows = [seq for seq, drafts in step.drafts.items() if len(drafts) > i]
+            # Their input, the guess before, is still on the device: see batch.py.
+            one = Step(step.index, dict.fromkeys(rows, 1), [len(seq.token_ids) - 1 + i
+                                                            for seq in rows], rows)
+            one.by_draft_model = True
+            passes.append((one, self.runner.launch(one)))
+        for i, (one, output) in enumerate(passes):
+            for seq, token_id in zip(one.sampling, self.runner.fetch(output)[0], strict=True):
+                step.drafts[seq][i] = token_id
+
+    def checked(self, seq: Sequence, num_right: int) -> None:
+        """It guesses on, whatever came of it."""
+
+    def forget(self, seq: Sequence) -> None:
+        """Nothing is kept."""
+
+
+# ------------------------------------------------------------- beside the engine
+
+
+@dataclass
+class Vector:
+    """vLLM's type for counters that belong together: here, one for each place in a draft."""
+
+    name: str
+    labels: dict[str, str]
+    values: list[int]
+
+
+class Drafter:
+    """What the engine has of all this: its scheduler asks here for drafts, its steps are launched
+    here, and as an observer it sees what comes of them."""
+
+    def __init__(self, llm):
+        self.runner, asked = llm.runner, llm.config.speculative_config
+        self.guesser = NgramGuesser(asked) if asked["method"] == "ngram" else (
+            ModelGuesser(asked, llm))
+        self.labels = {"model_name": llm.config.model, "engine": "0"}
+        self.num_drafts = self.num_draft_tokens = 0
+        self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
+        llm.scheduler.propose = self.guesser.propose
+        llm.observers.append(self)
+
+    def launch(self, step: Step):
+        """`ModelRunner.launch`, with the drafts that were not known yet."""
+        self.guesser.fill(step)
+        return self.runner.launch(step)
+
+    def added(self, sequences, stats, prompt) -> None:
+        """No observer's business: a sequence is met when it decodes."""
+
+    def scheduled(self, step: Step) -> None:
+        """Neither is this: the drafts are in the step."""
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        for seq, drafts in step.drafts.items():
+            if seq not in grown:
+                continue  # it was aborted meanwhile
+            num_right = 0
+            for token_id, draft in zip(grown[seq], drafts):
+                if token_id != draft:
+                    break
+                self.num_accepted[num_right] += 1
+                num_right += 1
+            self.num_drafts += 1
+            self.num_draft_tokens += len(drafts)
+            self.guesser.checked(seq, num_right)
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.guesser.forget(seq)
+
+    def counts(self) -> tuple[int, int]:
+        """Drafts until now, and their accepted tokens."""
+        return self.num_drafts, sum(self.num_accepted)
+
+    def read_metrics(self) -> list[Counter | Vector]:
+        """A snapshot in vLLM's names."""
+        counters = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
+                        num_accepted_tokens=sum(self.num_accepted))
+        name = "vllm:spec_decode_{}".format
+        return [*(Counter(name(key), self.labels, value) for key, value in counters.items()),
+                Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
+
+
+# ---------------------------------------------------------------- what it brings
+
+PROMPT = "Once upon a time there was a king who"
+
+
+def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """Tokens that a row with a draft gets in a step: the accepted ones, and one more."""
+    return 1 + (after[1] - before[1]) / max(after[0] - before[0], 1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure one stream with and without, taking turns, so that all meet the same other load."""
+    # Here, because `llm` imports this file in its turn.
+    from nanoserve.llm import BUNDLED_MODEL, LLM
+    from nanoserve.sampling_params import SamplingParams
+
+    parser = argparse.ArgumentParser(description="What speculative decoding brings, in steps and "
+                                                 "in time: one request at a time.")
+    parser.add_argument("model", nargs="?", default=str(BUNDLED_MODEL))
+    parser.add_argument("--draft-model", default=f"{BUNDLED_MODEL}-draft")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--num-tokens", type=int, default=256, help="output tokens of a request")
+    parser.add_argument("--rounds", type=int, default=7, help="how often all take turns")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args(arguments)
+    configs = {"none": None,
+               "ngram": dict(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4,
+                             prompt_lookup_min=2),
+               "draft_model": dict(method="draft_model", num_speculative_tokens=4,
+                                   model=args.draft_model)}
+    engines = {name: LLM(args.model, dtype=args.dtype, speculative_config=config,
+                         enable_prefix_caching=False, num_gpu_blocks_override=8 + args.num_tokens
+                         // 16) for name, config in configs.items()}
+    print(f"{'text':8}{'drafts':12}{'steps':>6}{'a draft':>9}{'seconds':>9}{'gain':>7}"
+          f"{'CPU seconds':>13}{'gain':>7}")
+    for text, temperature in (("greedy", 0), ("drawn", 1)):
+        runs = {name: [] for name in engines}
+        for i in range(args.rounds + 1):  # the first is for caches, ours and the machine's
+            params = SamplingParams(temperature=temperature, seed=i, max_tokens=args.num_tokens,
+                                    ignore_eos=True)
+            for name in [*engines][i % 3:] + [*engines][:i % 3]:
+                runs[name].append(measure(engines[name], args.prompt, params))
+        for name, some in runs.items():
+            pairs = list(zip(runs["none"][1:], some[1:], strict=True))
+            steps = statistics.mean(run.num_steps for _, run in pairs)
+            length = "" if name == "none" else f"{statistics.mean(r.length for r in some[1:]):.2f}"
+            print(f"{text:8}{name:12}{steps:6.0f}{length:>9}", end="")
+            for clock, width in (("seconds", 9), ("cpu_seconds", 13)):
+                times = [(getattr(a, clock), getattr(b, clock)) for a, b in pairs]
+                print(f"{statistics.median(b for _, b in times):{width}.2f}"
+                      f"{statistics.median(a / b for a, b in times):6.2f}x", end="")
+            print("" if all(a.text == b.text for a, b in pairs) else "  another text: a near-tie?")
+
+
+@dataclass
+class Run:
+    """What one request took."""
+
+    text: list[int]
+    num_steps: int
+    length: float  # tokens a draft
+    seconds: float
+    cpu_seconds: float  # of all threads: the time that others took from us is not in it
+
+
+def measure(llm, prompt: str, params) -> Run:
+    num_steps, counts = llm.metrics.num_steps, llm.drafter and llm.drafter.counts()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    output, = llm.generate(prompt, params, use_tqdm=False)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    length = mean_length(counts, llm.drafter.counts()) if llm.drafter else 1.0
+    return Run(output.outputs[0].token_ids, llm.metrics.num_steps - num_steps, length, seconds,
+               cpu_seconds)
+
+
+if __name__ == "__main__":
+    main()
