@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -40,23 +41,25 @@ def main() -> None:
     args = parser.parse_args()
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
     if args.measure:
-        measure(args, data)
-        DATA.write_text(json.dumps(rounded(data), indent=1) + "\n")
+        for _ in measure(args, data):  # what is measured is kept, whatever comes after it
+            DATA.write_text(json.dumps(rounded(data), indent=1) + "\n")
     before, rest = README.read_text().split(BEGIN)
     README.write_text(before + BEGIN + render(data) + END + rest.split(END)[1])
 
 
-def measure(args: argparse.Namespace, data: dict) -> None:
-    """Put the comparison, and the ladder, into `data`."""
+def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
+    """Put the comparison into `data`, then the ladder; yields after each."""
     common = ["--model", args.model, "--dtype", args.dtype]
     peers = [word for peer in args.against or ["hf"] for word in ("--against", peer)]
     asked = bench.make_parser().parse_args(
         [*common, *peers, "--rounds", args.rounds, "--peer-python", args.peer_python])
     with bench.Bench(asked) as one:
         data.setdefault("comparisons", {})[args.dtype] = one.against(WORKLOADS)
+    yield
     if not args.no_ladder:
         with bench.Bench(bench.make_parser().parse_args([*common, "--ladder"])) as one:
             data["ladder"] = one.ladder()
+        yield
 
 
 def rounded(value):
