@@ -71,43 +71,58 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     if kind not in batch.pieces:  # the first layer of its kind; the others find them here
         batch.pieces[kind] = [*_cut_decodes(batch, window, k_cache),
                               *_cut_chunks(batch, window, k_cache)]
-    memory, pieces = Memory(k_cache, v_cache, batch), batch.pieces[kind]
+    pieces = batch.pieces[kind]
+    k, v = _by_head(k_cache), _by_head(v_cache)
     if len(pieces) == 1:
-        return _attend(q, memory, pieces[0], scale, softcap)
+        return _attend(q, k, v, pieces[0], scale, softcap)
     out = torch.empty_like(q)
     for piece in pieces:
-        out[piece.tokens] = _attend(q[piece.tokens], memory, piece, scale, softcap)
+        out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, softcap)
     return out
 
 
-class Memory:
-    """Both caches as (num_kv_heads * num_blocks, block_size * head_dim): a line is a head's block.
-
-    Copies are made in the batch's scratch memory, all of them at the same place, where they stay in
-    the processor's cache: keys are done with when values are wanted. It is kept for the next layer.
-    """
-
-    def __init__(self, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch):
-        self.num_kv_heads, self.head_dim = k_cache.shape[2:]
-        self.batch = batch
-        # Views of a head-major cache; of any other one these are copies: right, but slow.
-        self.k, self.v = (cache.permute(2, 0, 1, 3).flatten(0, 1).flatten(1)
-                          for cache in (k_cache, v_cache))
-
-    def gather(self, source: torch.Tensor, lines: torch.Tensor, size: int) -> torch.Tensor:
-        """Some blocks of `k` or `v` as (size, keys, head_dim), until the next call."""
-        wanted = len(lines) * source.shape[1]
-        if self.batch.scratch.numel() < wanted:
-            self.batch.scratch = source.new_empty(wanted)
-        into = self.batch.scratch[:wanted].view(len(lines), -1)
-        return torch.index_select(source, 0, lines, out=into).view(size, -1, self.head_dim)
-
-
-def _attend(q: torch.Tensor, memory: Memory, piece: "Decodes | Tile", scale: float,
-            softcap: float | None) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: "Decodes | Tile",
+            scale: float, softcap: float | None) -> torch.Tensor:
     """q: the queries of the piece, (n, num_heads, head_dim). Returns the same shape."""
     attend = _attend_decodes if isinstance(piece, Decodes) else _attend_tile
-    return attend(q, memory, piece, scale, softcap)
+    return attend(q, k, v, piece, scale, softcap)
+
+
+def _by_head(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as (num_kv_heads * num_blocks, block_size * head_dim): a line is a head's block.
+
+    A view of a head-major cache; of any other one it is a copy: right, but slow.
+    """
+    num_blocks, _, num_kv_heads, _ = cache.shape
+    return cache.permute(2, 0, 1, 3).reshape(num_kv_heads * num_blocks, -1)
+
+
+@dataclass
+class Copy:
+    """Blocks that lie in many places, and the place where they are copied to lie side by side.
+
+    That place is the batch's scratch memory, the same for all pieces and layers, for keys and then,
+    when these are done with, for values: so it stays in the processor's cache. What every layer
+    needs is worked out once: where a weight is read once a token, each call between counts.
+    """
+
+    lines: torch.Tensor  # (n * width,) in `_by_head`
+    into: torch.Tensor  # (n * width, block_size * head_dim) the place ...
+    found: torch.Tensor  # (n, keys, head_dim) ... and the same memory as it is wanted
+
+    @classmethod
+    def of(cls, lines: torch.Tensor, n: int, batch: Batch, cache: torch.Tensor) -> "Copy":
+        _, block_size, _, head_dim = cache.shape
+        size = len(lines) * block_size * head_dim
+        if batch.scratch.numel() < size:
+            batch.scratch = cache.new_empty(size)
+        into = batch.scratch[:size].view(len(lines), -1)
+        return cls(lines, into, into.view(n, -1, head_dim))
+
+    def gather(self, source: torch.Tensor) -> torch.Tensor:
+        """(n, keys, head_dim), until the next call of anybody's."""
+        torch.index_select(source, 0, self.lines, out=self.into)
+        return self.found
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
@@ -123,14 +138,14 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | Non
 class Decodes:
     """Rows with a single query each, and the blocks that they see, padded to the longest row.
 
-    `shared` are blocks with which all of them begin, a system prompt say, and `lines` the others.
+    `shared` are blocks with which all of them begin, a system prompt say, and `own` the others.
     """
 
     tokens: slice | torch.Tensor  # the rows, which are also tokens
-    lines: torch.Tensor  # (rows * kv_heads * width,) in `Memory`
+    own: Copy  # of rows * kv_heads
     hidden: torch.Tensor  # (rows, 1, 1, keys) what a row doesn't see of them: padding, old keys
     unseen: torch.Tensor  # as places in (rows * kv_heads * keys), but for padding that does no harm
-    shared: torch.Tensor | None  # (kv_heads * shared width,)
+    shared: Copy | None  # of kv_heads
 
 
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list[Decodes]:
@@ -167,9 +182,11 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor) -> lis
         put = _to(k_cache.device)
         pieces.append(Decodes(
             tokens=slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
-            lines=put((blocks[:, None] + heads[:, None]).ravel()),
+            own=Copy.of(put((blocks[:, None] + heads[:, None]).ravel()),
+                        len(rows) * num_kv_heads, batch, k_cache),
             hidden=put(hidden[:, None, None]), unseen=put((unseen + key[:, None]).ravel()),
-            shared=put((tables[0, :num_shared] + heads[:, None]).ravel()) if num_shared else None))
+            shared=Copy.of(put((tables[0, :num_shared] + heads[:, None]).ravel()), num_kv_heads,
+                           batch, k_cache) if num_shared else None))
     return pieces
 
 
@@ -186,33 +203,33 @@ def _num_shared(tables: np.ndarray, full: np.ndarray) -> int:
     return num_shared if num_shared >= MIN_SHARED_BLOCKS else 0
 
 
-def _attend_decodes(q: torch.Tensor, memory: Memory, rows: Decodes, scale: float,
-                    softcap: float | None) -> torch.Tensor:
-    """q: (rows, num_heads, head_dim). Returns the same shape.
+def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Decodes,
+                    scale: float, softcap: float | None) -> torch.Tensor:
+    """q: (rows, num_heads, head_dim). Returns the same shape. k, v: see `_by_head`.
 
     The query heads that share a KV head become the rows of one matrix product with it, so that K
     and V are read once a group. Of shared blocks the whole piece reads one copy, with the queries
     of all its rows (cascade attention; Ye et al. 2024), and one softmax goes over both parts.
     """
     num_rows, num_heads, head_dim = q.shape
-    kv_heads = memory.num_kv_heads
-    by_row = q.view(num_rows, kv_heads, -1, head_dim)
-    k = memory.gather(memory.k, rows.lines, num_rows * kv_heads)
-    scores = _scores(by_row.flatten(0, 1), k, scale, softcap)
-    scores = scores.view(*by_row.shape[:3], -1).masked_fill_(rows.hidden, float("-inf"))
+    kv_heads = len(rows.own.found) // num_rows
+    grouped = q.reshape(num_rows, kv_heads, -1, head_dim)
+    scores = _scores(grouped.flatten(0, 1), rows.own.gather(k), scale, softcap)
+    scores = scores.view(*grouped.shape[:3], -1).masked_fill_(rows.hidden, float("-inf"))
     if rows.shared is not None:
-        by_head = by_row.transpose(0, 1).flatten(1, 2)  # (kv_heads, rows * group, head_dim)
-        k = memory.gather(memory.k, rows.shared, kv_heads)
-        shared = _scores(by_head, k, scale, softcap).view(kv_heads, num_rows, -1, k.shape[1])
-        scores = torch.cat((shared.transpose(0, 1), scores), dim=-1)
-    weights = scores.softmax(-1)
-    num_own = weights.shape[-1] - (0 if rows.shared is None else k.shape[1])
-    v = memory.gather(memory.v, rows.lines, num_rows * kv_heads)
-    v.view(-1, head_dim).index_fill_(0, rows.unseen, 0)  # 0 * inf is NaN: no weight is not enough
-    out = (weights[..., -num_own:].flatten(0, 1) @ v).view(by_row.shape)
+        by_head = grouped.transpose(0, 1).flatten(1, 2)  # (kv_heads, rows * group, head_dim)
+        shared = _scores(by_head, rows.shared.gather(k), scale, softcap)
+        num_shared = shared.shape[-1]
+        shared = shared.view(kv_heads, num_rows, -1, num_shared).transpose(0, 1)
+        scores = torch.cat((shared, scores), dim=-1)
+    weights = scores.softmax(-1)  # (rows, kv_heads, group, keys)
+    own = weights if rows.shared is None else weights[..., num_shared:]
+    values = rows.own.gather(v)
+    values.view(-1, head_dim).index_fill_(0, rows.unseen, 0)  # 0 * inf is NaN: see the invariant
+    out = (own.flatten(0, 1) @ values).view(grouped.shape)
     if rows.shared is not None:
-        v = memory.gather(memory.v, rows.shared, kv_heads)
-        shared = weights[..., :-num_own].transpose(0, 1).flatten(1, 2) @ v
+        by_head = weights[..., :num_shared].transpose(0, 1).flatten(1, 2)
+        shared = by_head @ rows.shared.gather(v)  # (kv_heads, rows * group, head_dim)
         out += shared.view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
     return out.view(q.shape)
 
@@ -225,7 +242,7 @@ class Tile:
     """Some queries of one row, one behind the other, and the blocks that they see."""
 
     tokens: slice
-    lines: torch.Tensor  # (kv_heads * width,) in `Memory`
+    copy: Copy  # of kv_heads
     num_keys: int  # of the gathered ones, up to the last query's own
     hidden: torch.Tensor  # (queries, m) what a query doesn't see of the last m
 
@@ -250,26 +267,26 @@ def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list
             if window is not None:
                 hidden |= keys <= positions[:, None] - window
             tiles.append(Tile(
-                tokens=slice(at, at + len(positions)), lines=put((blocks + heads[:, None]).ravel()),
+                tokens=slice(at, at + len(positions)),
+                copy=Copy.of(put((blocks + heads[:, None]).ravel()), num_kv_heads, batch, k_cache),
                 num_keys=int(positions[-1] + 1 - keys[0]), hidden=put(hidden)))
             at += len(positions)
     return tiles
 
 
-def _attend_tile(q: torch.Tensor, memory: Memory, tile: Tile, scale: float,
+def _attend_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float,
                  softcap: float | None) -> torch.Tensor:
-    """q: (queries, num_heads, head_dim). Returns the same shape."""
-    kv_heads, head_dim = memory.num_kv_heads, memory.head_dim
-    by_head = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    k = memory.gather(memory.k, tile.lines, kv_heads)  # (kv_heads, keys, head_dim)
-    scores = _scores(by_head.reshape(kv_heads, -1, head_dim), k, scale, softcap)
-    scores = scores.view(*by_head.shape[:3], -1)  # (kv_heads, group, queries, keys)
+    """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `_by_head`."""
+    kv_heads, _, head_dim = tile.copy.found.shape
+    grouped = q.reshape(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    scores = _scores(grouped.reshape(kv_heads, -1, head_dim), tile.copy.gather(k), scale, softcap)
+    scores = scores.view(*grouped.shape[:3], -1)  # (kv_heads, group, queries, keys)
     scores[..., -tile.hidden.shape[1]:].masked_fill_(tile.hidden, float("-inf"))
     weights = scores.softmax(-1).flatten(1, 2)  # (kv_heads, group * queries, keys)
-    v = memory.gather(memory.v, tile.lines, kv_heads)
-    v[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
-    out = weights @ v  # (kv_heads, group * queries, head_dim)
-    return out.view(by_head.shape).permute(2, 0, 1, 3).flatten(1, 2)
+    values = tile.copy.gather(v)
+    values[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
+    out = weights @ values  # (kv_heads, group * queries, head_dim)
+    return out.view(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _to(device: torch.device):

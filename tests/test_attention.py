@@ -266,8 +266,7 @@ def test_a_head_major_cache_is_read_where_it_lies():
     shape = (6, 4, 2, 8)
     k_cache, v_cache = (attention.zeros_by_head(shape, torch.float32, CPU) for _ in "kv")
     assert k_cache.shape == shape
-    memory = attention.Memory(k_cache, v_cache, make_batch([[1]], [1], [1]))
-    assert memory.k.data_ptr() == k_cache.data_ptr()
+    assert attention._by_head(k_cache).data_ptr() == k_cache.data_ptr()
     store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8), k_cache, v_cache, torch.tensor([9]))
     assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
 
