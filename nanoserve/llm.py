@@ -21,7 +21,6 @@ loop one can single-step in a debugger teaches more, and a server can own the th
 
 import os
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import (
     LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
 from nanoserve.parallel import Ranks
-from nanoserve.processes import ctrl_c_held, start_ranks
+from nanoserve.processes import Turns, ctrl_c_held, start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -100,7 +99,7 @@ class LLM:
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
-        self.lock = threading.RLock()  # threads may share an engine: they take turns step by step
+        self.lock = Turns()  # threads may share an engine: they take turns step by step
         self.inbox: list[RequestOutput] = []  # of requests added by hand: for the next step()
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"

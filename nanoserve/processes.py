@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 
@@ -319,6 +319,26 @@ def ctrl_c_held():
         signal.signal(signal.SIGINT, handler)
         if seen:
             handler(*seen[0])
+
+
+class Turns:
+    """A reentrant lock whose waiting threads get their turn.
+
+    A plain lock goes to whoever is awake: the thread that gave it back a moment ago takes it again,
+    hundreds of times, and one that waits wakes up too late each time. Here who waits stands in a
+    doorway with room for one, and whoever comes back has to wait behind it.
+    """
+
+    def __init__(self):
+        self.lock, self.doorway = threading.RLock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        inside = self.lock._is_owned()  # no public name; threading.Condition asks like this, too
+        with nullcontext() if inside else self.doorway:
+            self.lock.acquire()
+
+    def __exit__(self, *exc_info) -> None:
+        self.lock.release()
 
 
 def _kill(children: list[subprocess.Popen]) -> None:
