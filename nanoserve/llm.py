@@ -25,8 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
-from functools import partialmethod
+from dataclasses import fields
 from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
@@ -78,7 +77,9 @@ class LLM:
         try:
             self.runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler)
             num_blocks = self.runner.count_kv_blocks()
-            self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
+            self.config, said = config.fit_to_cache(num_blocks, asked.max_model_len)
+            for line in said:
+                _say(line)
             self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
             self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
             self.runner.record_graphs()
@@ -387,17 +388,28 @@ class LLM:
             self._check_open()
             return self.scheduler.blocks.reset_prefix_cache()
 
+    def encode(self, prompts, pooling_params=None, **options) -> list:
+        """What prompts, or their tokens, become: see `extras.pooling.PoolingInputs.encode`."""
+        return self._pool("encode", prompts, pooling_params, **options)
+
+    def embed(self, prompts, **options) -> list:
+        """A vector for each prompt: see `extras.pooling.PoolingInputs.embed`."""
+        return self._pool("embed", prompts, **options)
+
+    def classify(self, prompts, **options) -> list:
+        """Probabilities of classes: see `extras.pooling.PoolingInputs.classify`."""
+        return self._pool("classify", prompts, **options)
+
+    def score(self, data_1, data_2, /, **options) -> list:
+        """How well texts go together: see `extras.pooling.PoolingInputs.score`."""
+        return self._pool("score", data_1, data_2, **options)
+
     def _pool(self, method: str, *args, **options) -> list:
-        """Prompts to vectors, classes, scores: see the methods of `extras.pooling.PoolingInputs`.
-        Raises `ValueError` on a generator."""
         self._check_open()
         if self.runner.pooler is None:
             raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
                              "it with runner='pooling'")
         return getattr(self.inputs, method)(self, *args, **options)
-
-    encode, embed = partialmethod(_pool, "encode"), partialmethod(_pool, "embed")
-    classify, score = partialmethod(_pool, "classify"), partialmethod(_pool, "score")
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; calling it twice is fine."""
@@ -468,20 +480,6 @@ def _start_ranks(config: EngineConfig, folder: Path, pooler) -> Ranks:
             serve_rank(ranks, (config, folder, pooler))
         raise SystemExit(0)
     return ranks
-
-
-def _fit_max_model_len(config: EngineConfig, asked: int | None, num_blocks: int) -> EngineConfig:
-    """Lower `max_model_len` to what the KV cache holds; an explicit one is an error instead."""
-    capacity = num_blocks * config.block_size
-    if config.max_model_len <= capacity:
-        return config
-    remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
-    if asked is not None:
-        raise ValueError(f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
-                         f"({num_blocks} blocks of {config.block_size}): lower it, or {remedy}")
-    _say(f"max_model_len is lowered from {config.max_model_len:,} to {capacity:,}, what the KV "
-         f"cache holds; {remedy} for more")
-    return replace(config, max_model_len=capacity)
 
 
 def _say(line: str) -> None:
