@@ -2,8 +2,8 @@
 
 **A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
 KV in the cache.** A step gives some sequences a share of the token budget to close the gap. Chunked
-prefill, a prefix hit, preemption and decoding are all that one subtraction, so there is no phase,
-no status and no `is_prefill` here.
+prefill, a prefix hit, preemption, decoding and checking guesses are all that one subtraction, so
+there is no phase, no status and no `is_prefill` here.
 
 The glossary. These words mean one thing each, everywhere:
 

@@ -59,6 +59,11 @@ def test_the_pooling_example_prints_what_the_readme_shows():
     assert run("-c", code) == block_after("<!-- printed by the pooling example -->")
 
 
+def test_the_speculative_example_prints_what_the_readme_shows():
+    code = block_after("\n```python", README.index("## Speculative decoding"))
+    assert run("-c", code) == block_after("<!-- printed by the speculative example -->")
+
+
 def test_the_step_trace_is_real():
     shown = block_after("<!-- printed by: python -m nanoserve.extras.trace -->")
     assert run("-m", "nanoserve.extras.trace") == shown
