@@ -14,6 +14,10 @@ Invariants: a request is checked completely before any work starts, so one bad p
 costs nothing; and whatever happens in a step (an error, Ctrl-C), every request that was not
 finished can still be aborted or go on, because a step takes effect only in `update()`.
 
+The same loop generates, drafts and pools. An extra may put guesses into a step (`drafter`) or take
+the sampler's place (a pooler, inside the runner); others watch (`observers`) and change nothing.
+None is imported unless it is asked for.
+
 The names and defaults are vLLM's, so that its users can change one import. What is not supported
 raises; nothing is accepted and ignored. Road not taken: a background thread that steps by itself; a
 loop one can single-step in a debugger teaches more, and a server can own the thread.

@@ -17,6 +17,8 @@ Invariants: when a rank dies, the others end within half a minute and name it; n
 shared memory outlives the engine. Between requests nobody waits with a time-out, so that an engine
 may idle for hours.
 
+What else keeps signals and threads apart stands at the end: `ctrl_c_held` and `Turns`.
+
 Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
 user's script again in every child and so wants a `__main__` guard in it.
 """
@@ -327,6 +329,9 @@ class Turns:
     A plain lock goes to whoever is awake: the thread that gave it back a moment ago takes it again,
     hundreds of times, and one that waits wakes up too late each time. Here who waits stands in a
     doorway with room for one, and whoever comes back has to wait behind it.
+
+    Confessed: Ctrl-C in the very moment of taking it or giving it back can leave it with the main
+    thread, which may enter again, but nobody else.
     """
 
     def __init__(self):
