@@ -113,7 +113,8 @@ class ModelRunner:
         if placement.packed and plenty_for_weights(
                 sum(weight.nbytes for weight in model.parameters()), ranks.local_size):
             for part in model.modules():
-                part.keeps_plain = isinstance(part, Linear)
+                if isinstance(part, Linear):
+                    part.keeps_plain = True
         if config.load_format == "dummy":
             load_dummy_weights(model, config.seed)
         else:
