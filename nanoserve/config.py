@@ -190,6 +190,22 @@ class EngineConfig:
                                  "add runner='pooling', or leave it out")
         return runner
 
+    def fit_to_cache(self, num_blocks: int,
+                     asked: int | None) -> tuple["EngineConfig", list[str]]:
+        """Lower `max_model_len` to what the KV cache holds; returns what to say about it, too.
+        asked: the user's own, which raises `ValueError` instead."""
+        capacity = num_blocks * self.block_size
+        if self.max_model_len <= capacity:
+            return self, []
+        remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
+        if asked is not None:
+            raise ValueError(
+                f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
+                f"({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
+        said = (f"max_model_len is lowered from {self.max_model_len:,} to {capacity:,}, what the "
+                f"KV cache holds; {remedy} for more")
+        return replace(self, max_model_len=capacity), [said]
+
 
 def find_model(model: str | Path) -> Path:
     """The folder of a model: a local one, or a hub id's (fetched, or from the offline cache).

@@ -14,6 +14,10 @@ Invariants: a request is checked completely before any work starts, so one bad p
 costs nothing; and whatever happens in a step (an error, Ctrl-C), every request that was not
 finished can still be aborted or go on, because a step takes effect only in `update()`.
 
+The same loop generates, drafts and pools. An extra may put guesses into a step (`drafter`) or take
+the sampler's place (a pooler, inside the runner); others watch (`observers`) and change nothing.
+None is imported unless it is asked for.
+
 The names and defaults are vLLM's, so that its users can change one import. What is not supported
 raises; nothing is accepted and ignored. Road not taken: a background thread that steps by itself; a
 loop one can single-step in a debugger teaches more, and a server can own the thread.
@@ -21,13 +25,11 @@ loop one can single-step in a debugger teaches more, and a server can own the th
 
 import os
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
-from functools import partialmethod
+from dataclasses import fields
 from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
@@ -36,7 +38,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import (
     LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
 from nanoserve.parallel import Ranks
-from nanoserve.processes import ctrl_c_held, start_ranks
+from nanoserve.processes import Turns, ctrl_c_held, start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -79,7 +81,9 @@ class LLM:
         try:
             self.runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler)
             num_blocks = self.runner.count_kv_blocks()
-            self.config = _fit_max_model_len(config, asked.max_model_len, num_blocks)
+            self.config, said = config.fit_to_cache(num_blocks, asked.max_model_len)
+            for line in said:
+                _say(line)
             self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
             self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
             self.runner.record_graphs()
@@ -100,7 +104,7 @@ class LLM:
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
-        self.lock = threading.RLock()  # threads may share an engine: they take turns step by step
+        self.lock = Turns()  # threads may share an engine: they take turns step by step
         self.inbox: list[RequestOutput] = []  # of requests added by hand: for the next step()
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
@@ -388,17 +392,28 @@ class LLM:
             self._check_open()
             return self.scheduler.blocks.reset_prefix_cache()
 
+    def encode(self, prompts, pooling_params=None, **options) -> list:
+        """What prompts, or their tokens, become: see `extras.pooling.PoolingInputs.encode`."""
+        return self._pool("encode", prompts, pooling_params, **options)
+
+    def embed(self, prompts, **options) -> list:
+        """A vector for each prompt: see `extras.pooling.PoolingInputs.embed`."""
+        return self._pool("embed", prompts, **options)
+
+    def classify(self, prompts, **options) -> list:
+        """Probabilities of classes: see `extras.pooling.PoolingInputs.classify`."""
+        return self._pool("classify", prompts, **options)
+
+    def score(self, data_1, data_2, /, **options) -> list:
+        """How well texts go together: see `extras.pooling.PoolingInputs.score`."""
+        return self._pool("score", data_1, data_2, **options)
+
     def _pool(self, method: str, *args, **options) -> list:
-        """Prompts to vectors, classes, scores: see the methods of `extras.pooling.PoolingInputs`.
-        Raises `ValueError` on a generator."""
         self._check_open()
         if self.runner.pooler is None:
             raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
                              "it with runner='pooling'")
         return getattr(self.inputs, method)(self, *args, **options)
-
-    encode, embed = partialmethod(_pool, "encode"), partialmethod(_pool, "embed")
-    classify, score = partialmethod(_pool, "classify"), partialmethod(_pool, "score")
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; calling it twice is fine."""
@@ -469,20 +484,6 @@ def _start_ranks(config: EngineConfig, folder: Path, pooler) -> Ranks:
             serve_rank(ranks, (config, folder, pooler))
         raise SystemExit(0)
     return ranks
-
-
-def _fit_max_model_len(config: EngineConfig, asked: int | None, num_blocks: int) -> EngineConfig:
-    """Lower `max_model_len` to what the KV cache holds; an explicit one is an error instead."""
-    capacity = num_blocks * config.block_size
-    if config.max_model_len <= capacity:
-        return config
-    remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
-    if asked is not None:
-        raise ValueError(f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
-                         f"({num_blocks} blocks of {config.block_size}): lower it, or {remedy}")
-    _say(f"max_model_len is lowered from {config.max_model_len:,} to {capacity:,}, what the KV "
-         f"cache holds; {remedy} for more")
-    return replace(config, max_model_len=capacity)
 
 
 def _say(line: str) -> None:

@@ -113,7 +113,8 @@ class ModelRunner:
         if placement.packed and plenty_for_weights(
                 sum(weight.nbytes for weight in model.parameters()), ranks.local_size):
             for part in model.modules():
-                part.keeps_plain = isinstance(part, Linear)
+                if isinstance(part, Linear):
+                    part.keeps_plain = True
         if config.load_format == "dummy":
             load_dummy_weights(model, config.seed)
         else:
@@ -255,8 +256,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> SamplerOutput:
-        """Queue one step. Returns the token of each of `step.sampling`, and whatever logprobs are
-        wanted, on their way to the host."""
+        """Queue one step. Returns the token of each of `step.samples()`, and whatever logprobs are
+        wanted, on their way to the host; of a pooler, hidden states in their place."""
         size = None
         if (self.graphs is not None and len(step.sampling) == step.num_tokens  # decodes alone
                 and not step.by_draft_model):

@@ -17,6 +17,8 @@ Invariants: when a rank dies, the others end within half a minute and name it; n
 shared memory outlives the engine. Between requests nobody waits with a time-out, so that an engine
 may idle for hours.
 
+What else keeps signals and threads apart stands at the end: `ctrl_c_held` and `Turns`.
+
 Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
 user's script again in every child and so wants a `__main__` guard in it.
 """
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 
@@ -319,6 +321,29 @@ def ctrl_c_held():
         signal.signal(signal.SIGINT, handler)
         if seen:
             handler(*seen[0])
+
+
+class Turns:
+    """A reentrant lock whose waiting threads get their turn.
+
+    A plain lock goes to whoever is awake: the thread that gave it back a moment ago takes it again,
+    hundreds of times, and one that waits wakes up too late each time. Here who waits stands in a
+    doorway with room for one, and whoever comes back has to wait behind it.
+
+    Confessed: Ctrl-C in the very moment of taking it or giving it back can leave it with the main
+    thread, which may enter again, but nobody else.
+    """
+
+    def __init__(self):
+        self.lock, self.doorway = threading.RLock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        inside = self.lock._is_owned()  # no public name; threading.Condition asks like this, too
+        with nullcontext() if inside else self.doorway:
+            self.lock.acquire()
+
+    def __exit__(self, *exc_info) -> None:
+        self.lock.release()
 
 
 def _kill(children: list[subprocess.Popen]) -> None:

@@ -2,8 +2,8 @@
 
 **A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
 KV in the cache.** A step gives some sequences a share of the token budget to close the gap. Chunked
-prefill, a prefix hit, preemption and decoding are all that one subtraction, so there is no phase,
-no status and no `is_prefill` here.
+prefill, a prefix hit, preemption, decoding and checking guesses are all that one subtraction, so
+there is no phase, no status and no `is_prefill` here.
 
 The glossary. These words mean one thing each, everywhere:
 
@@ -154,11 +154,13 @@ class Step:
         tokens, result = iter(sampled), {}
         for seq in self.sampling:
             drafts = self.drafts.get(seq, ())
-            row = [next(tokens) for _ in range(1 + len(drafts))]
-            count = 1
-            while count < len(row) and row[count - 1] == drafts[count - 1] not in seq.stop_ids:
-                count += 1
-            result[seq] = row[:count]
+            row = [next(tokens) for _ in range(len(drafts) + 1)]
+            num_right = 0
+            for token_id, draft in zip(row, drafts):  # one token more than drafts
+                if token_id != draft or token_id in seq.stop_ids:
+                    break
+                num_right += 1
+            result[seq] = row[:num_right + 1]
         return result
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Detokenizer
+from nanoserve.processes import Turns
 from nanoserve.sampler import SamplerOutput
 
 MAX_MODEL_LEN = 64
@@ -307,7 +308,8 @@ def test_what_the_cache_can_never_hold_is_refused(qwen3, expected):
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score"])
 def test_a_generator_does_no_pooling(llm, method):
     with pytest.raises(ValueError, match="runner='generate'"):
-        getattr(llm, method)(["a", "b"])
+        getattr(llm, method)(*[["a", "b"]] * (2 if method == "score" else 1))
+    assert "extras.pooling" in getattr(LLM, method).__doc__  # where `help` sends the reader
 
 
 # -------------------------------------------------------------- when it is over
@@ -1160,6 +1162,28 @@ def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
     llm.shutdown()
     thread.join(60)
     assert errors == ["this engine was shut down: make a new LLM"]
+
+
+def test_nobody_waits_for_ever_while_another_thread_steps():
+    """A plain lock was taken again by the thread that had just given it back, up to a thousand
+    times: whoever wanted to shut down, abort or add a request waited until all was generated."""
+    turns, num_steps, done = Turns(), 0, False
+
+    def steps() -> None:
+        nonlocal num_steps
+        while not done and num_steps < 2000:
+            with turns, turns:  # like `step` in `generate`: once more inside is free
+                num_steps += 1
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    for _ in range(50):
+        with turns:
+            pass
+    done = True
+    thread.join(60)
+    assert num_steps < 1000, "each of the 50 should have waited for a step or two"
 
 
 def test_a_bad_word_that_is_no_text_is_refused(llm):

@@ -59,6 +59,11 @@ def test_the_pooling_example_prints_what_the_readme_shows():
     assert run("-c", code) == block_after("<!-- printed by the pooling example -->")
 
 
+def test_the_speculative_example_prints_what_the_readme_shows():
+    code = block_after("\n```python", README.index("## Speculative decoding"))
+    assert run("-c", code) == block_after("<!-- printed by the speculative example -->")
+
+
 def test_the_step_trace_is_real():
     shown = block_after("<!-- printed by: python -m nanoserve.extras.trace -->")
     assert run("-m", "nanoserve.extras.trace") == shown
@@ -121,7 +126,7 @@ def test_the_napkins_are_about_the_real_thing():
 
 
 def test_every_file_has_its_counterpart_in_vllm():
-    table = README[README.index("<!-- vllm -->"):README.index("## How it works")]
+    table = README[README.index("<!-- vllm -->"):].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", table, re.M)
     in_map = re.findall(r"^\| \d+ \| \[`(\w+)`\]", README, re.M)
     assert [name for name, _ in rows] == in_map

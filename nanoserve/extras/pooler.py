@@ -113,12 +113,12 @@ class Pooler:
             method = entries.get("method") or (
                 "from_2_way_softmax" if entries.get("is_original_qwen3_reranker")
                 else "no_post_processing")
-            self.subtract = method == "from_2_way_softmax"
-            if not self.subtract and method != "no_post_processing" or (
-                    self.subtract and len(words) != 2):
+            usable = {"from_2_way_softmax": len(words) == 2, "no_post_processing": True}
+            if not usable.get(method):
                 raise ValueError(f"config.json: method={method!r} with classifier_from_token="
                                  f"{words!r}: use from_2_way_softmax with two tokens, or "
                                  "no_post_processing")
+            self.subtract = method == "from_2_way_softmax"
             self.num_labels = 1 if self.subtract else len(words)
         kept = "lm_head." if self.token_ids and not self.tied else "score."
         self.unused = tuple(name for name in HEADS if name != kept)

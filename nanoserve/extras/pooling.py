@@ -246,8 +246,7 @@ class PoolingInputs(InputProcessor):
                 "kv_cache_memory_bytes, if the KV cache is what limits it)")
         return ids
 
-    # ----------------------------------------------------- offline batches
-
+    # ------------------------------------------------------ offline batches
 
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
