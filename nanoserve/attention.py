@@ -73,7 +73,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                               *_cut_chunks(batch, window, k_cache)]
     pieces = batch.pieces[kind]
     k, v = _by_head(k_cache), _by_head(v_cache)
-    if len(pieces) == 1:
+    if len(pieces) == 1:  # which is then all of the queries, in order
         return _attend(q, k, v, pieces[0], scale, softcap)
     out = torch.empty_like(q)
     for piece in pieces:

@@ -7,12 +7,12 @@ reorders them in every call, which for few tokens takes as long as the product i
     as loaded     row 0: a0 a1 a2 a3 | row 1: b0 b1 b2 b3 | ...     F.linear: reorder, multiply
     packed        a0 a1 b0 b1 ... | a2 a3 b2 b3 ... | ...           linear: multiply
 
-So weights are reordered once, when they are loaded, one after the other: there is never more than
-one matrix of both kinds. A packed weight is opaque: it has a shape, but no rows that can be read.
+So weights are reordered once, when they are loaded, one after the other. A packed weight is opaque:
+it has a shape, but no rows that can be read; what it was made of is freed.
 
 A single token is another matter. Its product is reading the weight, and torch's own matrix-vector
 product, without oneDNN, reads the plain one as fast as memory gives it, a quarter faster than any
-other way. So where there is plenty of memory the plain weight is kept for it (`plain`).
+other way. So where there is plenty of memory (memory.py) the plain weight is kept, too (`plain`).
 
 Invariant: `linear` gives what `F.linear` gives, up to rounding, for whatever `pack` returns; and
 that is the weight itself where packing is of no use, or these operators are not there. They are
@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 TYPICAL_ROWS = 64  # tokens for which the order is chosen; within a few percent it serves any number
-MIN_ROWS = 4  # what a product of fewer takes longer than: up to a quarter, measured
+MIN_ROWS = 4  # a product of fewer rows takes up to a quarter longer than one of four
 DTYPES = (torch.bfloat16, torch.float32)  # in float16 few CPUs multiply
 
 
@@ -59,7 +59,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 @cache
 def works(dtype: torch.dtype) -> bool:
     """Whether this torch on this CPU has the operators, and they can be trusted."""
-    if dtype not in DTYPES:
+    if dtype not in DTYPES or not torch.backends.mkldnn.enabled:
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 40, generator=generator).to(dtype) for rows in (56, 5))
