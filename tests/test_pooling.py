@@ -560,6 +560,7 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(convert="reward"), "convert='reward'"),
     (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
+    (dict(pooler_config={"use_activation": "no"}), "use_activation must be .* got 'no'"),
     (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type='STEP' is not supported"),
     (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}),
      "Qwen3ForTokenClassification is not supported.*ForSequenceClassification"),
@@ -573,6 +574,7 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(hf_overrides={"classifier_from_token": ["Y"], "is_original_qwen3_reranker": True}),
      "two tokens"),
     (dict(hf_overrides={"classifier_from_token": ["Y"], "method": "vote"}), "method='vote'"),
+    (dict(hf_overrides={"classifier_from_token": "Yn"}), "'Yn' must be a list of tokens"),
     (dict(hf_overrides={"classifier_from_token": ["Y"]}, skip_tokenizer_init=True), "tokenizer"),
 ])
 def test_options_that_can_not_work(qwen3, options, message):
