@@ -414,6 +414,20 @@ def test_the_score_of_an_embedder_is_a_cosine(qwen3, hidden_states):
             llm.score(texts[:2], texts)
 
 
+def test_a_query_is_embedded_once_for_all_its_documents(qwen3):
+    """And not once for each: with many short documents, most of the work was the same vector."""
+    with start(qwen3, pooler_config={"pooling_type": "MEAN"}) as llm:
+        one_by_one = [llm.score("fox", text, use_tqdm=False)[0] for text in ("A king.", "A fox.")]
+        before = llm.metrics.num_step_tokens
+        outputs = llm.score("fox", ["A king.", "A fox."], use_tqdm=False)
+        assert llm.metrics.num_step_tokens - before == len("fox" "A king." "A fox.")
+        assert [output.prompt_token_ids for output in outputs] == [
+            output.prompt_token_ids for output in one_by_one]
+        assert [output.outputs.score for output in outputs] == pytest.approx(
+            [output.outputs.score for output in one_by_one], abs=1e-5)
+        assert llm.score("fox", [], use_tqdm=False) == []
+
+
 # --------------------------------------------------------- reading checkpoints
 
 
@@ -560,6 +574,7 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(convert="reward"), "convert='reward'"),
     (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
+    (dict(pooler_config={"use_activation": "no"}), "use_activation must be .* got 'no'"),
     (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type='STEP' is not supported"),
     (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}),
      "Qwen3ForTokenClassification is not supported.*ForSequenceClassification"),
@@ -573,6 +588,7 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(hf_overrides={"classifier_from_token": ["Y"], "is_original_qwen3_reranker": True}),
      "two tokens"),
     (dict(hf_overrides={"classifier_from_token": ["Y"], "method": "vote"}), "method='vote'"),
+    (dict(hf_overrides={"classifier_from_token": "Yn"}), "'Yn' must be a list of tokens"),
     (dict(hf_overrides={"classifier_from_token": ["Y"]}, skip_tokenizer_init=True), "tokenizer"),
 ])
 def test_options_that_can_not_work(qwen3, options, message):

@@ -465,6 +465,7 @@ def test_overlap_is_off_and_says_so(qwen3, capsys):
     ("ngram", "must be a dict"),
     (dict(), "method=None is not supported: choose one of ngram, draft_model"),
     (dict(method="eagle", num_speculative_tokens=2), "method='eagle' is not supported"),
+    (dict(method=["ngram"], num_speculative_tokens=2), "method=\\['ngram'\\] is not supported"),
     (dict(method="ngram"), "num_speculative_tokens is missing"),
     (dict(NGRAM, num_speculative_tokens=0), "num_speculative_tokens must be a whole number"),
     (dict(NGRAM, num_speculative_tokens=2.5), "at least 1, got 2.5"),

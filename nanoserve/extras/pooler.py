@@ -56,6 +56,9 @@ class PoolerConfig:
         if self.pooling_type not in (None, *POOLING_TYPES):
             raise ValueError(f"pooling_type={self.pooling_type!r} is not supported: choose one of "
                              f"{', '.join(POOLING_TYPES)}")
+        if self.use_activation not in (None, True, False):
+            raise ValueError(f"use_activation must be True, False or None, got "
+                             f"{self.use_activation!r}")
 
 
 @dataclass
@@ -268,6 +271,8 @@ def _find_kind(convert: str, architecture: str, entries: dict) -> str:
 
 
 def _token_ids(words: list[str], tokenizer) -> list[int]:
+    if not isinstance(words, (list, tuple)):  # of "yes" every letter would be a class
+        raise ValueError(f"classifier_from_token={words!r} must be a list of tokens")
     if tokenizer is None:
         raise ValueError(f"classifier_from_token={words!r} needs a tokenizer")
     ids = tokenizer.convert_tokens_to_ids(list(words))

@@ -302,9 +302,7 @@ class PoolingInputs(InputProcessor):
         with a "query" and a "document".
         """
         first, second = _as_list(data_1), _as_list(data_2)
-        if len(first) == 1:
-            first = first * len(second)
-        if len(first) != len(second):
+        if len(first) not in (1, len(second)):
             raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
                              "many, or as many of one kind as of the other")
         if "embed" in self.pooler.tasks:
@@ -312,20 +310,28 @@ class PoolingInputs(InputProcessor):
         if "classify" not in self.pooler.tasks or self.pooler.num_labels != 1:
             raise ValueError("score() needs embeddings, or a classifier with one class: use "
                              f"encode() with one of {', '.join(self.pooler.tasks)}")
+        if len(first) == 1:
+            first *= len(second)
         prompts = [self._pair(*pair, chat_template) for pair in zip(first, second)]
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
         return [replace(output, outputs=ScoringOutput(output.outputs.data.item()))
                 for output in outputs]
 
     def _cosines(self, llm, first: list, second: list, params, options) -> list:
+        """A query that all of `second` are compared with is embedded once."""
+        if not second:
+            return []
         outputs = self.encode(llm, first + second, params, pooling_task="embed", **options)
+        queries, documents = outputs[:len(first)], outputs[len(first):]
+        if len(queries) == 1:
+            queries *= len(documents)
         pad = [] if (pad_id := getattr(llm.tokenizer, "pad_token_id", None)) is None else [pad_id]
         return [PoolingRequestOutput(
             f"{a.request_id}_{b.request_id}",
             ScoringOutput(F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
             a.prompt_token_ids + pad + b.prompt_token_ids,
             a.num_cached_tokens + b.num_cached_tokens)
-            for a, b in zip(outputs, outputs[len(first):])]
+            for a, b in zip(queries, documents, strict=True)]
 
     def _pair(self, query: str, document: str, chat_template: str | None) -> Prompt:
         """What a reranker reads: as its template says, one text behind the other (a generator that

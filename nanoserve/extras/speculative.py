@@ -59,7 +59,7 @@ def check(config: EngineConfig, model_config: ModelConfig, tokenizer,
     if config.runner == "pooling":
         raise ValueError("speculative_config has no effect with runner='pooling', where no token "
                          "follows another: leave it out")
-    if method not in KEYS:
+    if not isinstance(method, str) or method not in KEYS:
         raise ValueError(f"speculative_config: method={method!r} is not supported: choose one of "
                          f"{', '.join(KEYS)}")
     if unknown := [key for key in asked if key not in KEYS[method]]:
