@@ -231,18 +231,19 @@ def test_a_cpus_cache_takes_a_share_of_the_free_memory(dummy, monkeypatch, free,
 
 
 def test_freed_memory_is_not_new_to_the_next_step():
-    """Counted in page faults, of which 16 MB take 4,096: by default glibc returns them each time."""
+    """Counted in page faults, of which four tensors of 24 MB take 24,576. Where nothing is asked of
+    glibc, the next four times take nearly three times as many, until it has learnt by itself."""
     script = """
 import resource, torch
 from nanoserve.memory import keep_freed_memory
 kept = keep_freed_memory()
 faults = []
-for _ in range(3):
+for _ in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2 ** 22), torch.ones(2 ** 22)]
+    tensors = [torch.ones(6 * 2 ** 20) for _ in range(4)]
     del tensors
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-assert not kept or faults[2] < 1000, faults
+assert not kept or sum(faults[1:]) < 24576, faults
 print(kept)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
