@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.packing import linear, pack
+from nanoserve.packing import ONE_ROW_DTYPE, linear, pack
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.rope_config import RopeConfig
 
@@ -133,7 +133,8 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """All parts are in place, and the weight can be packed. The plain one is freed, or not."""
         if self.packed:
-            self.plain = self.weight.data if self.keeps_plain else None
+            if self.keeps_plain and self.weight.dtype == ONE_ROW_DTYPE:
+                self.plain = self.weight.data
             self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

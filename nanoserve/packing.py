@@ -31,6 +31,7 @@ import torch.nn.functional as F
 TYPICAL_ROWS = 64  # tokens for which the order is chosen; within a few percent it serves any number
 MIN_ROWS = 4  # a product of fewer rows takes up to a quarter longer than one of four
 DTYPES = (torch.bfloat16, torch.float32)  # in float16 few CPUs multiply
+ONE_ROW_DTYPE = torch.bfloat16  # whose plain weight is of use; in float32 its product is slower
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     packed, if it was kept."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
-    if len(x) == 1 and plain is not None and x.dtype == torch.bfloat16:  # in float32 it is slower
+    if len(x) == 1 and plain is not None and plain.dtype == ONE_ROW_DTYPE:
         torch._C._set_mkldnn_enabled(False)  # for the process: others' products go on, but slower
         try:
             return F.linear(x, plain, bias)

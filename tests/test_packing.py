@@ -96,6 +96,14 @@ def test_plain_weights_are_kept_where_there_is_plenty_of_memory(checkpoints, mon
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
+def test_in_float32_no_second_copy_is_kept(checkpoints, monkeypatch):
+    """It would never be read: there the packed product is the faster one for a single row, too."""
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 2 ** 50)
+    llm = LLM(checkpoints["qwen3"], dtype="float32", num_gpu_blocks_override=64)
+    linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
+    assert len(linears) > 4 and all(part.plain is None for part in linears)
+
+
 def test_what_is_not_packed():
     """float16, which few CPUs multiply, and shares of nothing."""
     for weight in (torch.zeros(4, 4, dtype=torch.float16), torch.zeros(0, 4), torch.zeros(4, 0)):
