@@ -101,8 +101,8 @@ def _by_head(cache: torch.Tensor) -> torch.Tensor:
 class Copy:
     """Blocks that lie in many places, and the place where they are copied to lie side by side.
 
-    That place is the batch's scratch memory, the same for all pieces and layers, for keys and then,
-    when these are done with, for values: so it stays in the processor's cache. What every layer
+    That place is scratch memory, the same for all pieces, layers and steps, for keys and then, when
+    these are done with, for values: so it stays in the processor's cache. What every layer
     needs is worked out once: where a weight is read once a token, each call between counts.
     """
 
@@ -114,9 +114,9 @@ class Copy:
     def of(cls, lines: torch.Tensor, n: int, batch: Batch, cache: torch.Tensor) -> "Copy":
         _, block_size, _, head_dim = cache.shape
         size = len(lines) * block_size * head_dim
-        if batch.scratch.numel() < size:
-            batch.scratch = cache.new_empty(size)
-        into = batch.scratch[:size].view(len(lines), -1)
+        if batch.scratch.memory.numel() < size:
+            batch.scratch.memory = cache.new_empty(size)
+        into = batch.scratch.memory[:size].view(len(lines), -1)
         return cls(lines, into, into.view(n, -1, head_dim))
 
     def gather(self, source: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,14 @@ MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before th
 
 
 @dataclass
+class Scratch:
+    """Memory that attention copies to, as large as it has been needed. It outlives its batch,
+    because memory that is new to a process costs more than what is written to it."""
+
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass
 class Batch:
     """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples."""
 
@@ -79,7 +87,7 @@ class Batch:
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
-    scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0), init=False)
+    scratch: Scratch = field(default_factory=Scratch, init=False)
 
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
@@ -141,6 +149,7 @@ class BatchBuilder:
             pin or staged) else None
         self.device_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
+        self.scratch = Scratch()
         self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
@@ -175,7 +184,9 @@ class BatchBuilder:
             device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
-        return Batch.unpack(buffer.numpy(), device)
+        batch = Batch.unpack(buffer.numpy(), device)
+        batch.scratch = self.scratch
+        return batch
 
     def fix_tables(self, batch: Batch) -> Batch:
         """The same batch with block tables whose address and stride are always the same, too."""

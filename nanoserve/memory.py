@@ -104,8 +104,8 @@ def keep_freed_memory() -> bool:
 
     A prefill's activations are tens of megabytes each. By default glibc maps such a tensor and
     unmaps it again, and the system zeroes every page anew: of 2,048 tokens of a 0.6B model a
-    quarter of the time. At most 1 GB stays unused, in the whole process. False where the library is another one, whose
-    habits are its own (musl, macOS).
+    quarter of the time. It is asked for the whole process, in which at most 1 GB stays unused.
+    False where the library is another one, whose habits are its own (musl, macOS).
     """
     try:
         return all([ctypes.CDLL(None).mallopt(*wish) for wish in KEPT_MEMORY.items()])

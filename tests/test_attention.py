@@ -277,9 +277,9 @@ def test_the_next_layer_gathers_into_the_same_memory():
     caches = poisoned_cache(5, 4, 2, 8, [[1, 2], [3, 4]], [1, 3], [6, 7])
     q = torch.randn(4, 4, 8)
     first = paged_attention(q, *caches, batch, 0.3)
-    place = batch.scratch.fill_(float("nan")).data_ptr()
+    place = batch.scratch.memory.fill_(float("nan")).data_ptr()
     assert torch.equal(paged_attention(q, *caches, batch, 0.3), first)
-    assert batch.scratch.data_ptr() == place
+    assert batch.scratch.memory.data_ptr() == place
 
 
 def test_a_table_wider_than_the_sequence_is_not_read_to_its_end():

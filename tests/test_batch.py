@@ -406,3 +406,13 @@ def test_ctrl_c_while_a_row_is_taken_over(name):
     scheduler.drop_in_flight()
     step = scheduler.schedule()
     assert_equals_twin(builder.build(step), step, 4, 24)
+
+
+def test_scratch_memory_outlives_its_batch():
+    """So that a long context's copy is not mapped anew in every step."""
+    builder = BatchBuilder(6, 6, MAX_LEN, 4, CPU)
+    first = builder.unpack(builder.take_buffer())
+    first.scratch.memory = torch.ones(100)
+    second = builder.unpack(builder.take_buffer())
+    assert second is not first and second.scratch.memory is first.scratch.memory
+    assert BatchBuilder(6, 6, MAX_LEN, 4, CPU).scratch is not builder.scratch
