@@ -16,9 +16,11 @@ block, another request's numbers or an infinity, must not leak in, not even mult
 
 This is the plain torch version, the specification, and what a CPU runs. Work comes in pieces: some
 decode rows of similar length, or a tile of one row's queries. A piece gathers the blocks it sees
-into a copy that fits the processor's cache, and is then two matrix products and a softmax. Kernels,
-which read blocks where they lie, save the copy. Road not taken: `F.scaled_dot_product_attention`,
-half as fast on a CPU: it does not fold heads, and computes what a mask hides.
+into a copy that fits the processor's cache, and is then two matrix products and a softmax. Only a
+decode row's values are read where they lie, as kernels read everything: its result is a weighted
+sum of them, and that is what torch's `embedding_bag` computes. Road not taken:
+`F.scaled_dot_product_attention`, half as fast on a CPU: it does not fold heads, and computes what a
+mask hides.
 """
 
 from dataclasses import dataclass
@@ -52,8 +54,9 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     k, v: (num_tokens, num_kv_heads, head_dim). Caches: (num_blocks, block_size, num_kv_heads,
     head_dim). slot_mapping: (num_tokens,), block id * block_size + offset.
     """
-    k_cache.view(-1, *k.shape[1:])[slot_mapping] = k
-    v_cache.view(-1, *v.shape[1:])[slot_mapping] = v
+    slots = slot_mapping.long()
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
@@ -67,9 +70,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     window: a query sees this many keys, its own included; blocks that lie wholly before them are
     not touched. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
     """
-    kind = (window, k_cache.shape)
+    kind = (window, k_cache.shape, q.shape[1])
     if kind not in batch.pieces:  # the first layer of its kind; the others find them here
-        batch.pieces[kind] = [*_cut_decodes(batch, window, k_cache),
+        batch.pieces[kind] = [*_cut_decodes(batch, window, k_cache, q.shape[1]),
                               *_cut_chunks(batch, window, k_cache)]
     pieces = batch.pieces[kind]
     k, v = _by_head(k_cache), _by_head(v_cache)
@@ -142,13 +145,15 @@ class Decodes:
     """
 
     tokens: slice | torch.Tensor  # the rows, which are also tokens
-    own: Copy  # of rows * kv_heads
+    own: Copy  # of rows * kv_heads, for their keys
     hidden: torch.Tensor  # (rows, 1, 1, keys) what a row doesn't see of them: padding, old keys
-    unseen: torch.Tensor  # as places in (rows * kv_heads * keys), but for padding that does no harm
+    values: torch.Tensor  # (rows * heads * keys,) where in the cache each head's values are; ...
+    bags: torch.Tensor  # (rows * heads,) ... and where among these a head's begin
     shared: Copy | None  # of kv_heads
 
 
-def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list[Decodes]:
+def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
+                 num_heads: int) -> list[Decodes]:
     """As many rows a piece as fit into the copy, the longest first, so that padding is short."""
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[:batch.num_decodes]
@@ -158,33 +163,30 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor) -> lis
     if window is not None:
         first = np.maximum(seq_lens - window, 0) // block_size
     widths = (seq_lens - 1) // block_size + 1 - first
-    heads, pieces = np.arange(num_kv_heads) * num_blocks, []
+    heads, pieces, put = np.arange(num_kv_heads) * num_blocks, [], _to(k_cache.device)
     longest_first = np.argsort(-widths, kind="stable")
     while len(longest_first):
         width = int(widths[longest_first[0]])
         fit = max(1, MAX_GATHERED_KEYS // (width * block_size))
         rows, longest_first = np.sort(longest_first[:fit]), longest_first[fit:]
-        columns = first[rows, None] + np.arange(width)  # (rows, width)
-        # What a shorter row has too many is hidden. Where it has a block all of whose keys it sees,
-        # that one is read in their place, so that nothing there has to be overwritten.
-        last, clean = (seq_lens[rows, None] - 1) // block_size, first[rows, None]
-        clean = clean + (window is not None)
-        padding = (columns > last) & ((clean + 1) * block_size <= seq_lens[rows, None])
-        blocks = tables[rows[:, None], np.where(padding, clean, np.minimum(columns, last))]
-        positions = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(
-            len(rows), -1)  # (rows, keys)
-        hidden = positions >= seq_lens[rows, None]
+        keys = first[rows, None] * block_size + np.arange(width * block_size)  # (rows, keys)
+        last = seq_lens[rows, None] - 1  # the query's own
+        hidden = keys > last
         if window is not None:
-            hidden |= positions < seq_lens[rows, None] - window
-        row, key = (hidden & ~padding.repeat(block_size, axis=1)).nonzero()
-        unseen = (row[:, None] * num_kv_heads + np.arange(num_kv_heads)) * hidden.shape[1]
+            hidden |= keys <= last - window
+        blocks = tables[rows[:, None], np.minimum(keys[:, ::block_size], last) // block_size]
+        # 0 * inf is NaN: where a row must not see a value, it gets its own token's, times 0.
+        seen = np.where(hidden, last, keys)
+        values = tables[rows[:, None], seen // block_size] * block_size + seen % block_size
+        values = values[:, None] + heads[:, None] * block_size  # (rows, kv_heads, keys)
+        values = np.repeat(values.astype(np.int32), num_heads // num_kv_heads, axis=1)
         in_one = rows[-1] - rows[0] + 1 == len(rows)
-        put = _to(k_cache.device)
         pieces.append(Decodes(
             tokens=slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
             own=Copy.of(put((blocks[:, None] + heads[:, None]).ravel()),
                         len(rows) * num_kv_heads, batch, k_cache),
-            hidden=put(hidden[:, None, None]), unseen=put((unseen + key[:, None]).ravel()),
+            hidden=put(hidden[:, None, None]), values=put(values.ravel()),
+            bags=put(np.arange(0, values.size, keys.shape[1], dtype=np.int32)),
             shared=Copy.of(put((tables[0, :num_shared] + heads[:, None]).ravel()), num_kv_heads,
                            batch, k_cache) if num_shared else None))
     return pieces
@@ -207,9 +209,9 @@ def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Dec
                     scale: float, softcap: float | None) -> torch.Tensor:
     """q: (rows, num_heads, head_dim). Returns the same shape. k, v: see `_by_head`.
 
-    The query heads that share a KV head become the rows of one matrix product with it, so that K
-    and V are read once a group. Of shared blocks the whole piece reads one copy, with the queries
-    of all its rows (cascade attention; Ye et al. 2024), and one softmax goes over both parts.
+    The query heads that share a KV head become the rows of one matrix product with its keys, which
+    are read once a group. Of shared blocks the whole piece reads one copy, with the queries of all
+    its rows (cascade attention; Ye et al. 2024), and one softmax goes over both parts.
     """
     num_rows, num_heads, head_dim = q.shape
     kv_heads = len(rows.own.found) // num_rows
@@ -224,9 +226,9 @@ def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Dec
         scores = torch.cat((shared, scores), dim=-1)
     weights = scores.softmax(-1)  # (rows, kv_heads, group, keys)
     own = weights if rows.shared is None else weights[..., num_shared:]
-    values = rows.own.gather(v)
-    values.view(-1, head_dim).index_fill_(0, rows.unseen, 0)  # 0 * inf is NaN: see the invariant
-    out = (own.flatten(0, 1) @ values).view(grouped.shape)
+    out, *_ = torch.embedding_bag(v.view(-1, head_dim), rows.values, rows.bags, False, 0, False,
+                                  own.reshape(-1))
+    out = out.view(grouped.shape)
     if rows.shared is not None:
         by_head = weights[..., :num_shared].transpose(0, 1).flatten(1, 2)
         shared = by_head @ rows.shared.gather(v)  # (kv_heads, rows * group, head_dim)

@@ -79,12 +79,12 @@ def _norm_turn(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.cons
         scale = tl.rsqrt(mean + eps)[:, None]
         w_left = tl.load(weight + i, inside, 0).to(tl.float32)
         w_right = tl.load(weight + i + HEAD_DIM // 2, inside, 0).to(tl.float32)
-        left = (left * scale * w_left[None, :]).to(dtype).to(tl.float32)
-        right = (right * scale * w_right[None, :]).to(dtype).to(tl.float32)
-    c = tl.load(cos + i, inside, 0).to(tl.float32)[None, :]  # its second half repeats the first
-    s = tl.load(sin + i, inside, 0).to(tl.float32)[None, :]
-    tl.store(out + at, (left * c).to(dtype) + (-right * s).to(dtype), mask)
-    tl.store(out + at + HEAD_DIM // 2, (right * c).to(dtype) + (left * s).to(dtype), mask)
+        left = left * scale * w_left[None, :]
+        right = right * scale * w_right[None, :]
+    c = tl.load(cos + i, inside, 0)[None, :]  # its second half repeats the first
+    s = tl.load(sin + i + HEAD_DIM // 2, inside, 0)[None, :]  # its first half is this, negative
+    tl.store(out + at, (left * c - right * s).to(dtype), mask)
+    tl.store(out + at + HEAD_DIM // 2, (right * c + left * s).to(dtype), mask)
 
 
 # Slots are a slice of the packed batch, which begins anywhere: see kernels.py on not specialising.

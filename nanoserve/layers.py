@@ -244,17 +244,16 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.scale = rope.attention_factor
 
-    def forward(self, positions: torch.Tensor,
-                dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (num_tokens,) -> cos and sin, each (num_tokens, 1, head_dim).
 
-        The angles are float32 whatever the dtype: bfloat16 can't tell position 4095 from 4096.
+        Both in float32 whatever the model's dtype: bfloat16 can't tell position 4095 from 4096. Of
+        a pair (a, b), which becomes (a cos - b sin, b cos + a sin), sin's first half has the minus.
         """
         angles = positions[:, None, None] * self.frequencies  # (num_tokens, 1, head_dim)
         cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1:
-            cos, sin = cos * self.scale, sin * self.scale
-        return cos.to(dtype), sin.to(dtype)
+        sin[..., :sin.shape[-1] // 2].neg_()
+        return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:

@@ -68,9 +68,9 @@ class Decoder(nn.Module):
         number as a key, its value becomes that layer's output.
         """
         layers = range(len(self.layers)) if layers is None else layers
-        global_rope = local_rope = self.rotary(positions, hidden.dtype)  # cos and sin
+        global_rope = local_rope = self.rotary(positions)  # cos and sin
         if self.rotary_local is not None:
-            local_rope = self.rotary_local(positions, hidden.dtype)
+            local_rope = self.rotary_local(positions)
         residual = None  # the stream is `hidden`, or the sum of both where there are two
         for i in layers:
             cos, sin = global_rope if self.config.windows[i] is None else local_rope

@@ -29,7 +29,7 @@ from nanoserve.batch import Batch
 from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MoE
 from nanoserve.model_config import ModelConfig
-from nanoserve.ops import apply_rope
+from nanoserve.ops import norm_rope_store
 from nanoserve.parallel import Span
 from nanoserve.rope_config import RopeConfig
 
@@ -452,18 +452,25 @@ def test_a_mixture_of_experts_equals_transformers(architecture, entries, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rope_equals_transformers(dtype):
-    """Far positions included: in bfloat16 4,095 and 4,096 would be the same angle."""
+    """In float32, and rounded once. Far positions included: in bfloat16 4,095 and 4,096 would be
+    the same angle."""
     positions = torch.tensor([0, 1, 17, 4095, 4096, 100_000], dtype=torch.int32)
     config = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16,
                          rope_parameters=dict(rope_type="default", rope_theta=10000.0))
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(6, 4, 16, generator=generator).to(dtype)  # (num_tokens, num_heads, head_dim)
     k = torch.randn(6, 2, 16, generator=generator).to(dtype)
-    theirs = LlamaRotaryEmbedding(config)(q, positions[None])
-    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *theirs)
-    cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions, dtype)
-    for x, e in zip((q, k), expected, strict=True):
-        assert_close(apply_rope(x, cos, sin), e[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
+    theirs = LlamaRotaryEmbedding(config)(q.float(), positions[None])
+    expected = [x[0].transpose(0, 1) for x in apply_rotary_pos_emb(
+        *(x.float().transpose(0, 1)[None] for x in (q, k)), *theirs)]
+    cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions)
+    caches = [torch.zeros(3, 2, 2, 16, dtype=dtype) for _ in "kv"]
+    turned = norm_rope_store(q, k, k, None, None, 0, cos, sin, *caches, torch.arange(6))
+    tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8  # half of the last bit
+    for got, exact in zip((turned, caches[0].view(6, 2, 16)), expected, strict=True):
+        assert got.dtype == dtype
+        assert_close(got.float(), exact, rtol=tolerance, atol=1e-6)
+    assert torch.equal(caches[1].view(6, 2, 16), k)
 
 
 def test_linear_puts_each_part_into_its_rows():

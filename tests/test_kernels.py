@@ -308,12 +308,13 @@ def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
     slots = torch.tensor(slots + [-1] * 5, dtype=torch.int32, device=DEVICE)
     qkv = torch.full((8, 8, 32), torch.nan, device=DEVICE)
     qkv[:3] = torch.randn(3, 8, 32, device=DEVICE)
-    angles = torch.rand(8, 1, 16, device=DEVICE).repeat(1, 1, 2)
+    angles = torch.rand(8, 1, 16, device=DEVICE)
+    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
 
     def step(module, attend, rows, batch, caches):
         q, k, v = qkv[:rows].split((4, 2, 2), dim=1)
-        q = module.norm_rope_store(q, k, v, weight, weight, 1e-6, angles[:rows].cos(),
-                                   angles[:rows].sin(), *caches, slots[:rows])
+        q = module.norm_rope_store(q, k, v, weight, weight, 1e-6, cos[:rows], sin[:rows], *caches,
+                                   slots[:rows])
         return attend(q, *caches, batch, 0.2)
 
     expected = step(ops, ops.paged_attention, 3, make_batch(tables, [1] * 3, seq_lens), copies)

@@ -110,7 +110,7 @@ def test_norm_rope_store(dtype, head_dim, heads, kv_heads, norms):
     q_weight = None if norms in (None, "k alone") else 1 + random_tensor(
         head_dim, dtype=own, scale=.1, seed=1)
     positions = torch.tensor([0, 3, 70, 4097, 131071], device=DEVICE)
-    cos, sin = RotaryEmbedding(head_dim, RopeConfig(), DEVICE)(positions, dtype)
+    cos, sin = RotaryEmbedding(head_dim, RopeConfig(), DEVICE)(positions)
     slots = torch.tensor([13, -1, 2, -1, 7], dtype=torch.int32, device=DEVICE)  # -1: padding
 
     before = torch.full((6, block_size, kv_heads, head_dim), NAN, dtype=dtype, device=DEVICE)

@@ -156,8 +156,8 @@ def test_norm_rope_store(heads, kv_heads, head_dim, dtype):
     qkv = random_tensor(n, heads + 2 * kv_heads, head_dim, dtype=dtype)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     weights = [1 + random_tensor(head_dim, dtype=dtype, scale=s) for s in (.1, .2)]
-    angles = random_tensor(n, 1, head_dim // 2).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = random_tensor(n, 1, head_dim // 2)
+    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
     slots = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:n].to(
         DEVICE, torch.int32)
     real = torch.arange(n, device=DEVICE) % 5 > 0
@@ -168,7 +168,7 @@ def test_norm_rope_store(heads, kv_heads, head_dim, dtype):
                                   torch.where(real, slots, -1))
     expected = ops.norm_rope_store(
         *(x[real].float() for x in (q, k, v)), *(w.float() for w in weights), 1e-6,
-        cos[real].float(), sin[real].float(), *exact, slots[real])
+        cos[real], sin[real], *exact, slots[real])
     assert_near(got[real], expected, dtype)
     for cache, right in zip(caches, exact, strict=True):
         assert torch.equal(cache.isnan(), right.isnan())
