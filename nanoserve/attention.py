@@ -80,7 +80,11 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         return _attend(q, k, v, pieces[0], scale, softcap)
     out = torch.empty_like(q)
     for piece in pieces:
-        out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, softcap)
+        if isinstance(piece.tokens, slice):
+            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, softcap)
+        else:
+            some = q.index_select(0, piece.tokens)
+            out.index_copy_(0, piece.tokens, _attend(some, k, v, piece, scale, softcap))
     return out
 
 
@@ -111,7 +115,9 @@ class Copy:
 
     lines: torch.Tensor  # (n * width,) in `_by_head`
     into: torch.Tensor  # (n * width, block_size * head_dim) the place ...
-    found: torch.Tensor  # (n, keys, head_dim) ... and the same memory as it is wanted
+    found: torch.Tensor  # (n, keys, head_dim) ... and the same memory as it is wanted; ...
+    turned: torch.Tensor  # (n, head_dim, keys) ... and for a product with queries
+    nothing: torch.Tensor  # (1, 1, 1) what that product asks for to add, and ignores
 
     @classmethod
     def of(cls, lines: torch.Tensor, n: int, batch: Batch, cache: torch.Tensor) -> "Copy":
@@ -120,18 +126,20 @@ class Copy:
         if batch.scratch.memory.numel() < size:
             batch.scratch.memory = cache.new_empty(size)
         into = batch.scratch.memory[:size].view(len(lines), -1)
-        return cls(lines, into, into.view(n, -1, head_dim))
+        found = into.view(n, -1, head_dim)
+        return cls(lines, into, found, found.transpose(1, 2), cache.new_empty(1, 1, 1))
 
-    def gather(self, source: torch.Tensor) -> torch.Tensor:
+    def scores(self, q: torch.Tensor, k: torch.Tensor, scale: float,
+               softcap: float | None) -> torch.Tensor:
+        """q (n, queries, head_dim) and all keys, as in `_by_head` -> (n, queries, keys)"""
+        torch.index_select(k, 0, self.lines, out=self.into)
+        scores = torch.baddbmm(self.nothing, q, self.turned, beta=0, alpha=scale)
+        return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+    def values(self, v: torch.Tensor) -> torch.Tensor:
         """(n, keys, head_dim), until the next call of anybody's."""
-        torch.index_select(source, 0, self.lines, out=self.into)
+        torch.index_select(v, 0, self.lines, out=self.into)
         return self.found
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """q (n, queries, head_dim), k (n, keys, head_dim) -> (n, queries, keys)"""
-    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 # ------------------------------------------------------------------ decode rows
@@ -146,7 +154,7 @@ class Decodes:
 
     tokens: slice | torch.Tensor  # the rows, which are also tokens
     own: Copy  # of rows * kv_heads, for their keys
-    hidden: torch.Tensor  # (rows, 1, 1, keys) what a row doesn't see of them: padding, old keys
+    hidden: torch.Tensor  # (rows * kv_heads, 1, keys) what a row doesn't see: padding, old keys
     values: torch.Tensor  # (rows * heads * keys,) where in the cache each head's values are; ...
     bags: torch.Tensor  # (rows * heads,) ... and where among these a head's begin
     shared: Copy | None  # of kv_heads
@@ -185,7 +193,8 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
             tokens=slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
             own=Copy.of(put((blocks[:, None] + heads[:, None]).ravel()),
                         len(rows) * num_kv_heads, batch, k_cache),
-            hidden=put(hidden[:, None, None]), values=put(values.ravel()),
+            hidden=put(np.repeat(hidden[:, None], num_kv_heads, axis=0)),
+            values=put(values.ravel()),
             bags=put(np.arange(0, values.size, keys.shape[1], dtype=np.int32)),
             shared=Copy.of(put((tables[0, :num_shared] + heads[:, None]).ravel()), num_kv_heads,
                            batch, k_cache) if num_shared else None))
@@ -214,26 +223,25 @@ def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Dec
     its rows (cascade attention; Ye et al. 2024), and one softmax goes over both parts.
     """
     num_rows, num_heads, head_dim = q.shape
-    kv_heads = len(rows.own.found) // num_rows
-    grouped = q.reshape(num_rows, kv_heads, -1, head_dim)
-    scores = _scores(grouped.flatten(0, 1), rows.own.gather(k), scale, softcap)
-    scores = scores.view(*grouped.shape[:3], -1).masked_fill_(rows.hidden, float("-inf"))
-    if rows.shared is not None:
-        by_head = grouped.transpose(0, 1).flatten(1, 2)  # (kv_heads, rows * group, head_dim)
-        shared = _scores(by_head, rows.shared.gather(k), scale, softcap)
+    n = len(rows.own.found)
+    scores = rows.own.scores(q.reshape(n, -1, head_dim), k, scale, softcap)
+    scores.masked_fill_(rows.hidden, float("-inf"))
+    if rows.shared is not None:  # (kv_heads, rows * group, head_dim)
+        by_head = q.view(num_rows, n // num_rows, -1, head_dim).transpose(0, 1).flatten(1, 2)
+        shared = rows.shared.scores(by_head, k, scale, softcap)
         num_shared = shared.shape[-1]
-        shared = shared.view(kv_heads, num_rows, -1, num_shared).transpose(0, 1)
+        shared = shared.view(n // num_rows, num_rows, -1, num_shared).transpose(0, 1).flatten(0, 1)
         scores = torch.cat((shared, scores), dim=-1)
-    weights = scores.softmax(-1)  # (rows, kv_heads, group, keys)
+    weights = scores.softmax(-1)  # (rows * kv_heads, group, keys)
     own = weights if rows.shared is None else weights[..., num_shared:]
     out, *_ = torch.embedding_bag(v.view(-1, head_dim), rows.values, rows.bags, False, 0, False,
                                   own.reshape(-1))
-    out = out.view(grouped.shape)
+    out = out.view(q.shape)
     if rows.shared is not None:
-        by_head = weights[..., :num_shared].transpose(0, 1).flatten(1, 2)
-        shared = by_head @ rows.shared.gather(v)  # (kv_heads, rows * group, head_dim)
-        out += shared.view(kv_heads, num_rows, -1, head_dim).transpose(0, 1)
-    return out.view(q.shape)
+        by_head = weights[..., :num_shared].unflatten(0, (num_rows, -1)).transpose(0, 1)
+        shared = by_head.flatten(1, 2) @ rows.shared.values(v)  # as the queries above
+        out += shared.unflatten(1, (num_rows, -1)).transpose(0, 1).reshape(q.shape)
+    return out
 
 
 # -------------------------------------------------------------- chunks of prompts
@@ -281,11 +289,11 @@ def _attend_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, 
     """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `_by_head`."""
     kv_heads, _, head_dim = tile.copy.found.shape
     grouped = q.reshape(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    scores = _scores(grouped.reshape(kv_heads, -1, head_dim), tile.copy.gather(k), scale, softcap)
+    scores = tile.copy.scores(grouped.reshape(kv_heads, -1, head_dim), k, scale, softcap)
     scores = scores.view(*grouped.shape[:3], -1)  # (kv_heads, group, queries, keys)
     scores[..., -tile.hidden.shape[1]:].masked_fill_(tile.hidden, float("-inf"))
     weights = scores.softmax(-1).flatten(1, 2)  # (kv_heads, group * queries, keys)
-    values = tile.copy.gather(v)
+    values = tile.copy.values(v)
     values[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
     out = weights @ values  # (kv_heads, group * queries, head_dim)
     return out.view(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2)

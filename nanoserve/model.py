@@ -142,7 +142,7 @@ class Attention(nn.Module):
         heads, kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads,
                                       on.ranks)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        self.sizes = (q.size, kv.size, kv.size)
+        self.num_heads = (heads.size, kv_heads.size, kv_heads.size)  # of q, k and v
         stream = Span.whole(config.hidden_size)
         self.qkv_proj = Linear(stream, {"q": q, "k": kv, "v": kv}, config.qkv_bias, on)
         self.o_proj = Linear(q, {"all": stream}, config.o_bias, on)
@@ -153,11 +153,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        num_tokens = len(hidden)
-        q, k, v = self.qkv_proj(hidden).split(self.sizes, dim=-1)
-        q = q.view(num_tokens, -1, self.head_dim)  # (num_tokens, num_heads, head_dim)
-        k = k.view(num_tokens, -1, self.head_dim)  # (num_tokens, num_kv_heads, head_dim)
-        v = v.view(num_tokens, -1, self.head_dim)
+        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
+        q, k, v = qkv.split(self.num_heads, dim=1)  # (num_tokens, num_heads, head_dim) each
         q_weight, k_weight = (None, None) if self.q_norm is None else (
             self.q_norm.weight, self.k_norm.weight)
         q = self.ops.norm_rope_store(q, k, v, q_weight, k_weight, self.eps, cos, sin, *kv,

@@ -53,8 +53,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             return F.linear(x, plain, bias)
         finally:
             torch._C._set_mkldnn_enabled(True)
-    padded = x if len(x) >= MIN_ROWS else F.pad(x, (0, 0, 0, MIN_ROWS - len(x)))
-    return torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")[:len(x)]
+    if len(x) < MIN_ROWS:
+        return linear(F.pad(x, (0, 0, 0, MIN_ROWS - len(x))), weight, bias)[:len(x)]
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 @cache
