@@ -17,10 +17,10 @@ block, another request's numbers or an infinity, must not leak in, not even mult
 This is the plain torch version, the specification, and what a CPU runs. Work comes in pieces: some
 decode rows of similar length, or a tile of one row's queries. A piece gathers the blocks it sees
 into a copy that fits the processor's cache, and is then two matrix products and a softmax. Only a
-decode row's values are read where they lie, as kernels read everything: its result is a weighted
-sum of them, and that is what torch's `embedding_bag` computes. Road not taken:
-`F.scaled_dot_product_attention`, half as fast on a CPU: it does not fold heads, and computes what a
-mask hides.
+decode row's values, but for those of a beginning that all rows share, are read where they lie, as
+kernels read everything: its result is a weighted sum of them, and that is what torch's
+`embedding_bag` computes. Road not taken: `F.scaled_dot_product_attention`, half as fast on a CPU:
+it does not fold heads, and computes what a mask hides.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ import torch
 
 from nanoserve.batch import Batch
 
-MAX_GATHERED_KEYS = 2 ** 11  # of one piece: K and V of 8 heads of 128 in bfloat16 are 4 MB each
+MAX_GATHERED_KEYS = 2 ** 11  # of one piece: those of 8 heads of 128 in bfloat16 are 4 MB
 TILE = 128  # queries of a prompt that are computed together
 MIN_SHARED_BLOCKS = 4  # a common beginning that is worth a product of its own
 
@@ -108,9 +108,9 @@ def _by_head(cache: torch.Tensor) -> torch.Tensor:
 class Copy:
     """Blocks that lie in many places, and the place where they are copied to lie side by side.
 
-    That place is scratch memory, the same for all pieces, layers and steps, for keys and then, when
-    these are done with, for values: so it stays in the processor's cache. What every layer
-    needs is worked out once: where a weight is read once a token, each call between counts.
+    That place is scratch memory, the same for all pieces, layers and steps, and for values when the
+    keys are done with: so it stays in the processor's cache. What every layer needs is worked out
+    once: where a weight is read once a token, each call between counts.
     """
 
     lines: torch.Tensor  # (n * width,) in `_by_head`
@@ -155,8 +155,8 @@ class Decodes:
     tokens: slice | torch.Tensor  # the rows, which are also tokens
     own: Copy  # of rows * kv_heads, for their keys
     hidden: torch.Tensor  # (rows * kv_heads, 1, keys) what a row doesn't see: padding, old keys
-    values: torch.Tensor  # (rows * heads * keys,) where in the cache each head's values are; ...
-    bags: torch.Tensor  # (rows * heads,) ... and where among these a head's begin
+    values: torch.Tensor  # (rows * query heads * keys,) where in the cache a head's own values
+    bags: torch.Tensor  # (rows * query heads,) are, and where among these each head's begin
     shared: Copy | None  # of kv_heads
 
 
@@ -183,7 +183,7 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         if window is not None:
             hidden |= keys <= last - window
         blocks = tables[rows[:, None], np.minimum(keys[:, ::block_size], last) // block_size]
-        # 0 * inf is NaN: where a row must not see a value, it gets its own token's, times 0.
+        # 0 * inf is NaN: in place of what a row must not see it gets its own token's, times 0.
         seen = np.where(hidden, last, keys)
         values = tables[rows[:, None], seen // block_size] * block_size + seen % block_size
         values = values[:, None] + heads[:, None] * block_size  # (rows, kv_heads, keys)
@@ -294,7 +294,7 @@ def _attend_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, 
     scores[..., -tile.hidden.shape[1]:].masked_fill_(tile.hidden, float("-inf"))
     weights = scores.softmax(-1).flatten(1, 2)  # (kv_heads, group * queries, keys)
     values = tile.copy.values(v)
-    values[:, tile.num_keys:] = 0  # the end of the last block: see `_attend_decodes`
+    values[:, tile.num_keys:] = 0  # the end of the last block: 0 * inf is NaN
     out = weights @ values  # (kv_heads, group * queries, head_dim)
     return out.view(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -142,7 +142,7 @@ class Attention(nn.Module):
         heads, kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads,
                                       on.ranks)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        self.num_heads = (heads.size, kv_heads.size, kv_heads.size)  # of q, k and v
+        self.head_counts = (heads.size, kv_heads.size, kv_heads.size)  # of q, k and v
         stream = Span.whole(config.hidden_size)
         self.qkv_proj = Linear(stream, {"q": q, "k": kv, "v": kv}, config.qkv_bias, on)
         self.o_proj = Linear(q, {"all": stream}, config.o_bias, on)
@@ -154,7 +154,7 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        q, k, v = qkv.split(self.num_heads, dim=1)  # (num_tokens, num_heads, head_dim) each
+        q, k, v = qkv.split(self.head_counts, dim=1)  # (num_tokens, num_heads, head_dim) each
         q_weight, k_weight = (None, None) if self.q_norm is None else (
             self.q_norm.weight, self.k_norm.weight)
         q = self.ops.norm_rope_store(q, k, v, q_weight, k_weight, self.eps, cos, sin, *kv,

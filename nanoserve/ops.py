@@ -51,7 +51,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @cache
 def _constant(value: float, device: torch.device) -> torch.Tensor:
     """Made once: one operator with a tensor takes half the time of two with numbers."""
-    return torch.tensor(value, device=device)
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
@@ -74,7 +74,7 @@ def norm_rope_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     `RotaryEmbedding`; caches and slots: see `store_kv`. Returns the new q. Rounded once.
     """
     if len(q) > SLICE:
-        parts = zip(*(x.split(SLICE) for x in (q, k, v, cos, sin, slot_mapping)))
+        parts = zip(*(x.split(SLICE) for x in (q, k, v, cos, sin, slot_mapping)), strict=True)
         return torch.cat([norm_rope_store(q, k, v, q_weight, k_weight, eps, cos, sin, k_cache,
                                           v_cache, slots) for q, k, v, cos, sin, slots in parts])
 

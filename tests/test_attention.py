@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nanoserve import LLM, SamplingParams, attention
+from nanoserve import LLM, SamplingParams, attention, ops
 from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
 from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding
@@ -91,7 +91,8 @@ def poisoned_cache(num_blocks, block_size, num_kv_heads, head_dim, tables, query
     readable = set()
     for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
         first = max(0, seq_len - query_len + 1 - window) if window else 0  # that any query sees
-        start = first // block_size * block_size  # its whole block is still the row's
+        # The whole block is still the row's. A decode row does without what it doesn't see of it.
+        start = first if query_len == 1 else first // block_size * block_size
         readable |= {(table[p // block_size], p % block_size) for p in range(start, seq_len)}
     caches = []
     for _ in "kv":
@@ -471,6 +472,32 @@ def test_rope_equals_transformers(dtype):
         assert got.dtype == dtype
         assert_close(got.float(), exact, rtol=tolerance, atol=1e-6)
     assert torch.equal(caches[1].view(6, 2, 16), k)
+
+
+def test_many_tokens_turn_in_slices(monkeypatch):
+    """And become what they would in one go, each with its own position and slot."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(601, 8, 16, generator=generator).split((4, 2, 2), dim=1)
+    cos, sin = RotaryEmbedding(16, RopeConfig(), CPU)(torch.arange(601))
+    weight, slots = torch.rand(16, generator=generator), torch.randperm(800)[:601]
+    results = []
+    for size in (ops.SLICE, 10 ** 6):
+        monkeypatch.setattr(ops, "SLICE", size)
+        caches = [torch.zeros(50, 16, 2, 16) for _ in "kv"]
+        results.append((norm_rope_store(q, k, v, weight, weight, 1e-6, cos, sin, *caches, slots),
+                        *caches))
+    assert all(map(torch.equal, *results))
+
+
+def test_an_epsilon_is_float32_whatever_the_default():
+    """It is made once: what another library had set at that moment must not stay in it."""
+    x, weight = torch.full((1, 8), 1e-4), torch.ones(8)
+    torch.set_default_dtype(torch.float16)
+    try:
+        got = ops.rms_norm(x, weight, 1.5e-8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_close(got, x / (1e-8 + 1.5e-8) ** 0.5, rtol=1e-6, atol=0)
 
 
 def test_linear_puts_each_part_into_its_rows():

@@ -158,7 +158,8 @@ def whole_model(models: list[Decoder], config: ModelConfig) -> dict[str, torch.T
         attention = [layer.self_attn for layer in layers]
         for name in ("weight", "bias"):
             if getattr(attention[0].qkv_proj, name) is not None:
-                parts = [getattr(a.qkv_proj, name).split([n * a.head_dim for n in a.num_heads]) for a in attention]
+                parts = [getattr(a.qkv_proj, name).split([n * a.head_dim for n in a.head_counts])
+                         for a in attention]
                 for kind, shares in zip("qkv", zip(*parts, strict=True), strict=True):
                     whole[f"layers.{i}.self_attn.{kind}_proj.{name}"] = (
                         shares, 0, 1 if kind == "q" else copies)
