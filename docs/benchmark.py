@@ -44,7 +44,7 @@ def main() -> None:
         for _ in measure(args, data):  # what is measured is kept, whatever comes after it
             DATA.write_text(json.dumps(rounded(data), indent=1) + "\n")
     before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + render(data) + END + rest.split(END)[1])
+    README.write_text(before + BEGIN + render(rounded(data)) + END + rest.split(END)[1])
 
 
 def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
