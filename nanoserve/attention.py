@@ -14,13 +14,17 @@ and this step's tokens are no different from each other (Kwon et al. 2023).
 Invariant: only positions below a row's `seq_len` can influence it. What lies behind them in a
 block, another request's numbers or an infinity, must not leak in, not even multiplied by zero.
 
-This is the plain torch version, the specification, and what a CPU runs. Work comes in pieces: some
-decode rows of similar length, or a tile of one row's queries. A piece gathers the blocks it sees
-into a copy that fits the processor's cache, and is then two matrix products and a softmax. Only a
-decode row's values, but for those of a beginning that all rows share, are read where they lie, as
-kernels read everything: its result is a weighted sum of them, and that is what torch's
-`embedding_bag` computes. Road not taken: `F.scaled_dot_product_attention`, half as fast on a CPU:
-it does not fold heads, and computes what a mask hides.
+This is the plain torch version: the specification, and what a CPU runs. A chunk of a prompt copies
+the blocks it sees side by side; each tile of its queries is then two matrix products and a softmax.
+For a decode row copying would cost more than multiplying. It reads the cache where it lies: with
+keys stored transposed both of its products are weighted sums of lines, torch's `embedding_bag`:
+
+    K of a block and head (head_dim, block_size)    scores = sum over d of q[d] * K[d]
+    V of a block and head (block_size, head_dim)    result = sum over t of weight[t] * V[t]
+
+Confessed: each query head reads its KV head's lines anew. Blocks with which all decode rows begin
+are therefore copied, once a piece, for one product. Road not taken: F.scaled_dot_product_attention,
+half as fast on a CPU: it folds no heads, and computes what a mask hides.
 """
 
 from dataclasses import dataclass
@@ -30,21 +34,27 @@ import torch
 
 from nanoserve.batch import Batch
 
-MAX_GATHERED_KEYS = 2 ** 11  # of one piece: those of 8 heads of 128 in bfloat16 are 4 MB
+MAX_PADDED_KEYS = 2 ** 12  # padding in a piece of decode rows: beyond it another piece is cheaper
+MAX_KEYS = 2 ** 15  # of a piece, if it has more rows than one: their lists are made in every step
 TILE = 128  # queries of a prompt that are computed together
 MIN_SHARED_BLOCKS = 4  # a common beginning that is worth a product of its own
 
 
-def zeros_by_head(shape: tuple[int, int, int, int], dtype: torch.dtype,
-                  device: torch.device) -> torch.Tensor:
-    """A cache of `shape`, (num_blocks, block_size, num_kv_heads, head_dim), its memory by heads.
+def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
+               device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's K and V caches of `shape`, (num_blocks, block_size, num_kv_heads, head_dim), zeros.
+    Their memory is in the order in which it is read here:
 
-    So a head's block is one stretch of memory, and gathered blocks are that head's keys one behind
-    the other: the form that a matrix product wants.
+        K   block, head, dimension, slot    a dimension of a block's keys is one line
+        V   block, head, slot, dimension    a value is one line
+
+    The price: a new key goes to head_dim places. Any other order gives the same answers, but each
+    call copies the whole cache.
     """
     num_blocks, block_size, num_kv_heads, head_dim = shape
-    memory = torch.zeros(num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
-    return memory.permute(1, 2, 0, 3)
+    k = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
+    v = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    return k.permute(0, 3, 1, 2), v.permute(0, 2, 1, 3)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -54,9 +64,10 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     k, v: (num_tokens, num_kv_heads, head_dim). Caches: (num_blocks, block_size, num_kv_heads,
     head_dim). slot_mapping: (num_tokens,), block id * block_size + offset.
     """
-    slots = slot_mapping.long()
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+    slots, block_size = slot_mapping.long(), k_cache.shape[1]
+    at = slots // block_size, slots % block_size
+    k_cache[at] = k
+    v_cache[at] = v
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
@@ -75,7 +86,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         batch.pieces[kind] = [*_cut_decodes(batch, window, k_cache, q.shape[1]),
                               *_cut_chunks(batch, window, k_cache)]
     pieces = batch.pieces[kind]
-    k, v = _by_head(k_cache), _by_head(v_cache)
+    k = k_cache.permute(0, 2, 3, 1).reshape(-1, k_cache.shape[1])
+    v = v_cache.permute(0, 2, 1, 3).reshape(-1, k_cache.shape[3])
     if len(pieces) == 1:  # which is then all of the queries, in order
         return _attend(q, k, v, pieces[0], scale, softcap)
     out = torch.empty_like(q)
@@ -88,82 +100,100 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     return out
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: "Decodes | Tile",
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: "Decodes | Chunk",
             scale: float, softcap: float | None) -> torch.Tensor:
-    """q: the queries of the piece, (n, num_heads, head_dim). Returns the same shape."""
-    attend = _attend_decodes if isinstance(piece, Decodes) else _attend_tile
+    """q: the queries of the piece, (n, num_heads, head_dim). Returns the same shape.
+
+    The caches come as lines: k (num_blocks * num_kv_heads * head_dim, block_size), v (num_blocks *
+    num_kv_heads * block_size, head_dim). Block b, head h, dimension d of K is line
+    (b * num_kv_heads + h) * head_dim + d, and so is slot d of V's, with block_size for head_dim.
+    """
+    attend = _attend_decodes if isinstance(piece, Decodes) else _attend_chunk
     return attend(q, k, v, piece, scale, softcap)
 
 
-def _by_head(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as (num_kv_heads * num_blocks, block_size * head_dim): a line is a head's block.
+def _scores(q: torch.Tensor, keys: torch.Tensor, scale: float,
+            softcap: float | None) -> torch.Tensor:
+    """q: (num_kv_heads, queries, head_dim), keys: (num_kv_heads, head_dim, num_keys). Returns
+    (num_kv_heads, queries, num_keys), scaled and capped."""
+    nothing = q.new_empty(1, 1, 1)  # what a scaled product asks for to add, and ignores
+    return _capped(torch.baddbmm(nothing, q, keys, beta=0, alpha=scale), softcap)
 
-    A view of a head-major cache; of any other one it is a copy: right, but slow.
-    """
-    num_blocks, _, num_kv_heads, _ = cache.shape
-    return cache.permute(2, 0, 1, 3).reshape(num_kv_heads * num_blocks, -1)
+
+def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 @dataclass
 class Copy:
-    """Blocks that lie in many places, and the place where they are copied to lie side by side.
-
-    That place is scratch memory, the same for all pieces, layers and steps, and for values when the
-    keys are done with: so it stays in the processor's cache. What every layer needs is worked out
-    once: where a weight is read once a token, each call between counts.
+    """Blocks copied side by side, for matrix products: to scratch memory, which pieces, layers and
+    steps share, so that one copy at a time is there. The places are worked out once a step.
     """
 
-    lines: torch.Tensor  # (n * width,) in `_by_head`
-    into: torch.Tensor  # (n * width, block_size * head_dim) the place ...
-    found: torch.Tensor  # (n, keys, head_dim) ... and the same memory as it is wanted; ...
-    turned: torch.Tensor  # (n, head_dim, keys) ... and for a product with queries
-    nothing: torch.Tensor  # (1, 1, 1) what that product asks for to add, and ignores
+    key_lines: torch.Tensor  # (num_kv_heads * head_dim * num_blocks,) lines of K, see `_attend`
+    value_blocks: torch.Tensor  # (num_kv_heads * num_blocks,) of V: block * num_kv_heads + head
+    keys: torch.Tensor  # (num_kv_heads, head_dim, num_keys), a view of the scratch memory
+    values: torch.Tensor  # (num_kv_heads, num_keys, head_dim), another one, behind it
 
     @classmethod
-    def of(cls, lines: torch.Tensor, n: int, batch: Batch, cache: torch.Tensor) -> "Copy":
-        _, block_size, _, head_dim = cache.shape
-        size = len(lines) * block_size * head_dim
-        if batch.scratch.memory.numel() < size:
-            batch.scratch.memory = cache.new_empty(size)
-        into = batch.scratch.memory[:size].view(len(lines), -1)
-        found = into.view(n, -1, head_dim)
-        return cls(lines, into, found, found.transpose(1, 2), cache.new_empty(1, 1, 1))
+    def of(cls, blocks: np.ndarray, batch: Batch, cache: torch.Tensor) -> "Copy":
+        """blocks: (num_blocks,) ids"""
+        _, block_size, num_kv_heads, head_dim = cache.shape
+        blocks = blocks * num_kv_heads + np.arange(num_kv_heads)[:, None]  # (kv_heads, blocks)
+        size = blocks.size * block_size * head_dim
+        if batch.scratch.memory.numel() < 2 * size:
+            batch.scratch.memory = cache.new_empty(2 * size)
+        keys, values = batch.scratch.memory[:2 * size].view(2, num_kv_heads, -1)
+        lines = blocks[:, None] * head_dim + np.arange(head_dim)[:, None]  # (kv_heads, dim, blocks)
+        put = _to(cache.device)
+        return cls(put(lines.ravel().astype(_index_dtype(cache))), put(blocks.ravel()),
+                   keys.view(num_kv_heads, head_dim, -1), values.view(num_kv_heads, -1, head_dim))
 
-    def scores(self, q: torch.Tensor, k: torch.Tensor, scale: float,
-               softcap: float | None) -> torch.Tensor:
-        """q (n, queries, head_dim) and all keys, as in `_by_head` -> (n, queries, keys)"""
-        torch.index_select(k, 0, self.lines, out=self.into)
-        scores = torch.baddbmm(self.nothing, q, self.turned, beta=0, alpha=scale)
-        return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-    def values(self, v: torch.Tensor) -> torch.Tensor:
-        """(n, keys, head_dim), until the next call of anybody's."""
-        torch.index_select(v, 0, self.lines, out=self.into)
-        return self.found
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v: see `_attend`. Returns `keys` and `values`, valid until the next call."""
+        into = self.values.view(len(self.value_blocks), -1)
+        torch.index_select(k, 0, self.key_lines, out=self.keys.view(-1, k.shape[1]))
+        torch.index_select(v.view(-1, into.shape[1]), 0, self.value_blocks, out=into)
+        return self.keys, self.values
 
 
 # ------------------------------------------------------------------ decode rows
 
 
 @dataclass
+class Bags:
+    """Weighted sums of lines, as `embedding_bag` takes them: the lines of all sums in one list, and
+    where in it each sum's, its bag, begins."""
+
+    lines: torch.Tensor  # (num_lines,)
+    starts: torch.Tensor  # (num_bags,) a bag without a line gives zeros
+
+    def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
+        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
+        return torch.embedding_bag(memory, self.lines, self.starts, False, 0, False, weights)[0]
+
+
+@dataclass
 class Decodes:
     """Rows with a single query each, and the blocks that they see, padded to the longest row.
 
-    `shared` are blocks with which all of them begin, a system prompt say, and `own` the others.
+    `shared` are blocks with which all of them begin, a system prompt say, and what is said of keys
+    and values is about the others.
     """
 
     tokens: slice | torch.Tensor  # the rows, which are also tokens
-    own: Copy  # of rows * kv_heads, for their keys
-    hidden: torch.Tensor  # (rows * kv_heads, 1, keys) what a row doesn't see: padding, old keys
-    values: torch.Tensor  # (rows * query heads * keys,) where in the cache a head's own values
-    bags: torch.Tensor  # (rows * query heads,) are, and where among these each head's begin
-    shared: Copy | None  # of kv_heads
+    keys: Bags  # for each (row, query head, block) the head_dim lines of its K; none in padding
+    queries: torch.Tensor  # for each of these that has lines, row * num_heads + head: its weights
+    hidden: torch.Tensor  # (rows, 1, keys) True for what a row doesn't see: padding, old keys
+    values: Bags  # for each (row, query head) a line of V for each key
+    shared: Copy | None
 
 
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
                  num_heads: int) -> list[Decodes]:
-    """As many rows a piece as fit into the copy, the longest first, so that padding is short."""
-    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    """Rows of similar length are a piece, the longest first, so that padding is short."""
+    block_size, put = k_cache.shape[1], _to(k_cache.device)
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[:batch.num_decodes]
     seq_lens = np.array(batch.seq_lens_host[:batch.num_decodes], dtype=np.int64)
     num_shared = 0 if window is not None else _num_shared(tables, (seq_lens - 1) // block_size)
@@ -171,11 +201,12 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
     if window is not None:
         first = np.maximum(seq_lens - window, 0) // block_size
     widths = (seq_lens - 1) // block_size + 1 - first
-    heads, pieces, put = np.arange(num_kv_heads) * num_blocks, [], _to(k_cache.device)
-    longest_first = np.argsort(-widths, kind="stable")
+    shared = Copy.of(tables[0, :num_shared], batch, k_cache) if num_shared else None
+    pieces, longest_first = [], np.argsort(-widths, kind="stable")
     while len(longest_first):
         width = int(widths[longest_first[0]])
-        fit = max(1, MAX_GATHERED_KEYS // (width * block_size))
+        padded = (width - widths[longest_first]).cumsum() * block_size
+        fit = min(int((padded <= MAX_PADDED_KEYS).sum()), max(1, MAX_KEYS // (width * block_size)))
         rows, longest_first = np.sort(longest_first[:fit]), longest_first[fit:]
         keys = first[rows, None] * block_size + np.arange(width * block_size)  # (rows, keys)
         last = seq_lens[rows, None] - 1  # the query's own
@@ -185,20 +216,44 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         blocks = tables[rows[:, None], np.minimum(keys[:, ::block_size], last) // block_size]
         # 0 * inf is NaN: in place of what a row must not see it gets its own token's, times 0.
         seen = np.where(hidden, last, keys)
-        values = tables[rows[:, None], seen // block_size] * block_size + seen % block_size
-        values = values[:, None] + heads[:, None] * block_size  # (rows, kv_heads, keys)
-        values = np.repeat(values.astype(np.int32), num_heads // num_kv_heads, axis=1)
+        slots = tables[rows[:, None], seen // block_size], seen % block_size
         in_one = rows[-1] - rows[0] + 1 == len(rows)
         pieces.append(Decodes(
-            tokens=slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
-            own=Copy.of(put((blocks[:, None] + heads[:, None]).ravel()),
-                        len(rows) * num_kv_heads, batch, k_cache),
-            hidden=put(np.repeat(hidden[:, None], num_kv_heads, axis=0)),
-            values=put(values.ravel()),
-            bags=put(np.arange(0, values.size, keys.shape[1], dtype=np.int32)),
-            shared=Copy.of(put((tables[0, :num_shared] + heads[:, None]).ravel()), num_kv_heads,
-                           batch, k_cache) if num_shared else None))
+            slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
+            *_bags_of_keys(blocks, widths[rows], num_heads, k_cache), put(hidden[:, None]),
+            _bags_of_values(*slots, num_heads, k_cache), shared))
     return pieces
+
+
+def _bags_of_keys(blocks: np.ndarray, widths: np.ndarray, num_heads: int,
+                  k_cache: torch.Tensor) -> tuple[Bags, torch.Tensor]:
+    """blocks: (rows, width), of which the first `widths` (rows,) of each row count. Returns `keys`
+    and `queries` of `Decodes`."""
+    _, _, num_kv_heads, head_dim = k_cache.shape
+    put, dtype = _to(k_cache.device), _index_dtype(k_cache, blocks.size * num_heads * head_dim)
+    heads = np.arange(num_heads) // (num_heads // num_kv_heads)  # the KV head that each reads
+    first = (blocks[:, None] * num_kv_heads + heads[:, None]).astype(dtype) * head_dim
+    real = np.arange(blocks.shape[1]) < widths[:, None]
+    real = np.broadcast_to(real[:, None], first.shape)  # (rows, num_heads, width)
+    lines = first[real][:, None] + np.arange(head_dim, dtype=dtype)  # (real blocks, head_dim)
+    starts = (real.cumsum() - real.ravel()) * head_dim  # as many as there are before
+    queries = np.nonzero(real.reshape(len(blocks) * num_heads, -1))[0]
+    return Bags(put(lines.ravel()), put(starts.astype(dtype))), put(queries)
+
+
+def _bags_of_values(blocks: np.ndarray, offsets: np.ndarray, num_heads: int,
+                    cache: torch.Tensor) -> Bags:
+    """blocks and offsets: (rows, keys), the slots of all keys."""
+    _, block_size, num_kv_heads, _ = cache.shape
+    put, dtype = _to(cache.device), _index_dtype(cache, blocks.size * num_heads)
+    heads = np.arange(num_kv_heads)[:, None]
+    lines = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
+    lines = np.repeat(lines.astype(dtype), num_heads // num_kv_heads, axis=1)
+    return Bags(put(lines.ravel()), put(np.arange(0, lines.size, lines.shape[2], dtype=dtype)))
+
+
+def _index_dtype(cache: torch.Tensor, num_lines: int = 0) -> type:
+    return np.int32 if max(cache.numel(), num_lines) < 2 ** 31 else np.int64
 
 
 def _num_shared(tables: np.ndarray, full: np.ndarray) -> int:
@@ -214,34 +269,32 @@ def _num_shared(tables: np.ndarray, full: np.ndarray) -> int:
     return num_shared if num_shared >= MIN_SHARED_BLOCKS else 0
 
 
-def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Decodes,
+def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Decodes,
                     scale: float, softcap: float | None) -> torch.Tensor:
-    """q: (rows, num_heads, head_dim). Returns the same shape. k, v: see `_by_head`.
+    """q: (rows, num_heads, head_dim). Returns the same shape. k, v: see `_attend`.
 
-    The query heads that share a KV head become the rows of one matrix product with its keys, which
-    are read once a group. Of shared blocks the whole piece reads one copy, with the queries of all
-    its rows (cascade attention; Ye et al. 2024), and one softmax goes over both parts.
+    Of shared blocks the whole piece reads one copy: the queries of all rows and of all heads that
+    read a KV head are the rows of one matrix product (cascade attention; Ye et al. 2024), and one
+    softmax goes over both parts.
     """
     num_rows, num_heads, head_dim = q.shape
-    n = len(rows.own.found)
-    scores = rows.own.scores(q.reshape(n, -1, head_dim), k, scale, softcap)
-    scores.masked_fill_(rows.hidden, float("-inf"))
-    if rows.shared is not None:  # (kv_heads, rows * group, head_dim)
-        by_head = q.view(num_rows, n // num_rows, -1, head_dim).transpose(0, 1).flatten(1, 2)
-        shared = rows.shared.scores(by_head, k, scale, softcap)
-        num_shared = shared.shape[-1]
-        shared = shared.view(n // num_rows, num_rows, -1, num_shared).transpose(0, 1).flatten(0, 1)
-        scores = torch.cat((shared, scores), dim=-1)
-    weights = scores.softmax(-1)  # (rows * kv_heads, group, keys)
-    own = weights if rows.shared is None else weights[..., num_shared:]
-    out, *_ = torch.embedding_bag(v.view(-1, head_dim), rows.values, rows.bags, False, 0, False,
-                                  own.reshape(-1))
-    out = out.view(q.shape)
-    if rows.shared is not None:
-        by_head = weights[..., :num_shared].unflatten(0, (num_rows, -1)).transpose(0, 1)
-        shared = by_head.flatten(1, 2) @ rows.shared.values(v)  # as the queries above
-        out += shared.unflatten(1, (num_rows, -1)).transpose(0, 1).reshape(q.shape)
-    return out
+    # Scaled before the sum, which float16 could not hold, and not behind it.
+    factors = (q * scale).reshape(-1, head_dim).index_select(0, piece.queries).view(-1)
+    scores = _capped(piece.keys(k, factors).view(num_rows, num_heads, -1), softcap)
+    scores.masked_fill_(piece.hidden, float("-inf"))  # (rows, num_heads, keys)
+    if piece.shared is None:
+        return piece.values(v, scores.softmax(-1).view(-1)).view(q.shape)
+    keys, values = piece.shared.gather(k, v)
+    num_kv_heads, _, num_shared = keys.shape
+    by_head = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)
+    common = _scores(by_head.flatten(1, 2), keys, scale, softcap)
+    common = common.view(*by_head.shape[:3], num_shared)  # (kv_heads, rows, group, num_shared)
+    common = common.transpose(0, 1).reshape(num_rows, num_heads, num_shared)
+    weights = torch.cat((common, scores), dim=-1).softmax(-1)
+    out = piece.values(v, weights[..., num_shared:].reshape(-1)).view(q.shape)
+    common = weights[..., :num_shared].reshape(num_rows, num_kv_heads, -1, num_shared)
+    common = common.transpose(0, 1).flatten(1, 2) @ values  # (kv_heads, rows * group, head_dim)
+    return out + common.view(by_head.shape).transpose(0, 1).reshape(q.shape)
 
 
 # -------------------------------------------------------------- chunks of prompts
@@ -249,53 +302,75 @@ def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Dec
 
 @dataclass
 class Tile:
-    """Some queries of one row, one behind the other, and the blocks that they see."""
+    """Some queries of a chunk, one behind the other, and the keys that they see."""
+
+    queries: slice  # of the chunk's
+    keys: slice  # of the gathered ones, up to the last query's own
+    mask: torch.Tensor  # (queries, m): the most a score of the last m keys may be, +-infinity
+
+
+@dataclass
+class Chunk:
+    """A row's queries, cut into tiles, so that none computes much of the future."""
 
     tokens: slice
-    copy: Copy  # of kv_heads
-    num_keys: int  # of the gathered ones, up to the last query's own
-    hidden: torch.Tensor  # (queries, m) what a query doesn't see of the last m
+    copy: Copy
+    tiles: list[Tile]
 
 
-def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list[Tile]:
-    """Tiles of at most TILE queries, so that none computes much of the future."""
-    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor) -> list[Chunk]:
+    """Each row of several queries. What any of them sees is copied once, from the first tile's
+    window to the sequence's end; a tile takes its part, no key more."""
+    block_size, put = k_cache.shape[1], _to(k_cache.device)
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)
-    heads, put = np.arange(num_kv_heads) * num_blocks, _to(k_cache.device)
-    tiles, at = [], batch.num_decodes
+    chunks, at = [], batch.num_decodes
     for row in range(batch.num_decodes, batch.num_rows):
         query_len, seq_len = batch.query_lens[row], batch.seq_lens_host[row]
+        begin, tiles = seq_len - query_len, []
+        # Window 20, block size 16: position 55 sees 36 and what follows, from block 2 on.
+        first_block = 0 if window is None else max(0, begin - window + 1) // block_size
+        first = first_block * block_size  # the first key that is copied
         # Of 300 queries at positions 10..309: 10..137, 138..265 and 266..309.
-        for start in range(seq_len - query_len, seq_len, TILE):
+        for start in range(begin, seq_len, TILE):
             positions = np.arange(start, min(start + TILE, seq_len))
-            # Window 20, block size 16: position 55 sees 36 and what follows, from block 2 on.
-            first = 0 if window is None else max(0, start - window + 1) // block_size
-            blocks = tables[row, first:positions[-1] // block_size + 1]
-            keys = np.arange(first * block_size, (first + len(blocks)) * block_size)
-            seen_by_all = 0 if window is not None else start
-            hidden = keys[seen_by_all:] > positions[:, None]
+            tile_first = first if window is None else max(first, start - window + 1)
+            mask_first = start if window is None else tile_first  # all queries see the keys before
+            keys = np.arange(mask_first, positions[-1] + 1)
+            hidden = keys > positions[:, None]
             if window is not None:
                 hidden |= keys <= positions[:, None] - window
-            tiles.append(Tile(
-                tokens=slice(at, at + len(positions)),
-                copy=Copy.of(put((blocks + heads[:, None]).ravel()), num_kv_heads, batch, k_cache),
-                num_keys=int(positions[-1] + 1 - keys[0]), hidden=put(hidden)))
-            at += len(positions)
-    return tiles
+            mask = k_cache.new_full(hidden.shape, torch.inf).masked_fill_(put(hidden), -torch.inf)
+            tiles.append(Tile(slice(start - begin, start - begin + len(positions)),
+                              slice(tile_first - first, int(positions[-1]) + 1 - first), mask))
+        blocks = tables[row, first_block:(seq_len - 1) // block_size + 1]
+        chunks.append(Chunk(slice(at, at + query_len), Copy.of(blocks, batch, k_cache), tiles))
+        at += query_len
+    return chunks
 
 
-def _attend_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float,
-                 softcap: float | None) -> torch.Tensor:
-    """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `_by_head`."""
-    kv_heads, _, head_dim = tile.copy.found.shape
-    grouped = q.reshape(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    scores = tile.copy.scores(grouped.reshape(kv_heads, -1, head_dim), k, scale, softcap)
+def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, scale: float,
+                  softcap: float | None) -> torch.Tensor:
+    """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `_attend`."""
+    keys, values = chunk.copy.gather(k, v)
+    parts = [_attend_tile(q[tile.queries], keys[..., tile.keys], values[:, tile.keys], tile.mask,
+                          scale, softcap) for tile in chunk.tiles]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor,
+                 scale: float, softcap: float | None) -> torch.Tensor:
+    """q: (queries, num_heads, head_dim); keys: (num_kv_heads, head_dim, n) and values:
+    (num_kv_heads, n, head_dim), the tile's part of the copy; mask: see `Tile`. Returns q's shape.
+
+    The query heads that share a KV head become the rows of one product with its keys, which are
+    read once a group.
+    """
+    grouped = q.view(len(q), len(keys), -1, q.shape[-1]).permute(1, 2, 0, 3)
+    scores = _scores(grouped.flatten(1, 2), keys, scale, softcap)
     scores = scores.view(*grouped.shape[:3], -1)  # (kv_heads, group, queries, keys)
-    scores[..., -tile.hidden.shape[1]:].masked_fill_(tile.hidden, float("-inf"))
-    weights = scores.softmax(-1).flatten(1, 2)  # (kv_heads, group * queries, keys)
-    values = tile.copy.values(v)
-    values[:, tile.num_keys:] = 0  # the end of the last block: 0 * inf is NaN
-    out = weights @ values  # (kv_heads, group * queries, head_dim)
+    masked = scores[..., -mask.shape[1]:]
+    torch.minimum(masked, mask, out=masked)  # a third of masked_fill_'s time
+    out = scores.softmax(-1).flatten(1, 2) @ values  # (kv_heads, group * queries, head_dim)
     return out.view(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -39,8 +39,8 @@ from nanoserve.kernels_fused import (
     table_line,
 )
 
-# What the engine calls. All but the first come from kernels_fused, which it needs not know of.
-__all__ = ["INTERPRETED", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
+# What the engine calls. All but three come from kernels_fused, which it needs not know of.
+__all__ = ["INTERPRETED", "new_caches", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
            "find_floors", "norm_rope_store", "rms_norm", "sample_tokens"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
@@ -60,6 +60,13 @@ LAUNCHES = {
 PROGRAMS = {"sm_80": 4 * 108, "sm_90": 4 * 132}  # worth starting: 4 a multiprocessor of A100, H100
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
+
+
+def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
+               device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.new_caches` in these kernels' order: that of `shape`, a token's heads together."""
+    return (torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device))
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,

@@ -81,8 +81,8 @@ def _norm_turn(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.cons
         w_right = tl.load(weight + i + HEAD_DIM // 2, inside, 0).to(tl.float32)
         left = left * scale * w_left[None, :]
         right = right * scale * w_right[None, :]
-    c = tl.load(cos + i, inside, 0)[None, :]  # its second half repeats the first
-    s = tl.load(sin + i + HEAD_DIM // 2, inside, 0)[None, :]  # its first half is this, negative
+    c = tl.load(cos + i, inside, 0)[None, :]  # the second half repeats the first
+    s = tl.load(sin + i, inside, 0)[None, :]
     tl.store(out + at, (left * c - right * s).to(dtype), mask)
     tl.store(out + at + HEAD_DIM // 2, (right * c + left * s).to(dtype), mask)
 
@@ -90,8 +90,8 @@ def _norm_turn(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.cons
 # Slots are a slice of the packed batch, which begins anywhere: see kernels.py on not specialising.
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache,
-                            slot_mapping, q_stride, k_stride, v_stride, out_stride, slot_stride,
-                            num_heads, num_kv_heads, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+                            slot_mapping, qkv_stride, out_stride, slot_stride, num_heads,
+                            num_kv_heads, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
                             HEADS: tl.constexpr):
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += token * HEAD_DIM
@@ -99,18 +99,18 @@ def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_c
     q_tiles = tl.cdiv(num_heads, HEADS)
     head = tl.arange(0, HEADS)
     if tile < q_tiles:
-        _norm_turn(q + token * q_stride, out + token * out_stride, tile * HEADS + head, num_heads,
+        _norm_turn(q + token * qkv_stride, out + token * out_stride, tile * HEADS + head, num_heads,
                    q_weight, eps, cos, sin, HEAD_DIM, HALF)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head += (tile - q_tiles) * HEADS
-            _norm_turn(k + token * k_stride, k_cache + slot * slot_stride, head, num_kv_heads,
+            _norm_turn(k + token * qkv_stride, k_cache + slot * slot_stride, head, num_kv_heads,
                        k_weight, eps, cos, sin, HEAD_DIM, HALF)
             i = tl.arange(0, 2 * HALF)
             at = head[:, None] * HEAD_DIM + i[None, :]
             mask = (head < num_kv_heads)[:, None] & (i < HEAD_DIM)[None, :]
-            values = tl.load(v + token * v_stride + at, mask)
+            values = tl.load(v + token * qkv_stride + at, mask)
             tl.store(v_cache + slot * slot_stride + at, values, mask)
 
 
@@ -119,27 +119,29 @@ def _norm_rope_launch(head_dim: int) -> dict:
     return dict(HALF=half, HEADS=max(NORM_PAIRS // half, 1))
 
 
-def norm_rope_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
                     cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
                     v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     """`ops.norm_rope_store`, but a slot of -1 (a graph's padding) writes nothing.
 
-    A row of q, k, v and the caches is dense, rows may be further apart. Returns the new q, dense:
-    as many bytes are written as in place, attention reads neat rows, and running twice turns once.
+    A row of qkv and the caches is dense, rows may be further apart. Returns the new q, dense: as
+    many bytes are written as in place, attention reads neat rows, and running twice turns once.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    # Queries' weights are all alike: the kernel reads the first, and the last, which is the keys'.
+    q_weight, k_weight = (None, None) if weight is None else (weight[0], weight[-1])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    assert all(x.stride()[-2:] == (head_dim, 1) for x in (q, k, v, k_cache, v_cache))
+    assert all(x.stride()[-2:] == (head_dim, 1) for x in (qkv, k_cache, v_cache))
     assert k_cache.stride() == v_cache.stride() and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.stride(0) == k_cache.shape[1] * k_cache.stride(1), "slots at one distance"
     launch = _norm_rope_launch(head_dim)
     tiles = sum(triton.cdiv(n, launch["HEADS"]) for n in (num_heads, num_kv_heads))
-    _norm_rope_store_kernel[num_tokens, tiles](
+    _norm_rope_store_kernel[len(qkv), tiles](
         q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
-        q.stride(0), k.stride(0), v.stride(0), out.stride(0), k_cache.stride(1), num_heads,
-        num_kv_heads, head_dim, num_warps=4, **launch, **FMA)
+        qkv.stride(0), out.stride(0), k_cache.stride(1), num_heads, num_kv_heads, head_dim,
+        num_warps=4, **launch, **FMA)
     return out
 
 

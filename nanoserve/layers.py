@@ -98,6 +98,28 @@ class RMSNorm(nn.Module):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """The norms of query heads and of key heads, which `ops.norm_rope_store` applies in one go.
+
+    weight: (sets, 1, head_dim). q and k are seen as (num_tokens, sets, num_kv_heads, head_dim), so
+    that one multiplication serves both: the last set is the keys and has their weight, each before
+    it is num_kv_heads query heads and has a copy of theirs. (Not the groups of grouped-query
+    attention.) Only the weight is asked for, not `forward` or `add`.
+    """
+
+    def __init__(self, head_dim: int, sets: int, eps: float, on: Placement, offset: bool):
+        super().__init__(head_dim, eps, on, offset)
+        self.weight = on.weight(sets, 1, head_dim, dtype=self.weight.dtype)
+
+    def pieces(self) -> Iterator[tuple[str, str | None]]:
+        yield "weight", "q"
+        yield "weight", "k"
+
+    def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
+        for weight in self.weight[:-1] if part == "q" else self.weight[-1:]:
+            _copy(weight[0], tensor, Span.whole(weight.shape[1]), None)
+
+
 class Linear(nn.Module):
     """x @ weight.T + bias, its output rows made of named parts, each of them this rank's share.
 
@@ -247,12 +269,10 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions (num_tokens,) -> cos and sin, each (num_tokens, 1, head_dim).
 
-        Both in float32 whatever the model's dtype: bfloat16 can't tell position 4095 from 4096. Of
-        a pair (a, b), which becomes (a cos - b sin, b cos + a sin), sin's first half has the minus.
+        Both in float32 whatever the model's dtype: bfloat16 can't tell position 4095 from 4096.
         """
         angles = positions[:, None, None] * self.frequencies  # (num_tokens, 1, head_dim)
         cos, sin = angles.cos(), angles.sin()
-        sin[..., :sin.shape[-1] // 2].neg_()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 
 

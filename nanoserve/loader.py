@@ -31,9 +31,10 @@ from tqdm import tqdm
 from nanoserve.layers import RMSNorm
 from nanoserve.model_config import ModelConfig
 
-# Projections that the engine multiplies as one: the checkpoint's name -> (module, part).
+# What the engine computes in one go: the checkpoint's name -> (module, part).
 FUSED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
-         "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up")}
+         "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
+         "q_norm": ("qk_norm", "q"), "k_norm": ("qk_norm", "k")}
 UNFUSED = {fused: leaf for leaf, fused in FUSED.items()}
 # A mixture's experts are one module here and a module each in the file, and Mixtral has its own
 # names for everything about them.

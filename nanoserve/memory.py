@@ -48,7 +48,8 @@ def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
     row's as many as fit, drafts for all, and all of them in block 0. config: resolved.
 
     Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
-    torch on a GPU copies them: with it, long prompts in chunks can take more than is measured here.
+    torch copies what a chunk sees, and lists every line that a decode row reads: on a GPU, long
+    sequences can take more with it than is measured here.
     """
     num_drafts = min(config.num_drafts, config.max_model_len - 1,
                      config.max_num_batched_tokens // config.max_num_seqs - 1)

@@ -26,7 +26,15 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.layers import Embedding, Experts, Linear, Placement, RMSNorm, RotaryEmbedding
+from nanoserve.layers import (
+    Embedding,
+    Experts,
+    HeadNorm,
+    Linear,
+    Placement,
+    RMSNorm,
+    RotaryEmbedding,
+)
 from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import Span, share_heads
 
@@ -142,23 +150,17 @@ class Attention(nn.Module):
         heads, kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads,
                                       on.ranks)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        self.head_counts = (heads.size, kv_heads.size, kv_heads.size)  # of q, k and v
         stream = Span.whole(config.hidden_size)
         self.qkv_proj = Linear(stream, {"q": q, "k": kv, "v": kv}, config.qkv_bias, on)
         self.o_proj = Linear(q, {"all": stream}, config.o_bias, on)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, on, config.norm_offset)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, on, config.norm_offset)
+        self.qk_norm = None if not config.qk_norm else HeadNorm(
+            self.head_dim, heads.size // kv_heads.size + 1, self.eps, on, config.norm_offset)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
-        q, k, v = qkv.split(self.head_counts, dim=1)  # (num_tokens, num_heads, head_dim) each
-        q_weight, k_weight = (None, None) if self.q_norm is None else (
-            self.q_norm.weight, self.k_norm.weight)
-        q = self.ops.norm_rope_store(q, k, v, q_weight, k_weight, self.eps, cos, sin, *kv,
-                                     batch.slot_mapping)
+        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # heads of q, k and v
+        weight = None if self.qk_norm is None else self.qk_norm.weight
+        q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, batch.slot_mapping)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj(out.flatten(1))
 

@@ -32,7 +32,6 @@ from types import ModuleType
 import torch
 
 from nanoserve import ops
-from nanoserve.attention import zeros_by_head
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.graphs import CudaGraph, DecodeGraphs
@@ -201,12 +200,12 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
-        # One shape everywhere; kernels read a token's heads together, plain torch a head's tokens.
-        make = torch.zeros if self.kernels is not None else zeros_by_head
+        # One shape everywhere; the memory's order is whichever that module's attention reads.
+        new_caches = (self.kernels or ops).new_caches
         try:
-            self.kv_cache = [tuple(
-                make((num_blocks, config.block_size, *layer), dtype=self.dtype, device=self.device)
-                for _ in "kv") for layer in self._kv_layers()]
+            self.kv_cache = [
+                new_caches((num_blocks, config.block_size, *layer), self.dtype, self.device)
+                for layer in self._kv_layers()]
         except RuntimeError as error:
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "

@@ -11,6 +11,8 @@ the kernels are tested against it, and a layer is given one module or the other 
     hidden ─ add_rms_norm ─ qkv_proj ─ norm_rope_store ─ paged_attention ─ o_proj ─ add_rms_norm ─
     gate_up_proj ─ act_and_mul ─ down_proj ─►                  (or `experts` for the last three)
 
+`new_caches` is here because the order of memory belongs to whoever reads it.
+
 Invariant: results are rounded to the tensors' dtype after each step that is a step below, in both
 modules. A function's memory is its own: arguments are left as they are, but for the KV cache.
 
@@ -23,9 +25,9 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from nanoserve.attention import paged_attention, store_kv
+from nanoserve.attention import new_caches, paged_attention, store_kv
 
-__all__ = ["act_and_mul", "add_rms_norm", "apply_rope", "experts", "norm_rope_store",
+__all__ = ["act_and_mul", "add_rms_norm", "experts", "new_caches", "norm_rope_store",
            "paged_attention", "rms_norm"]
 
 SLICE = 256  # tokens whose float32 numbers a CPU keeps in its cache from one operator to the next
@@ -38,14 +40,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x: (..., size); weight: (size,), possibly float32 where x is not. `F.rms_norm` is the same in
     more steps, and on a CPU takes up to three times as long.
     """
-    return _norm(x.float(), weight, eps).to(x.dtype)
+    wide = x.float()
+    return (wide * _inverse_rms(wide, eps)).mul_(weight).to(x.dtype)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` of float32, not rounded."""
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: (..., size) in float32 -> (..., 1)"""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean = torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1])
-    return (x * mean.rsqrt_()).mul_(weight)
+    return torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
 @cache
@@ -63,33 +65,53 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     return rms_norm(total, weight, eps), total
 
 
-def norm_rope_store(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
                     cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
                     v_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
     """Normalise queries and keys, turn them to their positions, and put K and V into the cache.
 
-    q: (num_tokens, num_heads, head_dim); k, v: (num_tokens, num_kv_heads, head_dim); weights:
-    (head_dim,), None for no norm; cos, sin: (num_tokens, 1, head_dim) in float32, see
-    `RotaryEmbedding`; caches and slots: see `store_kv`. Returns the new q. Rounded once.
+    qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), the heads of queries, keys and values
+    in this order, num_heads a multiple of num_kv_heads; weight: (num_heads / num_kv_heads + 1, 1,
+    head_dim), the queries' repeated and then the keys' (`HeadNorm` says why), None for no norm;
+    cos, sin: (num_tokens, 1, head_dim) in float32; caches and slots: see `store_kv`. Returns the
+    new q, (num_tokens, num_heads, head_dim). Queries and keys are computed in float32 and rounded
+    once; values are copied.
     """
-    if len(q) > SLICE:
-        parts = zip(*(x.split(SLICE) for x in (q, k, v, cos, sin, slot_mapping)), strict=True)
-        return torch.cat([norm_rope_store(q, k, v, q_weight, k_weight, eps, cos, sin, k_cache,
-                                          v_cache, slots) for q, k, v, cos, sin, slots in parts])
+    if len(qkv) > SLICE:
+        parts = zip(*(x.split(SLICE) for x in (qkv, cos, sin, slot_mapping)), strict=True)
+        return torch.cat([norm_rope_store(qkv, weight, eps, cos, sin, k_cache, v_cache, slots)
+                          for qkv, cos, sin, slots in parts])
+    (num_tokens, _, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
+    qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    x = qk.float().view(num_tokens, qk.shape[1] // num_kv_heads, num_kv_heads, head_dim)  # last: k
+    turned = _norm_turn(x, weight, eps, cos[:, None], sin[:, None]).view(qk.shape)
+    store_kv(turned[:, -num_kv_heads:].to(qkv.dtype), v, k_cache, v_cache, slot_mapping)
+    return turned[:, :-num_kv_heads].to(qkv.dtype)
 
-    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        wide = x.float() if weight is None else _norm(x.float(), weight, eps)
-        return apply_rope(wide, cos, sin).to(x.dtype)
 
-    store_kv(turned(k, k_weight), v, k_cache, v_cache, slot_mapping)
-    return turned(q, q_weight)
+def _norm_turn(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
+               sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of the norm. x: (num_tokens, sets, num_kv_heads, head_dim), see `HeadNorm`. A turn is
+    linear, so the norm's factors may come in it or behind it: the weights go into cos and sin,
+    which have num_kv_heads times fewer numbers, and 1 / rms into the result, in place."""
+    if weight is None:
+        return _apply_rope(x, cos, sin)
+    return _apply_rope(x, cos * weight, sin * weight).mul_(_inverse_rms(x, eps))
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x (num_tokens, num_heads, head_dim), all in float32. Pairs are (i, i + head_dim / 2), as
-    in Llama's Hugging Face checkpoints, not (2i, 2i + 1) as in the paper."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
+def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x (..., head_dim), in float32: a pair (a, b) becomes (a cos_a - b sin_b, b cos_b + a
+    sin_a). cos and sin have a number for each of the two, because of the weights in them.
+
+    Pairs are (i, i + head_dim / 2), as in Llama's Hugging Face checkpoints, not (2i, 2i + 1) as in
+    the paper.
+    """
+    turned = x * cos
+    (a, b), (sin_a, sin_b) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+    to_a, to_b = turned.chunk(2, dim=-1)
+    to_a.addcmul_(b, sin_b, value=-1)
+    to_b.addcmul_(a, sin_a)
+    return turned
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "memory": ["config", "sampling_params", "sequence"],
     "processes": ["parallel"],
     "model_runner": ["model_config", "config", "sampling_params", "sequence", "batch",
-                     "attention", "ops", "kernels", "parallel", "layers", "model", "loader", "sampler", "graphs",
+                     "ops", "kernels", "parallel", "layers", "model", "loader", "sampler", "graphs",
                      "memory"],
     "detokenizer": ["sampling_params", "sequence"],
     "logprobs": ["sampling_params", "sequence"],

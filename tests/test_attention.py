@@ -26,7 +26,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from nanoserve import LLM, SamplingParams, attention, ops
 from nanoserve.attention import paged_attention, store_kv
 from nanoserve.batch import Batch
-from nanoserve.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding
+from nanoserve.layers import (
+    Embedding,
+    HeadNorm,
+    Linear,
+    Placement,
+    RMSNorm,
+    RotaryEmbedding,
+)
 from nanoserve.model import MoE
 from nanoserve.model_config import ModelConfig
 from nanoserve.ops import norm_rope_store
@@ -121,20 +128,21 @@ def assert_equals_twin(tables, query_lens, seq_lens, num_blocks, heads=(4, 2), h
                        softcap=None) -> None:
     caches = poisoned_cache(num_blocks, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
-    k_cache, v_cache = (cache.to(dtype) for cache in caches)
+    plain = [cache.to(dtype) for cache in caches]
+    before = [cache.clone() for cache in plain]
+    own = attention.new_caches(plain[0].shape, dtype, CPU)
     q = torch.randn(sum(query_lens), heads[0], head_dim,
                     generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
-    before = k_cache.clone(), v_cache.clone()
     scale = 0.3  # not head_dim ** -0.5, which torch would take by itself
-    got = paged_attention(q, k_cache, v_cache, make_batch(tables, query_lens, seq_lens), scale,
-                          window, softcap)
-    expected = naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window,
-                               softcap)
-    assert got.dtype == dtype
+    expected = naive_attention(q, *plain, tables, query_lens, seq_lens, scale, window, softcap)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
-    for cache, copy in zip((k_cache, v_cache), before):  # attention reads; only store_kv writes
-        assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
+    for caches in (plain, [cache.copy_(x) for cache, x in zip(own, plain)]):
+        got = paged_attention(q, *caches, make_batch(tables, query_lens, seq_lens), scale, window,
+                              softcap)
+        assert got.dtype == dtype
+        assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+        for cache, x in zip(caches, before, strict=True):  # attention reads; store_kv writes
+            assert_close(cache, x, rtol=0, atol=0, equal_nan=True)
 
 
 # ---------------------------------------------------------- paged attention
@@ -199,13 +207,17 @@ def test_every_window_in_the_corners(query_lens, seq_lens, softcap):
                        softcap=softcap)
 
 
-def test_decodes_in_several_groups_keep_their_windows(monkeypatch):
-    """A group is as many rows as fit into the copy; with a window more of them do."""
+def test_decodes_in_several_pieces_keep_their_windows(monkeypatch):
+    """A piece is as many rows as need little padding; with a window more of them do."""
     seq_lens = [30, 3, 17, 29, 8]
     blocks = iter(range(1, 100))
     tables = [[next(blocks) for _ in range(-(-n // 4))] for n in seq_lens]
-    for keys in (1, 24, 60):
-        monkeypatch.setattr(attention, "MAX_GATHERED_KEYS", keys)
+    cache = torch.zeros(40, 4, 2, 8)
+    for padded, keys, num_pieces in ((0, 200, 4), (24, 200, 2), (200, 200, 1), (200, 64, 2)):
+        monkeypatch.setattr(attention, "MAX_PADDED_KEYS", padded)  # blocks of 4: 8, 1, 5, 8 and 2
+        monkeypatch.setattr(attention, "MAX_KEYS", keys)
+        batch = make_batch(tables, [1] * 5, seq_lens)
+        assert len(attention._cut_decodes(batch, None, cache, 4)) == num_pieces
         for window in (1, 6, 8, None):
             assert_equals_twin(tables, [1] * 5, seq_lens, 40, window=window, softcap=2.0)
 
@@ -230,18 +242,21 @@ def test_rows_share_the_blocks_of_a_common_prefix():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("keys", [1, 40, 2 ** 11])
+@pytest.mark.parametrize("keys", [0, 4, 2 ** 12])
 def test_decodes_attend_once_to_a_beginning_they_share(monkeypatch, dtype, softcap, keys):
     """Five blocks in common, then none, part of one, one exactly, and two that another row fills;
     all rows in one piece, some, or each by itself. A row with nothing of its own but the query
     leaves the last shared block to be read as its own."""
-    monkeypatch.setattr(attention, "MAX_GATHERED_KEYS", keys)
+    monkeypatch.setattr(attention, "MAX_PADDED_KEYS", keys)
     common = [9, 3, 14, 6, 1]
     tables = [common, [*common, 2], [*common, 4, 5, 7], [*common, 8, 10]]
     for seq_lens in ([20, 21, 29, 28], [19, 24, 32, 25]):
         for window in (None, 30, 7):
             assert_equals_twin(tables, [1] * 4, seq_lens, 15, dtype=dtype, softcap=softcap,
                                window=window, heads=(6, 2))
+        batch = make_batch(tables, [1] * 4, seq_lens)
+        pieces = attention._cut_decodes(batch, None, torch.zeros(15, 4, 2, 8), 6)
+        assert len(pieces) == {0: 4, 4: 2}.get(keys, 1) and all(p.shared for p in pieces)
 
 
 def test_what_is_shared_is_found_by_full_blocks_alone():
@@ -262,14 +277,40 @@ def test_chunks_in_tiles_of_any_size(monkeypatch, tile):
         assert_equals_twin([[5, 2], [1, 3, 7, 4]], [6, 9], [6, 14], 8, window=window)
 
 
-def test_a_head_major_cache_is_read_where_it_lies():
-    """Of any other order in memory the whole cache would be copied for each layer."""
-    shape = (6, 4, 2, 8)
-    k_cache, v_cache = (attention.zeros_by_head(shape, torch.float32, CPU) for _ in "kv")
-    assert k_cache.shape == shape
-    assert attention._by_head(k_cache).data_ptr() == k_cache.data_ptr()
-    store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8), k_cache, v_cache, torch.tensor([9]))
+def test_new_caches_are_read_where_they_lie(monkeypatch):
+    """In any other order in memory the whole cache would be copied for each layer."""
+    k_cache, v_cache = attention.new_caches((6, 4, 2, 8), torch.float32, CPU)
+    assert k_cache.shape == v_cache.shape == (6, 4, 2, 8)
+    store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8) + 1, k_cache, v_cache, torch.tensor([9]))
     assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
+    assert v_cache[2, 1].eq(2).all() and v_cache.sum() == 32
+    seen = []
+    monkeypatch.setattr(attention, "_attend", lambda q, k, v, *rest: seen.extend((k, v)))
+    paged_attention(torch.ones(1, 4, 8), k_cache, v_cache, make_batch([[2]], [1], [2]), 1.0)
+    assert [lines.data_ptr() for lines in seen] == [k_cache.data_ptr(), v_cache.data_ptr()]
+
+
+def test_float16_scores_do_not_overflow_before_they_are_scaled():
+    """64 * 40 * 40 is 102,400, and float16 ends at 65,504."""
+    caches = attention.new_caches((2, 4, 1, 64), torch.float16, CPU)
+    caches[0].fill_(40), caches[1].fill_(1)
+    for num_queries in (1, 2):
+        q = torch.full((num_queries, 1, 64), 40, dtype=torch.float16)
+        out = paged_attention(q, *caches, make_batch([[1]], [num_queries], [3]), 2 ** -10)
+        assert out.eq(1).all()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_key_that_is_hidden_may_be_huge(window):
+    """Its scores, infinite in float16, must not reach the queries before it, nor those whose window
+    has passed it: their keys and values may lie in a block that others hit."""
+    caches = attention.new_caches((4, 4, 1, 8), torch.float16, CPU)
+    caches[0].fill_(1), caches[1].fill_(2)
+    caches[0][2, 1] = 60_000  # position 5 of 8
+    q = torch.full((8, 1, 8), 10, dtype=torch.float16)
+    out = paged_attention(q, *caches, make_batch([[1, 2]], [8], [8]), 1.0, window)
+    seen = [p for p in range(8) if p < 5 or window is not None and p > 6]
+    assert out[seen].eq(2).all()
 
 
 def test_the_next_layer_gathers_into_the_same_memory():
@@ -466,7 +507,8 @@ def test_rope_equals_transformers(dtype):
         *(x.float().transpose(0, 1)[None] for x in (q, k)), *theirs)]
     cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions)
     caches = [torch.zeros(3, 2, 2, 16, dtype=dtype) for _ in "kv"]
-    turned = norm_rope_store(q, k, k, None, None, 0, cos, sin, *caches, torch.arange(6))
+    turned = norm_rope_store(torch.cat((q, k, k), dim=1), None, 0, cos, sin, *caches,
+                             torch.arange(6))
     tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8  # half of the last bit
     for got, exact in zip((turned, caches[0].view(6, 2, 16)), expected, strict=True):
         assert got.dtype == dtype
@@ -474,18 +516,53 @@ def test_rope_equals_transformers(dtype):
     assert torch.equal(caches[1].view(6, 2, 16), k)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norm_and_rope_of_heads_equal_transformers(dtype):
+    """Theirs is a norm and then RoPE; here the norm's weights are in cos and sin. q's differ from
+    k's."""
+    positions = torch.tensor([0, 1, 17, 4095, 4096, 100_000], dtype=torch.int32)
+    config = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16,
+                         rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(6, 8, 16, generator=generator).to(dtype)
+    norm, exact = HeadNorm(16, 3, 1e-6, Placement(dtype, CPU), offset=False), []
+    for part, heads in (("q", slice(0, 4)), ("k", slice(4, 6))):
+        weight = torch.rand(16, generator=generator).add(0.5).to(dtype)
+        norm.weight_loader("weight", weight, part)
+        theirs = LlamaRMSNorm(16, 1e-6)
+        theirs.weight.data = weight.float()
+        exact.append(theirs(qkv[:, heads].float()).transpose(0, 1)[None])
+    angles = LlamaRotaryEmbedding(config)(exact[0], positions[None])
+    exact = [x[0].transpose(0, 1) for x in apply_rotary_pos_emb(*exact, *angles)]
+    cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions)
+    caches, before = [torch.zeros(3, 2, 2, 16, dtype=dtype) for _ in "kv"], qkv.clone()
+    q = norm_rope_store(qkv, norm.weight, 1e-6, cos, sin, *caches, torch.arange(6))
+    assert norm_rope_store(qkv[:0], norm.weight, 1e-6, cos[:0], sin[:0], *caches,
+                           torch.arange(0)).shape == (0, 4, 16)
+    tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8  # half of the last bit
+    for got, expected in zip((q, caches[0].view(6, 2, 16)), exact, strict=True):
+        assert_close(got.float(), expected.float(), rtol=tolerance, atol=5e-6)
+    assert torch.equal(qkv, before) and torch.equal(caches[1].view(6, 2, 16), qkv[:, 6:])
+
+
+def test_indices_are_as_wide_as_they_must_be():
+    """32 bits for speed; 64 where a cache, or a list of its lines, is longer than they can count."""
+    small, large = (torch.empty(n, device="meta") for n in (2 ** 31 - 1, 2 ** 31))
+    assert attention._index_dtype(small) is np.int32 and attention._index_dtype(large) is np.int64
+    assert attention._index_dtype(small, 2 ** 31) is np.int64
+
+
 def test_many_tokens_turn_in_slices(monkeypatch):
     """And become what they would in one go, each with its own position and slot."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(601, 8, 16, generator=generator).split((4, 2, 2), dim=1)
+    qkv = torch.randn(601, 8, 16, generator=generator)
     cos, sin = RotaryEmbedding(16, RopeConfig(), CPU)(torch.arange(601))
-    weight, slots = torch.rand(16, generator=generator), torch.randperm(800)[:601]
+    weight, slots = torch.rand(3, 1, 16, generator=generator), torch.randperm(800)[:601]
     results = []
     for size in (ops.SLICE, 10 ** 6):
         monkeypatch.setattr(ops, "SLICE", size)
         caches = [torch.zeros(50, 16, 2, 16) for _ in "kv"]
-        results.append((norm_rope_store(q, k, v, weight, weight, 1e-6, cos, sin, *caches, slots),
-                        *caches))
+        results.append((norm_rope_store(qkv, weight, 1e-6, cos, sin, *caches, slots), *caches))
     assert all(map(torch.equal, *results))
 
 

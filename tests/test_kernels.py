@@ -299,7 +299,8 @@ def test_rows_of_padding_yield_zeros_and_disturb_nobody(attend, splits):
 def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
     """From the product for q, k and v to attention's output, the cache included: 3 rows in a bucket
     of 8, and `ops` with the 3 rows alone."""
-    seq_lens, weight = [40, 129, 1], 1 + 0.1 * torch.randn(32, device=DEVICE)
+    seq_lens, weight = [40, 129, 1], 1 + 0.1 * torch.randn(3, 1, 32, device=DEVICE)
+    weight[1] = weight[0]  # both groups of queries have one norm
     tables, num_blocks = cut_tables(random.Random(2), seq_lens, 16)
     caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1] * 3,
                                                    [n - 1 for n in seq_lens])]
@@ -309,11 +310,10 @@ def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
     qkv = torch.full((8, 8, 32), torch.nan, device=DEVICE)
     qkv[:3] = torch.randn(3, 8, 32, device=DEVICE)
     angles = torch.rand(8, 1, 16, device=DEVICE)
-    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
 
     def step(module, attend, rows, batch, caches):
-        q, k, v = qkv[:rows].split((4, 2, 2), dim=1)
-        q = module.norm_rope_store(q, k, v, weight, weight, 1e-6, cos[:rows], sin[:rows], *caches,
+        q = module.norm_rope_store(qkv[:rows], weight, 1e-6, cos[:rows], sin[:rows], *caches,
                                    slots[:rows])
         return attend(q, *caches, batch, 0.2)
 

@@ -73,8 +73,8 @@ def assert_rounded_alike(got: torch.Tensor, expected: torch.Tensor, share: float
 
 
 def test_layers_can_be_given_either_module():
-    """The same functions with the same arguments, by name and place; ops' helpers aside."""
-    for name in set(ops.__all__) - {"apply_rope"}:
+    """The same functions with the same arguments, by name and place."""
+    for name in set(ops.__all__):
         fast, slow = (inspect.signature(getattr(module, name)) for module in (namespace, ops))
         assert fast == slow, name
 
@@ -98,30 +98,29 @@ def unaligned(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim, heads, kv_heads, norms", [
-    (64, 4, 2, "own"), (80, 3, 1, "own"), (96, 17, 9, "offset"), (128, 9, 3, None),
-    (16, 33, 1, "k alone")])
+    (64, 4, 2, "own"), (80, 3, 1, "own"), (96, 18, 9, "offset"), (128, 9, 3, None),
+    (16, 33, 1, "own")])
 def test_norm_rope_store(dtype, head_dim, heads, kv_heads, norms):
     num_tokens, block_size, eps = 5, 4, 1e-6
-    widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    qkv = framed(random_tensor(num_tokens, sum(widths), dtype=dtype))
-    q, k, v = (x.view(num_tokens, -1, head_dim) for x in qkv.split(widths, dim=-1))
+    qkv = framed(random_tensor(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype))
+    qkv = qkv.view(num_tokens, -1, head_dim)
     own = torch.float32 if norms == "offset" else dtype
-    k_weight = None if norms is None else 1 + random_tensor(head_dim, dtype=own, scale=.1)
-    q_weight = None if norms in (None, "k alone") else 1 + random_tensor(
-        head_dim, dtype=own, scale=.1, seed=1)
+    q_weight, k_weight = (1 + random_tensor(1, head_dim, dtype=own, scale=.1, seed=seed)
+                          for seed in range(2))
+    weight = None if norms is None else torch.stack([q_weight] * (heads // kv_heads) + [k_weight])
     positions = torch.tensor([0, 3, 70, 4097, 131071], device=DEVICE)
     cos, sin = RotaryEmbedding(head_dim, RopeConfig(), DEVICE)(positions)
     slots = torch.tensor([13, -1, 2, -1, 7], dtype=torch.int32, device=DEVICE)  # -1: padding
 
     before = torch.full((6, block_size, kv_heads, head_dim), NAN, dtype=dtype, device=DEVICE)
     k_cache, v_cache = before.clone(), before.clone()
-    got = kernels.norm_rope_store(q, k, v, q_weight, k_weight, eps, cos, sin, k_cache[1:-1],
-                                  v_cache[1:-1], unaligned(slots))
+    got = kernels.norm_rope_store(qkv, weight, eps, cos, sin, k_cache[1:-1], v_cache[1:-1],
+                                  unaligned(slots))
 
     expected_k_cache, expected_v_cache, real = before.clone(), before.clone(), slots >= 0
     expected_q = ops.norm_rope_store(
-        q[real], k[real], v[real], q_weight, k_weight, eps, cos[real], sin[real],
-        expected_k_cache[1:-1], expected_v_cache[1:-1], slots[real])
+        qkv[real], weight, eps, cos[real], sin[real], expected_k_cache[1:-1],
+        expected_v_cache[1:-1], slots[real])
     assert_rounded_alike(got[real], expected_q)
     torch.testing.assert_close(v_cache, expected_v_cache, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(k_cache.isnan(), expected_k_cache.isnan())  # nothing beside the slots

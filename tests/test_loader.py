@@ -86,6 +86,10 @@ def fused(stored: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     for ours, theirs in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
         if ours in name:
             return torch.cat([stored[name.replace(ours, f"{part}_proj")] for part in theirs])
+    if "qk_norm" in name:  # a copy for each query head of a KV head, and the key's
+        q, k = (stored[name.replace("qk_norm", norm)] for norm in ("q_norm", "k_norm"))
+        rows = [len(stored[name.replace("qk_norm", proj)]) for proj in ("q_proj", "k_proj")]
+        return torch.stack([q] * (rows[0] // rows[1]) + [k])[:, None]
     return stored[name]
 
 
@@ -110,7 +114,9 @@ def test_every_parameter_holds_the_checkpoints_numbers(checkpoints, name):
         offset = 1 if "gemma" in name and "norm" in parameter else 0
         assert torch.equal(tensor, fused(stored, parameter) + offset), parameter
     num_stored = sum(t.numel() for t in stored.values())
-    assert sum(t.numel() for t in loaded.values()) == num_stored  # and nothing was left behind
+    num_loaded = sum(t[-2:].numel() if "qk_norm" in parameter else t.numel()
+                     for parameter, t in loaded.items())
+    assert num_loaded == num_stored  # and nothing was left behind
     biases = [parameter for parameter in loaded if parameter.endswith(".bias")]
     assert len(biases) == {"llama-bias": 4 * 3, "qwen2": 3, "qwen2-window": 3}.get(name, 0)
 

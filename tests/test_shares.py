@@ -6,6 +6,7 @@ step of all ranks gives transformers' logits. Sizes are uneven on purpose: 3 KV 
 """
 
 import copy
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -158,8 +159,8 @@ def whole_model(models: list[Decoder], config: ModelConfig) -> dict[str, torch.T
         attention = [layer.self_attn for layer in layers]
         for name in ("weight", "bias"):
             if getattr(attention[0].qkv_proj, name) is not None:
-                parts = [getattr(a.qkv_proj, name).split([n * a.head_dim for n in a.head_counts])
-                         for a in attention]
+                parts = [getattr(a.qkv_proj, name).split(
+                    [rows.size for rows in a.qkv_proj.parts.values()]) for a in attention]
                 for kind, shares in zip("qkv", zip(*parts, strict=True), strict=True):
                     whole[f"layers.{i}.self_attn.{kind}_proj.{name}"] = (
                         shares, 0, 1 if kind == "q" else copies)
@@ -194,8 +195,14 @@ def test_the_shares_of_all_ranks_are_the_checkpoint(folders, name, sizes):
                 continue
             ours = key.removeprefix("model.").replace("block_sparse_moe", "mlp")
             for model in models:
-                assert torch.equal(model.get_parameter(ours), stored[key] + offset * (
-                    "norm" in key)), f"{key} over {size} ranks"
+                heads = re.sub("[qk]_norm", "qk_norm", ours)  # copies of q's norm and then k's
+                held = model.get_parameter(heads)
+                if heads != ours:
+                    qkv = model.get_submodule(heads.removesuffix("qk_norm.weight") + "qkv_proj")
+                    assert len(held) == qkv.parts["q"].size // qkv.parts["k"].size + 1
+                    held = held[:-1, 0] if "q_norm" in key else held[-1, 0]
+                exact = (stored[key] + offset * ("norm" in key)).expand_as(held)
+                assert torch.equal(held, exact), f"{key} over {size} ranks"
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

@@ -104,11 +104,11 @@ def turn(dtype: torch.dtype, head_dim: int, norms: bool = True, num_tokens: int 
          offset: int = 0) -> None:
     """As a model does, out of one product for q, k and v."""
     qkv = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
-    weight = torch.zeros(head_dim, dtype=dtype) if norms else None
+    weight = torch.zeros(3, 1, head_dim, dtype=dtype) if norms else None
     angles = torch.zeros(num_tokens, 1, head_dim)
     cache = torch.zeros(1, 16, 2, head_dim, dtype=dtype)
-    kernels.norm_rope_store(qkv[:, :4], qkv[:, 4:6], qkv[:, 6:], weight, weight, 1e-6, angles,
-                            angles, cache, cache, ints(num_tokens, offset))
+    kernels.norm_rope_store(qkv, weight, 1e-6, angles, angles, cache, cache,
+                            ints(num_tokens, offset))
 
 
 def mix(dtype: torch.dtype, num_tokens: int, activation: str) -> None:

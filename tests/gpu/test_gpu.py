@@ -154,21 +154,20 @@ def test_norm_rope_store(heads, kv_heads, head_dim, dtype):
     """Against the same operations in float32; padding and all other slots stay as they were."""
     n = 333
     qkv = random_tensor(n, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    weights = [1 + random_tensor(head_dim, dtype=dtype, scale=s) for s in (.1, .2)]
+    q_weight, k_weight = (1 + random_tensor(1, head_dim, dtype=dtype, scale=s) for s in (.1, .2))
+    weight = torch.stack([q_weight] * (heads // kv_heads) + [k_weight])
     angles = random_tensor(n, 1, head_dim // 2)
-    cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
     slots = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:n].to(
         DEVICE, torch.int32)
     real = torch.arange(n, device=DEVICE) % 5 > 0
     caches = [torch.full((25, 16, kv_heads, head_dim), torch.nan, dtype=dtype, device=DEVICE)
               for _ in "kv"]
     exact = [torch.full_like(cache, torch.nan, dtype=torch.float32) for cache in caches]
-    got = kernels.norm_rope_store(q, k, v, *weights, 1e-6, cos, sin, *caches,
+    got = kernels.norm_rope_store(qkv, weight, 1e-6, cos, sin, *caches,
                                   torch.where(real, slots, -1))
-    expected = ops.norm_rope_store(
-        *(x[real].float() for x in (q, k, v)), *(w.float() for w in weights), 1e-6,
-        cos[real], sin[real], *exact, slots[real])
+    expected = ops.norm_rope_store(qkv[real].float(), weight.float(), 1e-6, cos[real], sin[real],
+                                   *exact, slots[real])
     assert_near(got[real], expected, dtype)
     for cache, right in zip(caches, exact, strict=True):
         assert torch.equal(cache.isnan(), right.isnan())
