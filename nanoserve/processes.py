@@ -181,7 +181,8 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
         torch.cuda.set_device(ranks.local_rank)
         ranks.group = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), ranks.rank,
                                             ranks.size, dist.ProcessGroupNCCL.Options())
-    ranks.watch.start()
+    with ctrl_c_held():  # a thread is started by halves otherwise
+        ranks.watch.start()
     ranks.watch.store_server = store  # rank 0's own serves the others for as long as it is kept
     return ranks
 
@@ -263,7 +264,8 @@ class Watch(threading.Thread):
         for child in self.children:
             child.stdin.close()
             try:
-                child.wait(max(0.0, deadline - time.monotonic()))
+                with ctrl_c_held():
+                    child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _kill(self.children)
         if self.threads_before is not None:
@@ -282,8 +284,9 @@ class Watch(threading.Thread):
 
     def _ended_child(self) -> str | None:
         for rank, child in enumerate(self.children, 1):
-            if child.poll() is not None:
-                return f"rank {rank} (process {child.pid}) died: exit code {child.returncode}"
+            with ctrl_c_held():  # in the middle of `poll` it would leave Popen's own lock taken
+                if child.poll() is not None:
+                    return f"rank {rank} (process {child.pid}) died: exit code {child.returncode}"
         return None
 
     def _end_all(self, reason: str) -> None:
@@ -347,7 +350,8 @@ class Turns:
 
 
 def _kill(children: list[subprocess.Popen]) -> None:
-    for child in children:
-        child.kill()
-    for child in children:
-        child.wait()
+    with ctrl_c_held():
+        for child in children:
+            child.kill()
+        for child in children:
+            child.wait()

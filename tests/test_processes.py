@@ -282,6 +282,61 @@ def test_ctrl_c_while_the_engine_starts(qwen3, tmp_path, seconds):
     assert "died" not in script.err
 
 
+CTRL_C_IN_POPEN = """\
+import os, signal, subprocess, sys, threading
+from nanoserve.parallel import Ranks
+from nanoserve.processes import Watch, _kill
+
+def interrupted_at(number, call):
+    \"\"\"Ctrl-C comes at this line of Python's own subprocess module, if there are so many.\"\"\"
+    lines = 0
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_filename != subprocess.__file__:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    assert lines < number, "the interrupt was lost"
+    return False
+
+for end in ("poll", "kill", "close"):
+    number = 0
+    again = True
+    while again:
+        number += 1
+        child = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+        watch = Watch(Ranks(0, 2), None, [child])
+        if end == "close":
+            child.kill()
+        again = interrupted_at(number, {"poll": watch._ended_child, "close": watch.close,
+                                        "kill": lambda: _kill([child])}[end])
+        killer = threading.Thread(target=_kill, args=([child],), daemon=True)
+        killer.start()
+        killer.join(20)
+        if killer.is_alive():
+            print(f"{end}: Ctrl-C at line {number} hangs", flush=True)
+            os._exit(1)
+    assert number > 5, (end, number)
+"""
+
+
+def test_ctrl_c_in_the_middle_of_asking_after_a_child():
+    """Between taking its own lock and promising to give it back, `Popen.poll` can be interrupted,
+    and then who waits for the child waits for ever. Tried at every line."""
+    run = subprocess.run([sys.executable, "-c", CTRL_C_IN_POPEN], capture_output=True, text=True,
+                         timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 # ------------------------------------------------------------------ side by side
 
 
