@@ -112,14 +112,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: "Decodes |
     return attend(q, k, v, piece, scale, softcap)
 
 
-def _scores(q: torch.Tensor, keys: torch.Tensor, scale: float,
-            softcap: float | None) -> torch.Tensor:
-    """q: (num_kv_heads, queries, head_dim), keys: (num_kv_heads, head_dim, num_keys). Returns
-    (num_kv_heads, queries, num_keys), scaled and capped."""
-    nothing = q.new_empty(1, 1, 1)  # what a scaled product asks for to add, and ignores
-    return _capped(torch.baddbmm(nothing, q, keys, beta=0, alpha=scale), softcap)
-
-
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -179,14 +171,15 @@ class Decodes:
     """Rows with a single query each, and the blocks that they see, padded to the longest row.
 
     `shared` are blocks with which all of them begin, a system prompt say, and what is said of keys
-    and values is about the others.
+    and values is about the others. With them all sums are in the order (KV head, row, query head
+    that reads it), as one product wants it; without, it is (row, query head): an `outer` of 1.
     """
 
     tokens: slice | torch.Tensor  # the rows, which are also tokens
-    keys: Bags  # for each (row, query head, block) the head_dim lines of its K; none in padding
-    queries: torch.Tensor  # for each of these that has lines, row * num_heads + head: its weights
+    keys: Bags  # for each (outer, row, query head, block) head_dim lines of K; none in padding
+    queries: torch.Tensor  # for each of these that has lines, where its query is: its weights
     hidden: torch.Tensor  # (rows, 1, keys) True for what a row doesn't see: padding, old keys
-    values: Bags  # for each (row, query head) a line of V for each key
+    values: Bags  # for each (outer, row, query head) a line of V for each key
     shared: Copy | None
 
 
@@ -202,6 +195,8 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         first = np.maximum(seq_lens - window, 0) // block_size
     widths = (seq_lens - 1) // block_size + 1 - first
     shared = Copy.of(tables[0, :num_shared], batch, k_cache) if num_shared else None
+    heads = np.arange(num_heads) // (num_heads // k_cache.shape[2])  # the KV head that each reads
+    heads = heads.reshape(k_cache.shape[2] if num_shared else 1, 1, -1, 1)
     pieces, longest_first = [], np.argsort(-widths, kind="stable")
     while len(longest_first):
         width = int(widths[longest_first[0]])
@@ -220,36 +215,34 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         in_one = rows[-1] - rows[0] + 1 == len(rows)
         pieces.append(Decodes(
             slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
-            *_bags_of_keys(blocks, widths[rows], num_heads, k_cache), put(hidden[:, None]),
-            _bags_of_values(*slots, num_heads, k_cache), shared))
+            *_bags_of_keys(blocks, widths[rows], heads, k_cache), put(hidden[:, None]),
+            _bags_of_values(*slots, heads, k_cache), shared))
     return pieces
 
 
-def _bags_of_keys(blocks: np.ndarray, widths: np.ndarray, num_heads: int,
+def _bags_of_keys(blocks: np.ndarray, widths: np.ndarray, heads: np.ndarray,
                   k_cache: torch.Tensor) -> tuple[Bags, torch.Tensor]:
-    """blocks: (rows, width), of which the first `widths` (rows,) of each row count. Returns `keys`
-    and `queries` of `Decodes`."""
+    """blocks: (rows, width), of which the first `widths` (rows,) of each row count. heads: (outer,
+    1, num_heads / outer, 1), KV heads. Returns `keys` and `queries` of `Decodes`."""
     _, _, num_kv_heads, head_dim = k_cache.shape
-    put, dtype = _to(k_cache.device), _index_dtype(k_cache, blocks.size * num_heads * head_dim)
-    heads = np.arange(num_heads) // (num_heads // num_kv_heads)  # the KV head that each reads
-    first = (blocks[:, None] * num_kv_heads + heads[:, None]).astype(dtype) * head_dim
+    put, dtype = _to(k_cache.device), _index_dtype(k_cache, blocks.size * heads.size * head_dim)
+    first = (blocks * num_kv_heads)[:, None].astype(dtype) + heads.astype(dtype)
     real = np.arange(blocks.shape[1]) < widths[:, None]
-    real = np.broadcast_to(real[:, None], first.shape)  # (rows, num_heads, width)
-    lines = first[real][:, None] + np.arange(head_dim, dtype=dtype)  # (real blocks, head_dim)
+    real = np.broadcast_to(real[:, None], first.shape)  # (outer, rows, inner, width)
+    lines = first[real][:, None] * head_dim + np.arange(head_dim, dtype=dtype)  # (real, head_dim)
     starts = (real.cumsum() - real.ravel()) * head_dim  # as many as there are before
-    queries = np.nonzero(real.reshape(len(blocks) * num_heads, -1))[0]
+    queries = np.nonzero(real.reshape(-1, real.shape[-1]))[0]
     return Bags(put(lines.ravel()), put(starts.astype(dtype))), put(queries)
 
 
-def _bags_of_values(blocks: np.ndarray, offsets: np.ndarray, num_heads: int,
+def _bags_of_values(blocks: np.ndarray, offsets: np.ndarray, heads: np.ndarray,
                     cache: torch.Tensor) -> Bags:
-    """blocks and offsets: (rows, keys), the slots of all keys."""
+    """blocks and offsets: (rows, keys), the slots of all keys. heads: see `_bags_of_keys`."""
     _, block_size, num_kv_heads, _ = cache.shape
-    put, dtype = _to(cache.device), _index_dtype(cache, blocks.size * num_heads)
-    heads = np.arange(num_kv_heads)[:, None]
-    lines = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-    lines = np.repeat(lines.astype(dtype), num_heads // num_kv_heads, axis=1)
-    return Bags(put(lines.ravel()), put(np.arange(0, lines.size, lines.shape[2], dtype=dtype)))
+    put, dtype = _to(cache.device), _index_dtype(cache, blocks.size * heads.size)
+    first = (blocks * num_kv_heads * block_size + offsets)[:, None]
+    lines = first.astype(dtype) + (heads * block_size).astype(dtype)  # (outer, rows, inner, keys)
+    return Bags(put(lines.ravel()), put(np.arange(0, lines.size, lines.shape[3], dtype=dtype)))
 
 
 def _index_dtype(cache: torch.Tensor, num_lines: int = 0) -> type:
@@ -277,24 +270,25 @@ def _attend_decodes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: De
     read a KV head are the rows of one matrix product (cascade attention; Ye et al. 2024), and one
     softmax goes over both parts.
     """
-    num_rows, num_heads, head_dim = q.shape
+    shared = piece.shared
+    outer, num_shared = (1, 0) if shared is None else (len(shared.keys), shared.keys.shape[2])
     # Scaled before the sum, which float16 could not hold, and not behind it.
-    factors = (q * scale).reshape(-1, head_dim).index_select(0, piece.queries).view(-1)
-    scores = _capped(piece.keys(k, factors).view(num_rows, num_heads, -1), softcap)
-    scores.masked_fill_(piece.hidden, float("-inf"))  # (rows, num_heads, keys)
-    if piece.shared is None:
-        return piece.values(v, scores.softmax(-1).view(-1)).view(q.shape)
-    keys, values = piece.shared.gather(k, v)
-    num_kv_heads, _, num_shared = keys.shape
-    by_head = q.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)
-    common = _scores(by_head.flatten(1, 2), keys, scale, softcap)
-    common = common.view(*by_head.shape[:3], num_shared)  # (kv_heads, rows, group, num_shared)
-    common = common.transpose(0, 1).reshape(num_rows, num_heads, num_shared)
-    weights = torch.cat((common, scores), dim=-1).softmax(-1)
-    out = piece.values(v, weights[..., num_shared:].reshape(-1)).view(q.shape)
-    common = weights[..., :num_shared].reshape(num_rows, num_kv_heads, -1, num_shared)
-    common = common.transpose(0, 1).flatten(1, 2) @ values  # (kv_heads, rows * group, head_dim)
-    return out + common.view(by_head.shape).transpose(0, 1).reshape(q.shape)
+    q_of = (q * scale).reshape(len(q), outer, -1, q.shape[2]).transpose(0, 1).contiguous()
+    factors = q_of.view(-1, q.shape[2]).index_select(0, piece.queries).view(-1)
+    scores = piece.keys(k, factors).view(*q_of.shape[:3], -1)  # (outer, rows, heads / outer, keys)
+    if shared is not None:
+        keys, values = shared.gather(k, v)
+        common = torch.bmm(q_of.flatten(1, 2), keys).view(*scores.shape[:3], num_shared)
+        scores = torch.cat((common, scores), dim=-1)
+    scores = _capped(scores, softcap)
+    scores[..., num_shared:].masked_fill_(piece.hidden, float("-inf"))
+    weights = scores.softmax(-1)
+    out = piece.values(v, weights[..., num_shared:].reshape(-1))
+    if shared is not None:
+        common = weights[..., :num_shared].flatten(1, 2)
+        out = torch.baddbmm(out.view(outer, -1, q.shape[2]), common, values)
+        out = out.view(q_of.shape).transpose(0, 1)
+    return out.reshape(q.shape)
 
 
 # -------------------------------------------------------------- chunks of prompts
@@ -366,8 +360,9 @@ def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     read once a group.
     """
     grouped = q.view(len(q), len(keys), -1, q.shape[-1]).permute(1, 2, 0, 3)
-    scores = _scores(grouped.flatten(1, 2), keys, scale, softcap)
-    scores = scores.view(*grouped.shape[:3], -1)  # (kv_heads, group, queries, keys)
+    nothing = q.new_empty(1, 1, 1)  # what a scaled product asks for to add, and ignores
+    scores = torch.baddbmm(nothing, grouped.flatten(1, 2), keys, beta=0, alpha=scale)
+    scores = _capped(scores, softcap).view(*grouped.shape[:3], -1)  # (.., group, queries, keys)
     masked = scores[..., -mask.shape[1]:]
     torch.minimum(masked, mask, out=masked)  # a third of masked_fill_'s time
     out = scores.softmax(-1).flatten(1, 2) @ values  # (kv_heads, group * queries, head_dim)

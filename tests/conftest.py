@@ -7,6 +7,7 @@ session, when it is first asked for, in a temporary folder; nothing is downloade
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.sequence import Sequence, Step
 
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+# What a shell starts in its background ignores Ctrl-C, and so would the scripts of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB_SIZE = 260  # 256 bytes, then these:
 BOS, EOS, END_OF_TURN, PAD = 256, 257, 258, 259
