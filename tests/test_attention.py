@@ -615,3 +615,25 @@ def test_embedding_and_norm_refuse_a_wrong_shape():
         Embedding(Span.whole(6), 4, HERE).weight_loader("weight", torch.zeros(5, 4))
     with pytest.raises(ValueError, match=r"\(1,\) in the file, \(4,\) expected"):
         RMSNorm(4, 1e-6, HERE).weight_loader("weight", torch.zeros(1))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (None, 5.0)])
+def test_fused_attention_takes_whole_prompts_and_nothing_else(monkeypatch, window, softcap):
+    """Where the CPU has matrix tiles, torch's own attention computes a prompt whose queries are all
+    there. It knows no window, no cap and no earlier chunk. Here it is taken on every CPU."""
+    monkeypatch.setattr(attention, "_is_fused_faster", lambda dtype, device: True)
+    fused, lengths = torch.nn.functional.scaled_dot_product_attention, []
+
+    def spy(q, *args, **options):
+        lengths.append(q.shape[2])
+        return fused(q, *args, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", spy)
+    tables, query_lens, seq_lens = [[5], [2, 7, 3], [1, 9], [4, 6, 8]], [1, 9, 6, 5], [3, 9, 6, 11]
+    caches = poisoned_cache(10, 4, 2, 8, tables, query_lens, seq_lens, window=window)
+    q = torch.randn(21, 6, 8, generator=torch.Generator().manual_seed(1))
+    batch = make_batch(tables, query_lens, seq_lens)
+    got = paged_attention(q, *caches, batch, 0.3, window, softcap)
+    expected = naive_attention(q, *caches, tables, query_lens, seq_lens, 0.3, window, softcap)
+    assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    assert lengths == ([] if window or softcap else [9, 6])
