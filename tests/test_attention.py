@@ -546,7 +546,7 @@ def test_norm_and_rope_of_heads_equal_transformers(dtype):
 
 
 def test_indices_are_as_wide_as_they_must_be():
-    """32 bits for speed; 64 where a cache, or a list of its lines, is longer than they can count."""
+    """32 bits for speed; 64 where a cache, or a list of its lines, is longer than they count."""
     small, large = (torch.empty(n, device="meta") for n in (2 ** 31 - 1, 2 ** 31))
     assert attention._index_dtype(small) is np.int32 and attention._index_dtype(large) is np.int64
     assert attention._index_dtype(small, 2 ** 31) is np.int64
