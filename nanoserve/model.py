@@ -69,11 +69,14 @@ class Decoder(nn.Module):
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, layers: range | None = None,
-                taps: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+                taps: dict[int, torch.Tensor] | None = None,
+                wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Run `layers` (all of them by default); the last one's output is normalised.
 
         hidden: (num_tokens, hidden_size), positions: (num_tokens,). Where `taps` has a layer's
-        number as a key, its value becomes that layer's output.
+        number as a key, its value becomes that layer's output. wanted: the tokens whose output is
+        returned, as indices, None for all. What the others are in the last layer nobody will read,
+        but for their keys and values: most of that layer is left out for them.
         """
         layers = range(len(self.layers)) if layers is None else layers
         global_rope = local_rope = self.rotary(positions)  # cos and sin
@@ -82,7 +85,8 @@ class Decoder(nn.Module):
         residual = None  # the stream is `hidden`, or the sum of both where there are two
         for i in layers:
             cos, sin = global_rope if self.config.windows[i] is None else local_rope
-            hidden, residual = self.layers[i](hidden, residual, cos, sin, kv_cache[i], batch)
+            hidden, residual = self.layers[i](hidden, residual, cos, sin, kv_cache[i], batch,
+                                              wanted if i == len(self.layers) - 1 else None)
             if taps is not None and i in taps:
                 taps[i] = hidden + residual
         if layers.stop == len(self.layers):
@@ -124,10 +128,12 @@ class DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor,
-                sin: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor],
-                batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+                sin: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
+                wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self.self_attn(normed, cos, sin, kv, batch)
+        attended = self.self_attn(normed, cos, sin, kv, batch, wanted)
+        if wanted is not None:
+            residual = residual[wanted]
         if self.pre_feedforward_layernorm is None:
             normed, residual = self.post_attention_layernorm.add(attended, residual)
             return self.mlp(normed), residual
@@ -157,12 +163,13 @@ class Attention(nn.Module):
             self.head_dim, heads.size // kv_heads.size + 1, self.eps, on, config.norm_offset)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-                kv: tuple[torch.Tensor, torch.Tensor], batch: Batch) -> torch.Tensor:
+                kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
+                wanted: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # heads of q, k and v
         weight = None if self.qk_norm is None else self.qk_norm.weight
         q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, batch.slot_mapping)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj((out if wanted is None else out[wanted]).flatten(1))
 
 
 class MLP(nn.Module):

@@ -270,16 +270,16 @@ class ModelRunner:
             if step.by_draft_model:
                 return SamplerOutput(self._guess(batch)).to_host()
             if self.pooler is not None:
-                return self.pooler.pool(self._forward(batch), batch)
+                return self.pooler.pool(self._forward(batch), len(batch.logits_indices))
             samples = step.samples()
             inputs = SamplingInputs.of(samples, batch, self.model_config.vocab_size, step.drafts)
             if size is not None:
                 output = self._replay(batch, inputs, size)
             else:
                 hidden = self._forward(batch)
-                output = sample(self.model.compute_logits(hidden[batch.logits_indices]), inputs,
+                output = sample(self.model.compute_logits(hidden[:len(samples)]), inputs,
                                 self.kernels)
-                output.prompt_logprobs = self._score_prompts(hidden, batch, step)
+                output.prompt_logprobs = self._score_prompts(hidden[len(samples):], step)
             if self.config.async_scheduling and (size is None or inputs.edits is not None):
                 self._remember(batch, output.token_ids)
             output.token_ids = output.token_ids[:len(samples)]
@@ -293,19 +293,21 @@ class ModelRunner:
             self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """(num_tokens, hidden_size), after everything that a step does to the KV cache."""
+        """Everything that a step does to the KV cache, and the hidden states that somebody reads:
+        (samples + prompt logprobs, hidden_size), in this order."""
         self._copy_blocks(batch)
         ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
         model, kv_cache = self.model, self.kv_cache
         if batch.by_draft_model:
             model, kv_cache = self.draft_model, kv_cache[len(self.model.layers):]
-        return model(model.embed(ids), batch.positions, kv_cache, batch)
+        wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices))
+        return model(model.embed(ids), batch.positions, kv_cache, batch, wanted=wanted)
 
     def _guess(self, batch: Batch) -> torch.Tensor:
         """A step of the draft model, on all ranks: the likeliest tokens, which its next step finds
         on the device."""
-        hidden = self._forward(batch)
-        logits = self.draft_model.compute_logits(hidden[batch.logits_indices])
+        hidden = self._forward(batch)[:len(batch.logits_indices)]
+        logits = self.draft_model.compute_logits(hidden)
         token_ids = torch.empty_like(batch.sample_rows, dtype=torch.int64)
         if self.ranks.rank == 0:
             token_ids = logits.argmax(-1)
@@ -352,15 +354,15 @@ class ModelRunner:
             return SamplerOutput(token_ids)
         return sample(self.model.compute_logits(hidden), inputs, self.kernels, token_ids)
 
-    def _score_prompts(self, hidden: torch.Tensor, batch: Batch, step: Step) -> list[Logprobs]:
+    def _score_prompts(self, hidden: torch.Tensor, step: Step) -> list[Logprobs]:
         """Each position's logits are about the token that follows it."""
         following = [token_id for seq, positions in step.prompt_logprob_positions.items()
                      for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]]
         token_ids = put(following, torch.int64, device=self.device)
         num_top = max((seq.params.prompt_logprobs for seq in step.prompt_logprob_positions),
                       default=0)
-        return [score(self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]]),
-                      token_ids[some], num_top) for some in _slices(len(following))]
+        return [score(self.model.compute_logits(hidden[some]), token_ids[some], num_top)
+                for some in _slices(len(following))]
 
     def serve(self) -> None:
         """A rank above 0: repeat rank 0's launches until it says STOP."""
@@ -386,12 +388,13 @@ class ModelRunner:
             hidden = self._forward(batch)
             if self.pooler is not None:
                 return True  # rank 0 has the hidden states, and needs nobody else
-            self.model.compute_logits(hidden[batch.logits_indices])
-            for some in _slices(len(batch.prompt_logprob_indices)):
-                self.model.compute_logits(hidden[batch.prompt_logprob_indices[some]])
+            num_samples = len(batch.logits_indices)
+            self.model.compute_logits(hidden[:num_samples])
+            for some in _slices(len(hidden) - num_samples):
+                self.model.compute_logits(hidden[num_samples:][some])
             if self.config.async_scheduling:
                 self._remember(batch, torch.empty(
-                    len(batch.logits_indices), dtype=torch.int64, device=self.device))
+                    num_samples, dtype=torch.int64, device=self.device))
         return True
 
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:

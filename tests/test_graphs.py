@@ -263,8 +263,8 @@ def test_a_frozen_number_shows(checkpoints, references, recorded):
     every step that is launched, and the recording's own in every one that is replayed."""
     engine = start(checkpoints["tiny"], max_num_seqs=1, enforce_eager=True)
     model, forward = engine.runner.model, engine.runner.model.forward
-    model.forward = lambda hidden, positions, kv_cache, batch: forward(
-        hidden, torch.tensor(batch.host["positions"].tolist()), kv_cache, batch)
+    model.forward = lambda hidden, positions, kv_cache, batch, **more: forward(
+        hidden, torch.tensor(batch.host["positions"].tolist()), kv_cache, batch, **more)
     expected, _ = references("tiny", [10, 20, 30], 12)
     for enforce_eager in (True, False):
         object.__setattr__(engine.runner.config, "enforce_eager", enforce_eager)

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
@@ -177,9 +176,9 @@ class Pooler:
             self.head = Linear(stream, {"all": labels}, False, on)
         model.add_module("lm_head" if self.token_ids and not self.tied else "score", self.head)
 
-    def pool(self, hidden: torch.Tensor, batch: Batch) -> "PooledStep":
-        """In the sampler's place. hidden: (num_tokens, hidden_size)."""
-        return PooledStep(hidden[batch.logits_indices], hidden[batch.prompt_logprob_indices])
+    def pool(self, hidden: torch.Tensor, num_samples: int) -> "PooledStep":
+        """In the sampler's place. hidden: (samples + prompt positions, hidden_size)."""
+        return PooledStep(hidden[:num_samples], hidden[num_samples:])
 
     def finish(self, vectors: torch.Tensor, activate: bool,
                dimensions: int | None = None) -> torch.Tensor:

@@ -19,7 +19,8 @@ share of the real time is what `bench.py` prints.
 Invariant: it judges the execution and not the schedule, whose steps it takes as they were; a better
 schedule (a prefix computed once) has a smaller minimum. BW and MM are measured on the spot, not
 taken from a datasheet. Confessed: a copy writes as much as it reads, so what only reads may pass
-100%; and one device is assumed, whatever the number of ranks.
+100%; one device is assumed, whatever the number of ranks; and the formula counts the last layer for
+all tokens, though of a prompt it needs little but keys and values (`Decoder.forward`).
 """
 
 import argparse
