@@ -25,7 +25,8 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from nanoserve.attention import new_caches, paged_attention, store_kv
+from nanoserve.attention import paged_attention
+from nanoserve.kv_cache import new_caches, store_kv
 
 __all__ = ["act_and_mul", "add_rms_norm", "experts", "new_caches", "norm_rope_store",
            "paged_attention", "rms_norm"]

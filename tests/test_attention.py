@@ -23,9 +23,10 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nanoserve import LLM, SamplingParams, attention, ops
-from nanoserve.attention import paged_attention, store_kv
+from nanoserve import LLM, SamplingParams, attention, kv_cache, ops
+from nanoserve.attention import paged_attention
 from nanoserve.batch import Batch
+from nanoserve.kv_cache import new_caches, store_kv
 from nanoserve.layers import (
     Embedding,
     HeadNorm,
@@ -130,7 +131,7 @@ def assert_equals_twin(tables, query_lens, seq_lens, num_blocks, heads=(4, 2), h
                             seq_lens, seed, window)
     plain = [cache.to(dtype) for cache in caches]
     before = [cache.clone() for cache in plain]
-    own = attention.new_caches(plain[0].shape, dtype, CPU)
+    own = new_caches(plain[0].shape, dtype, CPU)
     q = torch.randn(sum(query_lens), heads[0], head_dim,
                     generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
     scale = 0.3  # not head_dim ** -0.5, which torch would take by itself
@@ -270,6 +271,46 @@ def test_what_is_shared_is_found_by_full_blocks_alone():
     assert attention._num_shared(same[:1], full[:1]) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("query_lens, seq_lens, groups", [
+    ([3, 3, 3], [23, 23, 23], [3]),  # 20 shared keys and three own ones, none of them cached
+    ([4, 4], [24, 28], [2]),  # whole blocks of their own, some of them cached
+    ([2, 5, 7, 3], [23, 27, 35, 22], [3]),  # padded queries and keys; one more, and half is padding
+    ([2, 3, 9, 3, 9], [22, 23, 39, 24, 40], [4]),  # by length; one more would be padding
+    ([1, 1, 3, 3, 20], [21, 30, 24, 23, 20], [2]),  # beside decodes and a prompt of its own
+    ([3, 3, 6], [23, 23, 14], [2]),  # two blocks are cached for the last, which keeps nobody back
+    ([3], [23], []),  # nobody to share with
+    ([3, 3], [19, 18], []),  # the fourth block ends behind a first query: three are too few
+])
+def test_chunks_attend_once_to_a_beginning_they_share(query_lens, seq_lens, groups, softcap, dtype):
+    """Each with its own keys and queries, of any number; the poison behind them stays out."""
+    common, blocks = [9, 3, 14, 6, 1], iter(range(15, 100))
+    tables = [[*common, *(next(blocks) for _ in range(-(-n // 4) - 5))] for n in seq_lens]
+    if 20 in query_lens:
+        tables[query_lens.index(20)] = [next(blocks) for _ in range(5)]
+    num_blocks = next(blocks)
+    for window in (None, 7):
+        assert_equals_twin(tables, query_lens, seq_lens, num_blocks, (6, 2), dtype=dtype,
+                           softcap=softcap, window=window)
+    pieces = attention._cut_chunks(make_batch(tables, query_lens, seq_lens), None,
+                                   torch.zeros(num_blocks, 4, 2, 8), 6)
+    own = [piece.own for piece in pieces if isinstance(piece, attention.Group)]
+    assert sorted(len(copy.keys) // 2 for copy in own) == groups
+
+
+def test_a_group_of_chunks_is_no_larger_than_its_scores_may_be(monkeypatch):
+    """Five rows of 3 queries, 20 shared keys and 4 own ones: 24 * 6 scores a query."""
+    tables = [[9, 3, 14, 6, 1, 20 + i] for i in range(5)]
+    rows = tables, [3] * 5, [23] * 5
+    for rows_at_most, groups in ((5, [5]), (4, [4]), (3, [3, 2]), (2, [2, 2]), (1, [])):
+        monkeypatch.setattr(attention, "MAX_SCORES", rows_at_most * 3 * 24 * 6)
+        pieces = attention._cut_chunks(make_batch(*rows), None, torch.zeros(30, 4, 2, 8), 6)
+        assert [len(piece.own.keys) // 2 for piece in pieces
+                if isinstance(piece, attention.Group)] == groups
+        assert_equals_twin(*rows, 30, (6, 2))
+
+
 @pytest.mark.parametrize("tile", [1, 3, 8, 128])
 def test_chunks_in_tiles_of_any_size(monkeypatch, tile):
     monkeypatch.setattr(attention, "TILE", tile)
@@ -279,7 +320,7 @@ def test_chunks_in_tiles_of_any_size(monkeypatch, tile):
 
 def test_new_caches_are_read_where_they_lie(monkeypatch):
     """In any other order in memory the whole cache would be copied for each layer."""
-    k_cache, v_cache = attention.new_caches((6, 4, 2, 8), torch.float32, CPU)
+    k_cache, v_cache = new_caches((6, 4, 2, 8), torch.float32, CPU)
     assert k_cache.shape == v_cache.shape == (6, 4, 2, 8)
     store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8) + 1, k_cache, v_cache, torch.tensor([9]))
     assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
@@ -292,7 +333,7 @@ def test_new_caches_are_read_where_they_lie(monkeypatch):
 
 def test_float16_scores_do_not_overflow_before_they_are_scaled():
     """64 * 40 * 40 is 102,400, and float16 ends at 65,504."""
-    caches = attention.new_caches((2, 4, 1, 64), torch.float16, CPU)
+    caches = new_caches((2, 4, 1, 64), torch.float16, CPU)
     caches[0].fill_(40), caches[1].fill_(1)
     for num_queries in (1, 2):
         q = torch.full((num_queries, 1, 64), 40, dtype=torch.float16)
@@ -304,7 +345,7 @@ def test_float16_scores_do_not_overflow_before_they_are_scaled():
 def test_a_key_that_is_hidden_may_be_huge(window):
     """Its scores, infinite in float16, must not reach the queries before it, nor those whose window
     has passed it: their keys and values may lie in a block that others hit."""
-    caches = attention.new_caches((4, 4, 1, 8), torch.float16, CPU)
+    caches = new_caches((4, 4, 1, 8), torch.float16, CPU)
     caches[0].fill_(1), caches[1].fill_(2)
     caches[0][2, 1] = 60_000  # position 5 of 8
     q = torch.full((8, 1, 8), 10, dtype=torch.float16)
@@ -548,8 +589,8 @@ def test_norm_and_rope_of_heads_equal_transformers(dtype):
 def test_indices_are_as_wide_as_they_must_be():
     """32 bits for speed; 64 where a cache, or a list of its lines, is longer than they count."""
     small, large = (torch.empty(n, device="meta") for n in (2 ** 31 - 1, 2 ** 31))
-    assert attention._index_dtype(small) is np.int32 and attention._index_dtype(large) is np.int64
-    assert attention._index_dtype(small, 2 ** 31) is np.int64
+    assert kv_cache.index_dtype(small) is np.int32 and kv_cache.index_dtype(large) is np.int64
+    assert kv_cache.index_dtype(small, 2 ** 31) is np.int64
 
 
 def test_many_tokens_turn_in_slices(monkeypatch):

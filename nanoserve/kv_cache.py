@@ -1,0 +1,179 @@
+"""Where keys and values lie in memory, and the two ways in which plain torch operators read them.
+
+A layer's cache is blocks of `block_size` slots, one for each token, which are found through block
+tables: slot = block id * block_size + offset. What order a block's numbers have is up to who reads
+them. Attention multiplies a query with each key, and adds values up by their weights:
+
+    K of a block and head (head_dim, block_size)    scores = sum over d of q[d] * K[d]
+    V of a block and head (block_size, head_dim)    result = sum over t of weight[t] * V[t]
+
+Stored like this both are weighted sums of lines, and a line is in one piece. `Bags` adds them up
+where they lie (torch's `embedding_bag`): for a query whose keys are its alone copying would cost
+more than multiplying. `Copy` puts blocks side by side, for matrix products of many queries.
+
+Invariant: both are made of integers on the host, once a step, and serve all layers of one shape.
+Lines are known here only; who attends speaks of blocks and slots. Not known here: scores, masks,
+whose tokens they are. The kernels read another order, see their `new_caches`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanoserve.batch import Scratch
+
+
+def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
+               device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's K and V caches of `shape`, (num_blocks, block_size, num_kv_heads, head_dim), zeros.
+    Their memory is in the order in which it is read here:
+
+        K   block, head, dimension, slot    a dimension of a block's keys is one line
+        V   block, head, slot, dimension    a value is one line
+
+    The price: a new key goes to head_dim places. Any other order gives the same answers, but each
+    call copies the whole cache.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = shape
+    k = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
+    v = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    return k.permute(0, 3, 1, 2), v.permute(0, 2, 1, 3)
+
+
+def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+             slot_mapping: torch.Tensor) -> None:
+    """Write the new tokens' keys and values to their slots.
+
+    k, v: (num_tokens, num_kv_heads, head_dim). Caches: (num_blocks, block_size, num_kv_heads,
+    head_dim). slot_mapping: (num_tokens,), block id * block_size + offset.
+    """
+    slots, block_size = slot_mapping.long(), k_cache.shape[1]
+    at = slots // block_size, slots % block_size
+    k_cache[at] = k
+    v_cache[at] = v
+
+
+def as_lines(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K (num_blocks * num_kv_heads * head_dim, block_size) and V (num_blocks * num_kv_heads *
+    block_size, head_dim). Block b, head h, dimension d of K is line (b * num_kv_heads + h) *
+    head_dim + d, and so is slot d of V's, with block_size for head_dim."""
+    return (k_cache.permute(0, 2, 3, 1).reshape(-1, k_cache.shape[1]),
+            v_cache.permute(0, 2, 1, 3).reshape(-1, k_cache.shape[3]))
+
+
+@dataclass
+class Copy:
+    """Blocks copied side by side, to scratch memory, which pieces, layers and steps share. The
+    places are worked out once a step. Some rows have the same number of blocks each."""
+
+    key_lines: torch.Tensor  # (num_kv_heads * rows * head_dim * blocks,) in K
+    values_at: torch.Tensor  # (num_kv_heads * rows * blocks,) blocks of a head, or lines for slots
+    keys: torch.Tensor  # (num_kv_heads * rows, head_dim, num_keys), a view of the scratch memory
+    values: torch.Tensor  # (num_kv_heads * rows, num_keys, head_dim), another one, behind it
+
+    @classmethod
+    def of(cls, blocks: np.ndarray, scratch: Scratch, cache: torch.Tensor,
+           slots: np.ndarray | None = None) -> "Copy":
+        """blocks: (rows, blocks) ids. slots: (rows, keys) those that values are copied from, where
+        not all slots of the blocks hold some."""
+        _, block_size, num_kv_heads, head_dim = cache.shape
+        heads = np.arange(num_kv_heads)[:, None, None]
+        first = blocks * num_kv_heads + heads  # (kv_heads, rows, blocks)
+        lines = first[:, :, None] * head_dim + np.arange(head_dim)[:, None]
+        values_at = first if slots is None else (
+            slots // block_size * num_kv_heads + heads) * block_size + slots % block_size
+        size = 2 * lines.size * block_size
+        if scratch.memory.numel() < size:
+            scratch.memory = cache.new_empty(size)
+        keys, values = scratch.memory[:size].view(2, num_kv_heads * len(blocks), -1)
+        put = to(cache.device)
+        return cls(put(lines.ravel().astype(index_dtype(cache))), put(values_at.ravel()),
+                   keys.view(len(keys), head_dim, -1), values.view(len(keys), -1, head_dim))
+
+    def gather_keys(self, k: torch.Tensor) -> torch.Tensor:
+        """k: see `as_lines`. Returns `keys`, valid until another copy gathers."""
+        torch.index_select(k, 0, self.key_lines, out=self.keys.view(-1, k.shape[1]))
+        return self.keys
+
+    def gather_values(self, v: torch.Tensor) -> torch.Tensor:
+        """The same of `values`: apart, so that what is multiplied next is still near the core."""
+        into = self.values.view(len(self.values_at), -1)
+        torch.index_select(v.view(-1, into.shape[1]), 0, self.values_at, out=into)
+        return self.values
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor,
+               out: torch.Tensor | None = None) -> torch.Tensor:
+        """q: (num_kv_heads, queries, query heads of each, head_dim), row by row equally many
+        queries. Returns the same but for the last dimension, which is keys."""
+        keys = self.gather_keys(k)
+        out = None if out is None else out.flatten(1, 2)  # of a single row
+        scores = torch.bmm(q.view(len(keys), -1, q.shape[-1]), keys, out=out)
+        return scores.view(*q.shape[:3], -1)
+
+    def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """weights: as `scores` returns them. Returns the same with head_dim in place of keys."""
+        rows = weights.reshape(len(self.values), -1, weights.shape[-1])
+        return torch.bmm(rows, self.gather_values(v)).view(*weights.shape[:3], -1)
+
+
+@dataclass
+class Bags:
+    """Weighted sums of lines, as `embedding_bag` takes them: the lines of all sums in one list, and
+    where in it each sum's, its bag, begins."""
+
+    lines: torch.Tensor  # (num_lines,)
+    starts: torch.Tensor  # (num_bags,) a bag without a line gives zeros
+
+    def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
+        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
+        return torch.embedding_bag(memory, self.lines, self.starts, False, 0, False, weights)[0]
+
+
+@dataclass
+class InPlace:
+    """Some rows' keys and values, read where they lie: for one query each. `scores` and `sums` are
+    those of `Copy`, but for the order of what they take, (outer, rows, inner, ..): `outer` KV heads
+    with the `inner` query heads that read each, or one with all of them."""
+
+    keys: Bags  # for each (outer, row, inner, block) head_dim lines of K; none in padding
+    queries: torch.Tensor  # for each of these that has lines, where its query is: its weights
+    values: Bags  # for each (outer, row, inner) a line of V for each key
+
+    @classmethod
+    def of(cls, blocks: np.ndarray, widths: np.ndarray, slots: np.ndarray, heads: np.ndarray,
+           cache: torch.Tensor) -> "InPlace":
+        """blocks: (rows, width), of which the first `widths` (rows,) of each row count. slots:
+        (rows, width * block_size) those of the values. heads: (outer, 1, inner, 1) the KV heads."""
+        _, block_size, num_kv_heads, head_dim = cache.shape
+        put, dtype = to(cache.device), index_dtype(cache, blocks.size * heads.size * head_dim)
+        first = (blocks * num_kv_heads)[:, None].astype(dtype) + heads.astype(dtype)
+        real = np.arange(blocks.shape[1]) < widths[:, None]
+        real = np.broadcast_to(real[:, None], first.shape)  # (outer, rows, inner, width)
+        keys = first[real][:, None] * head_dim + np.arange(head_dim, dtype=dtype)
+        keys_of = (real.cumsum() - real.ravel()) * head_dim  # as many as there are before
+        queries = np.nonzero(real.reshape(-1, real.shape[-1]))[0]
+        values = slots // block_size * num_kv_heads * block_size + slots % block_size
+        dtype = index_dtype(cache, slots.size * heads.size)
+        values = values[:, None].astype(dtype) + (heads * block_size).astype(dtype)
+        values_of = np.arange(0, values.size, values.shape[3])
+        return cls(Bags(put(keys.ravel()), put(keys_of.astype(keys.dtype))), put(queries),
+                   Bags(put(values.ravel()), put(values_of.astype(values.dtype))))
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        factors = q.view(-1, q.shape[-1]).index_select(0, self.queries).view(-1)
+        return self.keys(k, factors).view(*q.shape[:3], -1)
+
+    def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.values(v, weights.reshape(-1)).view(*weights.shape[:3], -1)
+
+
+def index_dtype(cache: torch.Tensor, num_lines: int = 0) -> type:
+    """The narrower, the faster they are read."""
+    return np.int32 if max(cache.numel(), num_lines) < 2 ** 31 else np.int64
+
+
+def to(device: torch.device):
+    """numpy's indices and masks as tensors over there."""
+    return lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
