@@ -14,32 +14,34 @@ and this step's tokens are no different from each other (Kwon et al. 2023).
 Invariant: only positions below a row's `seq_len` can influence it. What lies behind them in a
 block, another request's numbers or an infinity, must not leak in, not even multiplied by zero.
 
-This is the plain torch version: the specification, and what a CPU runs. Once a step the rows are
-cut into pieces, by what they have in common:
+This is the plain torch version: the specification, and what a CPU runs. Once a step, for each kind
+of layer, the rows are cut into pieces, by what they have in common:
 
-    Group   rows of one query each, or of a few and a common beginning: their own keys and values
-            apart, those of the beginning in one product for all (cascade attention; Ye et al. 2024)
+    Group   rows of one query each, or short ones (up to TILE) with a common beginning: their own
+            keys and values apart, the common ones in one product (cascade; Ye et al. 2024)
     Chunk   a prompt's part: tile by tile of its queries two matrix products and a softmax
 
 How keys and values are read is said in kv_cache.py. Confessed: a query head of a single query reads
-its KV head's lines anew. F.scaled_dot_product_attention is faster in one place only
-(`_is_fused_faster`): it folds no heads, and computes what a mask hides.
+its KV head's lines anew. F.scaled_dot_product_attention is faster in few places
+only (`_is_fused_faster`): it folds no heads, and computes what a mask hides.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from nanoserve.batch import Batch
-from nanoserve.kv_cache import Copy, InPlace, as_lines, to
+from nanoserve.kv_cache import Copy, InPlace, as_lines, put_on
+from nanoserve.packing import cpu_features, is_intel
 
 MAX_PADDED_KEYS = 2 ** 12  # padding in a piece of decode rows: beyond it another piece is cheaper
 MAX_KEYS = 2 ** 15  # of a piece, if it has more rows than one: their lists are made in every step
 MAX_SCORES = 2 ** 23  # of chunks that are a group: 16 MB in bfloat16, which stay near the cores
+MAX_OWN_KEYS = 2 ** 13  # of such a group, padded: they are all copied at once
 TILE = 128  # queries of a prompt that are computed together
+FUSED_TOKENS = 1024  # from which on torch's own attention pays in float32, if it does
 MIN_SHARED_BLOCKS = 4  # a common beginning that is worth a product of its own
 
 
@@ -95,7 +97,7 @@ class Group:
     reads it), as one product wants it; without, it is (query, query head): an `outer` of 1.
     """
 
-    tokens: slice | torch.Tensor  # the queries; one that fills a place up is there twice
+    tokens: slice | torch.Tensor  # the queries; one that fills places up is there again, and alike
     own: InPlace | Copy
     hidden: torch.Tensor  # (queries, 1, keys) True for what isn't seen: padding, old or later keys
     shared: Copy | None
@@ -107,7 +109,7 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
     goes over the scores of what is shared and what is not."""
     shared = piece.shared
     outer, num_shared = (1, 0) if shared is None else (len(shared.keys), shared.keys.shape[2])
-    # Scaled before the sum, which float16 could not hold, and not behind it.
+    # Scaled before the sum, which float16 could not hold, though bfloat16 rounds once more.
     q_of = (q * scale).reshape(len(q), outer, -1, q.shape[2]).transpose(0, 1).contiguous()
     scores = own = piece.own.scores(q_of, k)  # (outer, queries, heads / outer, keys)
     if shared is not None:
@@ -128,7 +130,7 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
                  num_heads: int) -> list[Group]:
     """Rows of similar length are a piece, the longest first, so that padding is short."""
-    block_size, put = k_cache.shape[1], to(k_cache.device)
+    block_size, put = k_cache.shape[1], put_on(k_cache.device)
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[:batch.num_decodes]
     seq_lens = np.array(batch.seq_lens_host[:batch.num_decodes], dtype=np.int64)
     num_shared = 0 if window is not None else _num_shared(tables, (seq_lens - 1) // block_size)
@@ -179,23 +181,35 @@ def _slots(tables: np.ndarray, positions: np.ndarray, block_size: int) -> np.nda
 def _cut_sharing(batch: Batch, k_cache: torch.Tensor,
                  num_heads: int) -> tuple[list[Group], set[int]]:
     """Chunks of at most a tile that begin with the same blocks, as prompts behind one system prompt
-    that is cached, in groups; and which rows these are. In a group all rows are padded to the most
-    queries and the most keys of one; where that is more than they are, another group is cheaper."""
+    that is cached, in groups; and which rows these are.
+
+    In a group all rows are padded to the most queries and the most keys of one. It grows, from the
+    longest row on, while it copies no more than its rows would one by one, and computes at most
+    half as many scores again. Example: 4 shared blocks, rows with 29, 25 and 14 of their own. Two
+    copy 4 + 2 * 29 = 62 in place of 33 + 29 blocks; three 4 + 3 * 29 in place of 80, and stay two.
+    """
+    if batch.num_rows - batch.num_decodes < 2:
+        return [], set()
     block_size, tables = k_cache.shape[1], batch.host["block_tables"].reshape(batch.num_rows, -1)
     query_lens, seq_lens = np.array(batch.query_lens), np.array(batch.seq_lens_host)
     full = (seq_lens - query_lens) // block_size  # blocks that lie wholly before a row's queries
     some = np.nonzero((query_lens > 1) & (query_lens <= TILE) & (full >= MIN_SHARED_BLOCKS))[0]
     groups, grouped = [], set()
-    for block in np.unique(tables[some, 0]):
-        rows = some[tables[some, 0] == block]
+    at = MIN_SHARED_BLOCKS - 1  # who has the same block here has the same ones before it
+    for block in np.unique(tables[some, at:at + 1]):
+        rows = some[tables[some, at] == block]
         num_shared = _num_shared(tables[rows], full[rows])
         widths = (seq_lens[rows] - 1) // block_size + 1 - num_shared
         rows = rows[np.argsort(-widths, kind="stable")]
         while num_shared and len(rows) > 1:
             widths = (seq_lens[rows] - 1) // block_size + 1 - num_shared
-            places = np.maximum.accumulate(query_lens[rows]) * np.arange(1, len(rows) + 1)
-            fits = places * widths[0] <= 2 * (query_lens[rows] * widths).cumsum()
-            fits &= places * (num_shared + widths[0]) <= MAX_SCORES // (num_heads * block_size)
+            queries, count = query_lens[rows], np.arange(1, len(rows) + 1)
+            own = count * widths[0]  # blocks, and so it goes on: for each number of rows
+            fits = num_shared + own <= (num_shared + widths).cumsum()
+            scores = np.maximum.accumulate(queries) * (num_shared * count + own)
+            fits &= scores <= 1.5 * (queries * (num_shared + widths)).cumsum()
+            fits &= scores <= MAX_SCORES / (num_heads * block_size)
+            fits &= own <= MAX_OWN_KEYS / block_size
             fit = len(rows) if fits.all() else max(1, int(fits.argmin()))
             if fit > 1:
                 groups.append(_group_of_chunks(batch, np.sort(rows[:fit]), num_shared, k_cache))
@@ -207,7 +221,7 @@ def _cut_sharing(batch: Batch, k_cache: torch.Tensor,
 def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
                      k_cache: torch.Tensor) -> Group:
     """Copies of what the rows share, and of what each has for itself."""
-    block_size, put = k_cache.shape[1], to(k_cache.device)
+    block_size, put = k_cache.shape[1], put_on(k_cache.device)
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[rows]
     ends = np.cumsum(batch.query_lens)[rows, None]  # of the rows' tokens
     query_lens, seq_lens = (np.array(lens)[rows, None] for lens in (
@@ -221,7 +235,7 @@ def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
     seen = np.minimum(keys, last)  # behind the end of a row its last token takes the place
     slots = _slots(tables, seen, block_size)
     tokens = (ends - 1 - back).ravel()
-    in_order = tokens[-1] - tokens[0] + 1 == len(tokens) and (np.diff(tokens) == 1).all()
+    in_order = (np.diff(tokens) == 1).all()
     shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache)
     own = Copy.of(slots[:, ::block_size] // block_size, batch.scratch, k_cache, slots)
     return Group(slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else put(tokens), own,
@@ -265,7 +279,7 @@ def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor,
 def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
                   k_cache: torch.Tensor) -> Chunk:
     """What any of a row's queries sees is copied once; a tile takes its part."""
-    block_size, put = k_cache.shape[1], to(k_cache.device)
+    block_size, put = k_cache.shape[1], put_on(k_cache.device)
     query_len, seq_len = batch.query_lens[row], batch.seq_lens_host[row]
     begin, tiles = seq_len - query_len, []
     # Window 20, block size 16: position 55 sees 36 and what follows, from block 2 on.
@@ -285,7 +299,7 @@ def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
                           slice(tile_first - first, int(positions[-1]) + 1 - first), mask))
     table = batch.host["block_tables"].reshape(batch.num_rows, -1)[row]
     blocks = table[None, first_block:(seq_len - 1) // block_size + 1]
-    fused = window is None and not begin and _is_fused_faster(k_cache.dtype, k_cache.device)
+    fused = window is None and not begin and _is_fused_faster(k_cache, query_len)
     return Chunk(slice(first_token, first_token + query_len),
                  Copy.of(blocks, batch.scratch, k_cache), tiles, fused)
 
@@ -304,12 +318,16 @@ def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chun
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@cache
-def _is_fused_faster(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether F.scaled_dot_product_attention is: in bfloat16 on a CPU with AMX (2,040 tokens in a
-    layer of Qwen3-0.6B take 64 instead of 118 ms; on an EPYC without it, 121 instead of 76)."""
-    has = getattr(torch.cpu, "get_capabilities", dict)()
-    return dtype == torch.bfloat16 and device.type == "cpu" and has.get("amx_bf16", False)
+def _is_fused_faster(cache: torch.Tensor, num_queries: int) -> bool:
+    """Whether F.scaled_dot_product_attention is, for a whole prompt on a CPU. Of 2,040 tokens in a
+    layer of Qwen3-0.6B: in bfloat16 with AMX 64 instead of 118 ms (on an EPYC without it, 121
+    instead of 76), in float32 on a Xeon 169 instead of 216; of 512 tokens there 23 instead of 18.
+    """
+    if cache.device.type != "cpu":
+        return False
+    if cache.dtype == torch.bfloat16:
+        return cpu_features().get("amx_bf16", False)
+    return cache.dtype == torch.float32 and num_queries >= FUSED_TOKENS and is_intel()
 
 
 def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor,
@@ -325,4 +343,3 @@ def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     torch.minimum(masked, mask, out=masked)  # a third of masked_fill_'s time
     out = scores.softmax(-1).flatten(1, 2) @ values  # (kv_heads, group * queries, head_dim)
     return out.view(grouped.shape).permute(2, 0, 1, 3).flatten(1, 2)
-

@@ -7,7 +7,7 @@ them. Attention multiplies a query with each key, and adds values up by their we
     K of a block and head (head_dim, block_size)    scores = sum over d of q[d] * K[d]
     V of a block and head (block_size, head_dim)    result = sum over t of weight[t] * V[t]
 
-Stored like this both are weighted sums of lines, and a line is in one piece. `Bags` adds them up
+Stored like this both are weighted sums of lines, and a line is in one piece. `InPlace` adds them up
 where they lie (torch's `embedding_bag`): for a query whose keys are its alone copying would cost
 more than multiplying. `Copy` puts blocks side by side, for matrix products of many queries.
 
@@ -64,8 +64,8 @@ def as_lines(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor
 
 @dataclass
 class Copy:
-    """Blocks copied side by side, to scratch memory, which pieces, layers and steps share. The
-    places are worked out once a step. Some rows have the same number of blocks each."""
+    """Blocks of some rows, equally many of each, copied side by side to scratch memory, which
+    pieces, layers and steps share. Where to read is worked out once a step."""
 
     key_lines: torch.Tensor  # (num_kv_heads * rows * head_dim * blocks,) in K
     values_at: torch.Tensor  # (num_kv_heads * rows * blocks,) blocks of a head, or lines for slots
@@ -87,7 +87,7 @@ class Copy:
         if scratch.memory.numel() < size:
             scratch.memory = cache.new_empty(size)
         keys, values = scratch.memory[:size].view(2, num_kv_heads * len(blocks), -1)
-        put = to(cache.device)
+        put = put_on(cache.device)
         return cls(put(lines.ravel().astype(index_dtype(cache))), put(values_at.ravel()),
                    keys.view(len(keys), head_dim, -1), values.view(len(keys), -1, head_dim))
 
@@ -104,10 +104,11 @@ class Copy:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor,
                out: torch.Tensor | None = None) -> torch.Tensor:
-        """q: (num_kv_heads, queries, query heads of each, head_dim), row by row equally many
-        queries. Returns the same but for the last dimension, which is keys."""
+        """q: (num_kv_heads, queries, query heads of each, head_dim), contiguous, row by row equally
+        many queries. Returns the same but for the last dimension, which is keys. out: for it, the
+        keys possibly some of its columns, where there is a single row."""
         keys = self.gather_keys(k)
-        out = None if out is None else out.flatten(1, 2)  # of a single row
+        out = None if out is None else out.flatten(1, 2)
         scores = torch.bmm(q.view(len(keys), -1, q.shape[-1]), keys, out=out)
         return scores.view(*q.shape[:3], -1)
 
@@ -134,8 +135,8 @@ class Bags:
 @dataclass
 class InPlace:
     """Some rows' keys and values, read where they lie: for one query each. `scores` and `sums` are
-    those of `Copy`, but for the order of what they take, (outer, rows, inner, ..): `outer` KV heads
-    with the `inner` query heads that read each, or one with all of them."""
+    as `Copy` has them, but for the order, which is (outer, rows, inner, ..): `outer` KV heads with
+    the `inner` query heads that read each, or one with all of them."""
 
     keys: Bags  # for each (outer, row, inner, block) head_dim lines of K; none in padding
     queries: torch.Tensor  # for each of these that has lines, where its query is: its weights
@@ -147,7 +148,7 @@ class InPlace:
         """blocks: (rows, width), of which the first `widths` (rows,) of each row count. slots:
         (rows, width * block_size) those of the values. heads: (outer, 1, inner, 1) the KV heads."""
         _, block_size, num_kv_heads, head_dim = cache.shape
-        put, dtype = to(cache.device), index_dtype(cache, blocks.size * heads.size * head_dim)
+        put, dtype = put_on(cache.device), index_dtype(cache, blocks.size * heads.size * head_dim)
         first = (blocks * num_kv_heads)[:, None].astype(dtype) + heads.astype(dtype)
         real = np.arange(blocks.shape[1]) < widths[:, None]
         real = np.broadcast_to(real[:, None], first.shape)  # (outer, rows, inner, width)
@@ -174,6 +175,6 @@ def index_dtype(cache: torch.Tensor, num_lines: int = 0) -> type:
     return np.int32 if max(cache.numel(), num_lines) < 2 ** 31 else np.int64
 
 
-def to(device: torch.device):
+def put_on(device: torch.device):
     """numpy's indices and masks as tensors over there."""
     return lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.packing import ONE_ROW_DTYPE, linear, pack
+from nanoserve.packing import linear, pack, prefers_plain
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.rope_config import RopeConfig
 
@@ -155,7 +155,7 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """All parts are in place, and the weight can be packed. The plain one is freed, or not."""
         if self.packed:
-            if self.keeps_plain and self.weight.dtype == ONE_ROW_DTYPE:
+            if self.keeps_plain and prefers_plain(self.weight.dtype):
                 self.plain = self.weight.data
             self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
 

@@ -43,12 +43,13 @@ KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 
 EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias={0: 1.0})
 
 
-def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
+def largest_step(config: EngineConfig) -> Step:
     """A step that takes as much memory as any can: all rows and all tokens there may be, the first
-    row's as many as fit, drafts for all, and all of them in block 0. config: resolved.
+    row's as many as fit, every position's logprobs, drafts for all, and all of them in block 0.
+    config: resolved.
 
     Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
-    torch copies what a chunk sees, and lists every line that a decode row reads: on a GPU, long
+    torch copies what chunks see, and lists every line that a decode row reads: on a GPU, long
     sequences can take more with it than is measured here.
     """
     num_drafts = min(config.num_drafts, config.max_model_len - 1,
@@ -61,7 +62,7 @@ def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
         left -= num_tokens - 1
         seq = Sequence(
             "largest step", [0] * num_tokens, SamplingParams(
-                **EVERYTHING, prompt_logprobs=20 if row == 0 else None), row=row,
+                **EVERYTHING, prompt_logprobs=20 if num_tokens > 1 else None), row=row,
             num_unknown_tokens=1,
             block_table=[0] * -(-(num_tokens + num_drafts) // config.block_size))
         step.num_new_tokens[seq] = num_tokens + num_drafts
@@ -69,8 +70,8 @@ def largest_step(config: EngineConfig, num_prompt_logprobs: int) -> Step:
             step.drafts[seq] = [0] * num_drafts
         step.starts.append(0)
         step.sampling.append(seq)
-        if row == 0 and num_tokens > 1:
-            step.prompt_logprob_positions[seq] = range(min(num_tokens - 1, num_prompt_logprobs))
+        if num_tokens > 1:
+            step.prompt_logprob_positions[seq] = range(num_tokens - 1)
     return step
 
 

@@ -39,7 +39,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.parallel import Span, share_heads
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see attention.py
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see kv_cache.py
 
 
 class Decoder(nn.Module):
@@ -74,9 +74,9 @@ class Decoder(nn.Module):
         """Run `layers` (all of them by default); the last one's output is normalised.
 
         hidden: (num_tokens, hidden_size), positions: (num_tokens,). Where `taps` has a layer's
-        number as a key, its value becomes that layer's output. wanted: the tokens whose output is
-        returned, as indices, None for all. What the others are in the last layer nobody will read,
-        but for their keys and values: most of that layer is left out for them.
+        number as a key, its value becomes that layer's output. wanted: the tokens whose output the
+        last layer gives, as indices, None for all. Of the others nobody reads more there than keys
+        and values: most of that layer is left out for them.
         """
         layers = range(len(self.layers)) if layers is None else layers
         global_rope = local_rope = self.rotary(positions)  # cos and sin
@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
 
     The last addition is left to the norm that follows, in this layer or the next, which reads the
-    sum anyway: a layer takes and returns the stream as two terms.
+    sum anyway: a layer takes and returns the stream as two terms. `wanted`: see `Decoder.forward`.
 
     `post_attention_layernorm` is a name with two meanings: for most families the norm in front of
     the MLP, which Gemma calls `pre_feedforward_layernorm` because it has one behind attention, too.

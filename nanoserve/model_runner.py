@@ -173,7 +173,7 @@ class ModelRunner:
     def run_largest_step(self) -> None:
         """Take, for a moment, all the memory that a step can take beside the KV cache."""
         self.allocate_kv_cache(1, self.config.max_model_len)
-        steps = [largest_step(self.config, self._max_positions)]
+        steps = [largest_step(self.config)]
         if self.draft_model is not None:  # one of these comes first, and its network may be wider
             steps.append(replace(steps[0], by_draft_model=True))
         for step in steps:
@@ -183,12 +183,6 @@ class ModelRunner:
                 else:
                     self.serve_one()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
-
-    @property
-    def _max_positions(self) -> int:
-        """Prompt positions that a step looks at together: slice by slice where they get logits."""
-        return MAX_PROMPT_LOGPROB_ROWS if self.pooler is None else (
-            self.config.max_num_batched_tokens)
 
     def agree_on_cache(self, num_blocks: int = 0, max_model_len: int = 0) -> tuple[int, int]:
         """What rank 0 has made of the count goes to all, who return it."""
@@ -300,7 +294,7 @@ class ModelRunner:
         model, kv_cache = self.model, self.kv_cache
         if batch.by_draft_model:
             model, kv_cache = self.draft_model, kv_cache[len(self.model.layers):]
-        wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices))
+        wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
         return model(model.embed(ids), batch.positions, kv_cache, batch, wanted=wanted)
 
     def _guess(self, batch: Batch) -> torch.Tensor:

@@ -112,7 +112,8 @@ def poisoned_cache(num_blocks, block_size, num_kv_heads, head_dim, tables, query
 
 
 def random_mix(rng: random.Random, block_size: int):
-    """Tables, query lengths and sequence lengths of decode rows and chunks, some with a prefix.
+    """Tables, query lengths and sequence lengths of decode rows and chunks, some with a prefix,
+    which half of the time they share with the longest as far as it goes.
 
     Block 0 belongs to nobody: it is what the padding of a table points at.
     """
@@ -121,6 +122,11 @@ def random_mix(rng: random.Random, block_size: int):
     needed = [-(-n // block_size) for n in seq_lens]
     blocks = rng.sample(range(1, 1 + sum(needed)), sum(needed))
     tables = [[blocks.pop() for _ in range(n)] for n in needed]
+    longest = max(tables, key=len)
+    for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
+        if rng.random() < 0.5:  # blocks that nobody writes to in this step
+            num_full = (seq_len - query_len) // block_size
+            table[:num_full] = longest[:num_full]
     return tables, query_lens, seq_lens, 1 + sum(needed)
 
 
@@ -276,8 +282,8 @@ def test_what_is_shared_is_found_by_full_blocks_alone():
 @pytest.mark.parametrize("query_lens, seq_lens, groups", [
     ([3, 3, 3], [23, 23, 23], [3]),  # 20 shared keys and three own ones, none of them cached
     ([4, 4], [24, 28], [2]),  # whole blocks of their own, some of them cached
-    ([2, 5, 7, 3], [23, 27, 35, 22], [3]),  # padded queries and keys; one more, and half is padding
-    ([2, 3, 9, 3, 9], [22, 23, 39, 24, 40], [4]),  # by length; one more would be padding
+    ([2, 5, 7, 3], [23, 27, 35, 22], [2, 2]),  # padded queries and keys
+    ([2, 3, 9, 3, 9], [22, 23, 39, 24, 40], [2, 3]),  # by length
     ([1, 1, 3, 3, 20], [21, 30, 24, 23, 20], [2]),  # beside decodes and a prompt of its own
     ([3, 3, 6], [23, 23, 14], [2]),  # two blocks are cached for the last, which keeps nobody back
     ([3], [23], []),  # nobody to share with
@@ -352,6 +358,44 @@ def test_a_key_that_is_hidden_may_be_huge(window):
     out = paged_attention(q, *caches, make_batch([[1, 2]], [8], [8]), 1.0, window)
     seen = [p for p in range(8) if p < 5 or window is not None and p > 6]
     assert out[seen].eq(2).all()
+
+
+def test_a_key_that_is_hidden_may_be_huge_in_a_group():
+    """Two rows behind four shared blocks: the last of three keys of the second's own is the one."""
+    tables = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
+    caches = new_caches((7, 4, 1, 8), torch.float16, CPU)
+    caches[0].fill_(1), caches[1].fill_(2)
+    caches[0][6, 2] = 60_000
+    batch = make_batch(tables, [3, 3], [19, 19])
+    out = paged_attention(torch.full((6, 1, 8), 10, dtype=torch.float16), *caches, batch, 1.0)
+    [group] = next(iter(batch.pieces.values()))
+    assert isinstance(group, attention.Group) and out[:5].eq(2).all()
+
+
+def test_a_group_copies_no_more_than_its_rows_would_one_by_one(monkeypatch):
+    """Four shared blocks are no reason to pad 14 blocks to 29; nor is there room for any number of
+    keys. Rows of as many own blocks as said, 3 queries each."""
+    def groups(*widths: int) -> list[int]:
+        blocks = iter(range(5, 1000))
+        tables = [[1, 2, 3, 4, *(next(blocks) for _ in range(n))] for n in widths]
+        batch = make_batch(tables, [3] * len(widths), [16 + 4 * n for n in widths])
+        pieces = attention._cut_chunks(batch, None, torch.zeros(1, 4, 2, 8), 6)
+        return [len(p.own.keys) // 2 for p in pieces if isinstance(p, attention.Group)]
+
+    assert groups(29, 25) == [2] and groups(29, 24) == [] and groups(29, 25, 14) == [2]
+    assert groups(29, 14, 14) == [2] and groups(10, 10, 10, 10) == [4]
+    monkeypatch.setattr(attention, "MAX_OWN_KEYS", 80)  # 20 blocks
+    assert groups(10, 10, 10, 10) == [2, 2] and groups(21, 21) == []
+
+
+def test_families_with_a_first_block_in_common_are_groups_of_their_own():
+    """Every prompt begins with the same 3 blocks, one half goes on differently from the other."""
+    tables = [[1, 2, 3, *range(10 + 10 * (i % 2), 18 + 10 * (i % 2)), 30 + i] for i in range(6)]
+    rows = tables, [3] * 6, [47] * 6
+    pieces = attention._cut_chunks(make_batch(*rows), None, torch.zeros(40, 4, 2, 8), 6)
+    assert [len(piece.own.keys) // 2 for piece in pieces] == [3, 3]
+    assert [piece.shared.keys.shape[2] // 4 for piece in pieces] == [11, 11]
+    assert_equals_twin(*rows, 40, (6, 2))
 
 
 def test_the_next_layer_gathers_into_the_same_memory():
@@ -662,7 +706,7 @@ def test_embedding_and_norm_refuse_a_wrong_shape():
 def test_fused_attention_takes_whole_prompts_and_nothing_else(monkeypatch, window, softcap):
     """Where the CPU has matrix tiles, torch's own attention computes a prompt whose queries are all
     there. It knows no window, no cap and no earlier chunk. Here it is taken on every CPU."""
-    monkeypatch.setattr(attention, "_is_fused_faster", lambda dtype, device: True)
+    monkeypatch.setattr(attention, "_is_fused_faster", lambda cache, num_queries: True)
     fused, lengths = torch.nn.functional.scaled_dot_product_attention, []
 
     def spy(q, *args, **options):

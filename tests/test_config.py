@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from nanoserve import LLM, SamplingParams, memory, model_runner
 from nanoserve.config import EngineConfig
 from nanoserve.layers import RotaryEmbedding, rope_frequencies
-from nanoserve.memory import free_cpu_memory, largest_step
+from nanoserve.memory import free_cpu_memory
 from nanoserve.model_config import FAMILIES, ModelConfig, RopeConfig
 from nanoserve.model_runner import ModelRunner, fit_to_device, pick_device
 
@@ -342,11 +342,9 @@ def test_the_largest_step_is_one_that_runs(dummy, monkeypatch, options, num_toke
     step, = launched
     assert list(step.num_new_tokens.values()) == num_tokens
     assert step.sampling == list(step.num_new_tokens) and all(s.has_controls for s in step.sampling)
-    assert sum(map(len, step.prompt_logprob_positions.values())) == num_tokens[0] - 1
+    assert list(map(len, step.prompt_logprob_positions.values())) == [
+        n - 1 for n in num_tokens if n > 1]
     assert (llm.runner.kv_cache, llm.runner.builder, llm.runner.last_tokens) == ([], None, None)
-    long = largest_step(dataclasses.replace(llm.config, max_num_batched_tokens=3000,
-                                            max_model_len=2000), 256)
-    assert sum(map(len, long.prompt_logprob_positions.values())) == 256  # a slice of them at a time
 
 
 def test_a_card_without_bfloat16_gets_float16(dummy, monkeypatch):

@@ -60,11 +60,15 @@ def test_a_packed_product_is_the_plain_one(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_single_row_may_read_the_plain_weight(shape, dtype):
+@pytest.mark.parametrize("is_intel", [False, True])
+def test_some_products_may_read_the_plain_weight(shape, dtype, is_intel, monkeypatch):
+    """As before whichever is read: few rows, enough to be many, or numbers between them."""
+    monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
+    monkeypatch.setattr(packing, "MANY_ROWS", 9)
     generator = torch.Generator().manual_seed(1)
     weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
     for bias in (None, torch.randn(shape[0], generator=generator).to(dtype)):
-        for rows in (0, 1, 2):
+        for rows in (0, 1, 2, 5, 9):
             x = torch.randn(rows, shape[1] + 3, generator=generator).to(dtype)[:, 3:]
             close(linear(x, pack(weight), bias, weight), x, weight, bias)
     assert torch.backends.mkldnn.enabled  # for everybody else, as before
@@ -96,12 +100,29 @@ def test_plain_weights_are_kept_where_there_is_plenty_of_memory(checkpoints, mon
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-def test_in_float32_no_second_copy_is_kept(checkpoints, monkeypatch):
-    """It would never be read: there the packed product is the faster one for a single row, too."""
+@pytest.mark.parametrize("is_intel", [False, True])
+def test_in_float32_a_second_copy_is_kept_where_it_is_read(checkpoints, references, monkeypatch,
+                                                          is_intel):
+    """Elsewhere the packed product is the faster one for a single row, too."""
     monkeypatch.setattr(memory, "free_cpu_memory", lambda: 2 ** 50)
+    monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
     llm = LLM(checkpoints["qwen3"], dtype="float32", num_gpu_blocks_override=64)
     linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
-    assert len(linears) > 4 and all(part.plain is None for part in linears)
+    assert len(linears) > 4
+    assert all((part.plain is not None) == (is_intel and part.packed) for part in linears)
+    prompt = list(range(30))
+    output, = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert output.outputs[0].token_ids == references("qwen3", prompt, 6)[0]
+
+
+def test_which_products_read_the_plain_weight(monkeypatch):
+    """A single token's in bfloat16; in float32 few and many rows', where MKL is at home."""
+    for is_intel, in_float32 in ((False, []), (True, [0, 1, 3, 512, 2048])):
+        monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
+        for dtype, expected in ((torch.float32, in_float32), (torch.bfloat16, [1]),
+                                (torch.float16, [])):
+            assert [n for n in (0, 1, 2, 3, 4, 16, 511, 512, 2048)
+                    if packing.prefers_plain(dtype, n) and n != 2] == expected
 
 
 def test_what_is_not_packed():
