@@ -20,7 +20,7 @@ from conftest import assert_same_text, write_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, attention
 from nanoserve.config import EngineConfig
 from nanoserve.extras.recorder import chrome_trace
 from nanoserve.extras.speculative import NgramGuesser, NgramIndex, main
@@ -539,6 +539,29 @@ def test_the_largest_step_has_drafts_for_all(qwen3):
     llm.runner.run_largest_step()
     step, = launched
     assert list(step.num_new_tokens.values()) == [8, 6, 6] and len(step.samples()) == 18
+
+
+def test_rows_with_guesses_behind_one_beginning_attend_to_it_together(qwen3, references,
+                                                                      monkeypatch):
+    """Five blocks in common, some tokens of their own, up to five guesses: rows of two to six
+    queries are what a group is made for. In a cache of NaN the text is transformers'."""
+    cut, grouped = attention._cut_sharing, []
+
+    def spy(*args):
+        groups, rows = cut(*args)
+        grouped.append(len(rows))
+        return groups, rows
+
+    monkeypatch.setattr(attention, "_cut_sharing", spy)
+    common = [7, 8, 9, 10] * 20
+    prompts = [common + [i, 7, 8] for i in range(20, 24)]
+    llm = start(qwen3, speculative_config=NGRAM)
+    llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
+    for _, text, token_ids, *_ in told(llm, prompts, SamplingParams(temperature=0, max_tokens=20,
+                                                                    ignore_eos=True)):
+        assert token_ids == references("qwen3", prompts.pop(0), 20)[0]
+    in_groups = [n for n in grouped if n]
+    assert in_groups[0] == 4 and len(in_groups) > 1  # the prompts' own step, and steps with guesses
 
 
 def test_the_largest_step_of_the_small_network_is_run_as_well(qwen3, checkpoints):
