@@ -22,8 +22,8 @@ of layer, the rows are cut into pieces, by what they have in common:
     Chunk   a prompt's part: tile by tile of its queries two matrix products and a softmax
 
 How keys and values are read is said in kv_cache.py. Confessed: a query head of a single query reads
-its KV head's lines anew. F.scaled_dot_product_attention is faster in few places
-only (`_is_fused_faster`): it folds no heads, and computes what a mask hides.
+its KV head's lines anew. F.scaled_dot_product_attention is faster in few places only
+(`_is_fused_faster`): it folds no heads, and computes what a mask hides.
 """
 
 from dataclasses import dataclass
