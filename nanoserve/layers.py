@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.packing import linear, pack, prefers_plain
+from nanoserve.packing import Lines, linear, pack, second_copy
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.rope_config import RopeConfig
 
@@ -133,8 +133,8 @@ class Linear(nn.Module):
         size = sum(rows.size for rows in parts.values())
         self.weight = on.weight(size, inputs.size)
         self.bias = on.weight(size) if bias else None
-        self.keeps_plain = False  # the weight as loaded, beside the packed one: see packing.py
-        self.plain: torch.Tensor | None = None
+        self.keeps_second = False  # a copy in another order beside the packed one: see packing.py
+        self.second: torch.Tensor | Lines | None = None
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
         """What has to be loaded: (parameter, part), the part None where there is only one."""
@@ -155,14 +155,14 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """All parts are in place, and the weight can be packed. The plain one is freed, or not."""
         if self.packed:
-            if self.keeps_plain and prefers_plain(self.weight.dtype):
-                self.plain = self.weight.data
+            if self.keeps_second:
+                self.second = second_copy(self.weight.data)
             self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.inputs.is_whole:
-            return linear(x, self.weight, self.bias, self.plain)
-        out = self.ranks.all_reduce(linear(x, self.weight, None, self.plain))
+            return linear(x, self.weight, self.bias, self.second)
+        out = self.ranks.all_reduce(linear(x, self.weight, None, self.second))
         # After the sum, or it would be added once a rank (nano-vllm #125).
         return out if self.bias is None else out + self.bias
 
@@ -179,6 +179,8 @@ class Embedding(nn.Module):
         self.tokens, self.ranks, self.packed = tokens, on.ranks, on.packed and tied
         self.weight = on.weight(tokens.size, hidden_size)
         self.packed_head: torch.Tensor | None = None
+        self.keeps_second = False  # see Linear
+        self.second: torch.Tensor | Lines | None = None
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
         yield "weight", None
@@ -190,12 +192,13 @@ class Embedding(nn.Module):
         """The LM head's copy is packed, if there is one."""
         if self.packed:
             self.packed_head = pack(self.weight.data)
+            self.second = second_copy(self.weight.data) if self.keeps_second else self.weight.data
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The tied LM head: (num_rows, hidden_size) -> (num_rows, this rank's tokens)"""
         if self.packed_head is None:
             return linear(hidden, self.weight)
-        return linear(hidden, self.packed_head, None, self.weight)
+        return linear(hidden, self.packed_head, None, self.second)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tokens.is_whole:

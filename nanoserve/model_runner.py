@@ -35,7 +35,7 @@ from nanoserve import ops
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.graphs import CudaGraph, DecodeGraphs
-from nanoserve.layers import Linear, Placement
+from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.loader import load_dummy_weights, load_weights
 from nanoserve.memory import (
     cpu_budget,
@@ -112,8 +112,8 @@ class ModelRunner:
         if placement.packed and plenty_for_weights(
                 sum(weight.nbytes for weight in model.parameters()), ranks.local_size):
             for part in model.modules():
-                if isinstance(part, Linear):
-                    part.keeps_plain = True
+                if isinstance(part, (Linear, Embedding)):
+                    part.keeps_second = True
         if config.load_format == "dummy":
             load_dummy_weights(model, config.seed)
         else:

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from nanoserve import LLM, SamplingParams, memory, packing
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
-from nanoserve.packing import linear, pack, works
+from nanoserve.packing import LINE_WIDTHS, Lines, linear, pack, second_copy, works
 from nanoserve.parallel import Span
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_a_packed_product_is_the_plain_one(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_intel", [False, True])
-def test_some_products_may_read_the_plain_weight(shape, dtype, is_intel, monkeypatch):
+def test_some_products_may_read_a_second_copy(shape, dtype, is_intel, monkeypatch):
     """As before whichever is read: few rows, enough to be many, or numbers between them."""
     monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
     monkeypatch.setattr(packing, "MANY_ROWS", 9)
@@ -70,8 +70,33 @@ def test_some_products_may_read_the_plain_weight(shape, dtype, is_intel, monkeyp
     for bias in (None, torch.randn(shape[0], generator=generator).to(dtype)):
         for rows in (0, 1, 2, 5, 9):
             x = torch.randn(rows, shape[1] + 3, generator=generator).to(dtype)[:, 3:]
-            close(linear(x, pack(weight), bias, weight), x, weight, bias)
+            for second in (weight, second_copy(weight)):
+                close(linear(x, pack(weight), bias, second), x, weight, bias)
     assert torch.backends.mkldnn.enabled  # for everybody else, as before
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("shape", [*SHAPES, (1280, 40)], ids=str)
+def test_a_single_row_times_lines(shape, threads, monkeypatch):
+    """Bags of every width, the last one full or not; also of a row that is part of a larger one.
+    The sum is rounded once, as in the product of float32 numbers that is rounded behind it."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(shape, generator=generator).bfloat16()
+    lines = Lines.of(weight)
+    assert lines.memory.shape[1] in LINE_WIDTHS and lines.memory.is_contiguous()
+    row = torch.randn(1, shape[1] + 3, generator=generator).bfloat16()[:, 3:]
+    expected = torch.nn.functional.linear(row.double(), weight.double())
+    assert_close(lines(row, None).double(), expected, rtol=2 ** -8, atol=1e-5)
+    bias = torch.randn(shape[0], generator=generator).bfloat16()
+    close(lines(row, bias), row, weight, bias)
+
+
+def test_lines_are_as_wide_as_leaves_work_for_all_threads(monkeypatch):
+    for threads, width in ((1, 256), (2, 256), (4, 128), (8, 64), (64, 64)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        assert Lines.of(torch.zeros(1024, 4, dtype=torch.bfloat16)).memory.shape == (
+            1024 // width * 4, width)
 
 
 def test_a_failed_product_leaves_torch_as_it_was():
@@ -81,9 +106,12 @@ def test_a_failed_product_leaves_torch_as_it_was():
     assert torch.backends.mkldnn.enabled
 
 
+@pytest.mark.parametrize("is_intel", [False, True])
 @pytest.mark.parametrize("plenty", [False, True])
-def test_plain_weights_are_kept_where_there_is_plenty_of_memory(checkpoints, monkeypatch, plenty):
+def test_second_copies_are_kept_where_there_is_plenty_of_memory(checkpoints, monkeypatch, plenty,
+                                                                 is_intel):
     """The free memory is four times the weights, or a byte less; then their text is compared."""
+    monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
     prompt, params = list(range(30)), SamplingParams(temperature=0, max_tokens=6)
     options = dict(dtype="bfloat16", num_gpu_blocks_override=64)
     llm = LLM(checkpoints["qwen3"], kernels="torch", **options)
@@ -95,8 +123,8 @@ def test_plain_weights_are_kept_where_there_is_plenty_of_memory(checkpoints, mon
     linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
     assert len(linears) > 4
     for part in linears:
-        assert (part.plain is not None) == (plenty and part.packed)
-        assert part.plain is None or part.plain.shape == part.weight.shape
+        assert (part.second is not None) == (plenty and part.packed and works(torch.bfloat16))
+        assert part.second is None or isinstance(part.second, Lines) == is_intel
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
@@ -109,20 +137,20 @@ def test_in_float32_a_second_copy_is_kept_where_it_is_read(checkpoints, referenc
     llm = LLM(checkpoints["qwen3"], dtype="float32", num_gpu_blocks_override=64)
     linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
     assert len(linears) > 4
-    assert all((part.plain is not None) == (is_intel and part.packed) for part in linears)
+    assert all((part.second is not None) == (is_intel and part.packed) for part in linears)
     prompt = list(range(30))
     output, = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     assert output.outputs[0].token_ids == references("qwen3", prompt, 6)[0]
 
 
-def test_which_products_read_the_plain_weight(monkeypatch):
+def test_which_products_read_the_second_copy(monkeypatch):
     """A single token's in bfloat16; in float32 few and many rows', where MKL is at home."""
     for is_intel, in_float32 in ((False, []), (True, [0, 1, 3, 512, 2048])):
         monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
         for dtype, expected in ((torch.float32, in_float32), (torch.bfloat16, [1]),
                                 (torch.float16, [])):
             assert [n for n in (0, 1, 2, 3, 4, 16, 511, 512, 2048)
-                    if packing.prefers_plain(dtype, n) and n != 2] == expected
+                    if packing.reads_second(dtype, n) and n != 2] == expected
 
 
 def test_what_is_not_packed():
@@ -161,7 +189,19 @@ def test_a_linear_keeps_one_copy_and_a_tied_embedding_two():
     assert torch.equal(tied(torch.tensor([5, 0])), plain[[5, 0]])
     assert one.weight.is_mkldnn == tied.packed_head.is_mkldnn == works(torch.float32)
     assert untied.packed_head is None
+    assert tied.second.data_ptr() == tied.weight.data_ptr() and one.second is None
     assert dict(one.named_parameters()).keys() == {"weight", "bias"}
+
+
+def test_with_plenty_of_memory_a_tied_head_has_its_lines(checkpoints, monkeypatch):
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 2 ** 50)
+    monkeypatch.setattr(packing, "is_intel", lambda: True)
+    model = LLM(checkpoints["qwen3-tied"], dtype="bfloat16",
+                num_gpu_blocks_override=64).runner.model
+    head = model.embed_tokens
+    assert isinstance(head.second, Lines) == works(torch.bfloat16)
+    row = torch.randn(1, head.weight.shape[1]).bfloat16()
+    close(head.logits(row), row, head.weight, None)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "gemma3", "qwen3-moe"])
