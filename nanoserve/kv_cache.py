@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from nanoserve.batch import Scratch
-from nanoserve.packing import Bags
 
 
 def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
@@ -117,6 +116,20 @@ class Copy:
         """weights: as `scores` returns them. Returns the same with head_dim in place of keys."""
         rows = weights.reshape(len(self.values), -1, weights.shape[-1])
         return torch.bmm(rows, self.gather_values(v)).view(*weights.shape[:3], -1)
+
+
+@dataclass
+class Bags:
+    """Weighted sums of lines, as `embedding_bag` takes them: the lines of all sums in one list, and
+    where in it each sum's, its bag, begins."""
+
+    lines: torch.Tensor  # (num_lines,)
+    starts: torch.Tensor  # (num_bags,) a bag without a line gives zeros
+
+    def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
+        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
+        return torch.embedding_bag(memory, self.lines, self.starts, False, 0, False, weights)[0]
 
 
 @dataclass

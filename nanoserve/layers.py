@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.packing import Lines, linear, pack, second_copy
+from nanoserve.packing import pack, product, second_copy
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.rope_config import RopeConfig
 
@@ -130,11 +130,12 @@ class Linear(nn.Module):
     def __init__(self, inputs: Span, parts: dict[str, Span], bias: bool, on: Placement):
         super().__init__()
         self.inputs, self.parts, self.ranks, self.packed = inputs, parts, on.ranks, on.packed
+        self.inputs_whole = inputs.is_whole
         size = sum(rows.size for rows in parts.values())
         self.weight = on.weight(size, inputs.size)
         self.bias = on.weight(size) if bias else None
         self.keeps_second = False  # a copy in another order beside the packed one: see packing.py
-        self.second: torch.Tensor | Lines | None = None
+        self.product = product(self.weight, self._bias_of_product())
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
         """What has to be loaded: (parameter, part), the part None where there is only one."""
@@ -155,15 +156,20 @@ class Linear(nn.Module):
     def finish_loading(self) -> None:
         """All parts are in place, and the weight can be packed. The plain one is freed, or not."""
         if self.packed:
-            if self.keeps_second:
-                self.second = second_copy(self.weight.data)
-            self.weight = nn.Parameter(pack(self.weight.data), requires_grad=False)
+            plain = self.weight.data
+            self.weight = nn.Parameter(pack(plain), requires_grad=False)
+            self.product = product(self.weight.data, self._bias_of_product(),
+                                   second_copy(plain) if self.keeps_second else None)
+
+    def _bias_of_product(self) -> torch.Tensor | None:
+        """After the ranks' sum, or it would be added once a rank (nano-vllm #125)."""
+        return self.bias if self.inputs_whole else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.inputs.is_whole:
-            return linear(x, self.weight, self.bias, self.second)
-        out = self.ranks.all_reduce(linear(x, self.weight, None, self.second))
-        # After the sum, or it would be added once a rank (nano-vllm #125).
+        out = self.product(x)
+        if self.inputs_whole:
+            return out
+        out = self.ranks.all_reduce(out)
         return out if self.bias is None else out + self.bias
 
 
@@ -178,9 +184,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens, self.ranks, self.packed = tokens, on.ranks, on.packed and tied
         self.weight = on.weight(tokens.size, hidden_size)
-        self.packed_head: torch.Tensor | None = None
         self.keeps_second = False  # see Linear
-        self.second: torch.Tensor | Lines | None = None
+        self.logits = product(self.weight)  # (num_rows, hidden_size) -> (num_rows, tokens.size)
 
     def pieces(self) -> Iterator[tuple[str, str | None]]:
         yield "weight", None
@@ -191,14 +196,9 @@ class Embedding(nn.Module):
     def finish_loading(self) -> None:
         """The LM head's copy is packed, if there is one."""
         if self.packed:
-            self.packed_head = pack(self.weight.data)
-            self.second = second_copy(self.weight.data) if self.keeps_second else self.weight.data
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The tied LM head: (num_rows, hidden_size) -> (num_rows, this rank's tokens)"""
-        if self.packed_head is None:
-            return linear(hidden, self.weight)
-        return linear(hidden, self.packed_head, None, self.second)
+            plain = self.weight.data  # it stays, for the look-up
+            self.logits = product(pack(plain), None,
+                                  second_copy(plain) if self.keeps_second else plain)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tokens.is_whole:

@@ -42,7 +42,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     more steps, and on a CPU takes up to three times as long.
     """
     wide = x.float()
-    return (wide * _inverse_rms(wide, eps)).mul_(weight).to(x.dtype)
+    factors = _inverse_rms(wide, eps)
+    scaled = wide * factors if wide is x else wide.mul_(factors)  # `wide` may be the argument
+    return scaled.mul_(weight).to(x.dtype)
 
 
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

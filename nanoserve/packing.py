@@ -5,18 +5,18 @@ a weight's tiles one behind the other. `F.linear` finds the rows as the checkpoi
 reorders them in every call, which for few tokens takes as long as the product itself:
 
     as loaded     row 0: a0 a1 a2 a3 | row 1: b0 b1 b2 b3 | ...     F.linear: reorder, multiply
-    packed        a0 a1 b0 b1 ... | a2 a3 b2 b3 ... | ...           linear: multiply
+    packed        a0 a1 b0 b1 ... | a2 a3 b2 b3 ... | ...           product: multiply
 
 So weights are reordered once, when they are loaded, one after the other. A packed weight is opaque:
 it has a shape, but no rows that can be read; what it was made of is freed.
 
 Where there is plenty of memory (memory.py) a second copy is kept, for products for which the packed
-one is slower (`reads_second`). A single token's is reading the weight, and oneDNN reads slower than
+one is slower (`Product`). A single token's is reading the weight, and oneDNN reads slower than
 memory gives. In bfloat16 torch without oneDNN is faster, with the plain weight; or, on Intel's
 CPUs, a weighted sum of `Lines`. In float32 there MKL, which is behind torch's own products, is
 faster with the plain weight: for few rows, and for many.
 
-Invariant: `linear` gives what `F.linear` gives, up to rounding, for whatever `pack` returns; and
+Invariant: `product` gives what `F.linear` gives, up to rounding, for whatever `pack` returns; and
 that is the weight itself where packing is of no use, or these operators are not there. They are
 torch's own, but private (its compiler inserts them), so that they are tried out before they are
 trusted.
@@ -25,8 +25,9 @@ Not known here: who multiplies, ranks, checkpoints. Road not taken: int8 weights
 many bytes to read, and another text.
 """
 
-from dataclasses import dataclass
-from functools import cache
+import sys
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -45,37 +46,57 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+def second_copy(weight: torch.Tensor) -> "torch.Tensor | Lines | None":
+    """What to keep beside the packed weight, made of weight (outputs, inputs); None for nothing."""
+    if not _is_for_packing(weight):
+        return None
+    if weight.dtype == torch.bfloat16:
+        return Lines(weight) if is_intel() else weight
+    return weight if is_intel() else None
+
+
 def _is_for_packing(weight: torch.Tensor) -> bool:
     return weight.is_cpu and weight.numel() > 0 and works(weight.dtype)
 
 
-def second_copy(weight: torch.Tensor) -> "torch.Tensor | Lines | None":
-    """What to keep beside the packed weight, made of weight (outputs, inputs); None for nothing."""
-    if not (_is_for_packing(weight) and reads_second(weight.dtype)):
-        return None
-    return Lines.of(weight) if weight.dtype == torch.bfloat16 and is_intel() else weight
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-           second: "torch.Tensor | Lines | None" = None) -> torch.Tensor:
-    """x @ weight.T + bias. x: (rows, inputs); weight: packed, or (outputs, inputs); second: what
-    `second_copy` made of the same, or the plain weight, if there is one."""
+def product(weight: torch.Tensor, bias: torch.Tensor | None = None,
+            second: "torch.Tensor | Lines | None" = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that takes x, (rows, inputs), and returns x @ weight.T + bias. weight: packed, or
+    (outputs, inputs); second: what `second_copy` made of the same, or the plain weight, or None."""
     if not weight.is_mkldnn:
-        return F.linear(x, weight, bias)
-    if second is not None and reads_second(x.dtype, len(x)):
-        return second(x, bias) if isinstance(second, Lines) else _without_onednn(x, second, bias)
-    if len(x) < MIN_ROWS:
-        return linear(F.pad(x, (0, 0, 0, MIN_ROWS - len(x))), weight, bias)[:len(x)]
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return partial(F.linear, weight=weight, bias=bias)
+    return Product(weight, bias, second)
 
 
-def reads_second(dtype: torch.dtype, num_rows: int = 1) -> bool:
-    """Whether a product of so many rows is faster with the second copy. For one row: in bfloat16
-    on an AMD EPYC all layers of Qwen3-0.6B take 27 ms, packed 31; in float32 on an Intel Xeon 8 of
-    them take 30 ms, packed 44, while on the EPYC it is the slower one."""
-    if dtype == torch.bfloat16:
-        return num_rows == 1
-    return dtype == torch.float32 and is_intel() and not MIN_ROWS <= num_rows < MANY_ROWS
+class Product:
+    """`product` of a packed weight, which is used for `rows`, and below them filled up to four; the
+    second copy for fewer rows and for more. What depends on the weight alone is decided here, and
+    not in each call: where a weight has just run through the cache, Python is slow.
+
+    In bfloat16 one row's product with all layers of Qwen3-0.6B takes 27 ms on an AMD EPYC, packed
+    31; in float32 on an Intel Xeon 8 layers take 30 ms, packed 44 (on the EPYC it is the slower).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None,
+                 second: "torch.Tensor | Lines | None"):
+        self.weight, self.bias, self.second = weight, bias, second
+        self.rows = range(MIN_ROWS, sys.maxsize)
+        self.few = 0  # the second copy is for less
+        if second is not None and weight.dtype == torch.bfloat16:
+            self.few = 2
+        elif second is not None and is_intel():
+            self.rows, self.few = range(MIN_ROWS, MANY_ROWS), MIN_ROWS
+        self.by_second = second if isinstance(second, Lines) else partial(
+            _without_onednn if weight.dtype == torch.bfloat16 else F.linear, weight=second)
+        self.multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.shape[0]
+        if num_rows in self.rows:
+            return self.multiply(x, self.weight, self.bias, "none", [], "")
+        if 0 < num_rows < self.few or num_rows >= self.rows.stop:
+            return self.by_second(x, bias=self.bias)
+        return self(F.pad(x, (0, 0, 0, MIN_ROWS - num_rows)))[:num_rows]
 
 
 def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
@@ -87,56 +108,44 @@ def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
         torch._C._set_mkldnn_enabled(True)
 
 
-@dataclass
-class Bags:
-    """Weighted sums of lines, as `embedding_bag` takes them: the lines of all sums in one list, and
-    where in it each sum's, its bag, begins. It asks memory for a line before it is needed."""
-
-    lines: torch.Tensor  # (num_lines,)
-    starts: torch.Tensor  # (num_bags,) a bag without a line gives zeros
-
-    def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
-        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
-        return torch.embedding_bag(memory, self.lines, self.starts, False, 0, False, weights)[0]
-
-
-@dataclass
 class Lines:
     """A weight for a single row's product. The outputs are cut into bags of as many as a line is
     wide, and a line has what one input gives to those of its bag: their sum, weighted by the row,
-    is the product. A Xeon reads a 0.6B model's bfloat16 weights so with 14 GB/s, packed or plain
-    with 10.
+    is the product.
 
         weight  out 0: a0 a1 ..    out 1: b0 b1 ..    ..      lines  a0 b0 .. | a1 b1 .. | ..
+
+    torch's `embedding_bag` asks memory for a line before it is needed: a Xeon reads bfloat16
+    weights so with 14 GB/s, packed or plain with 10.
     """
 
-    memory: torch.Tensor  # (bags * inputs, width)
-    bags: Bags
-    num_outputs: int  # the last bag may be filled up
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> "Lines":
-        num_outputs, num_inputs = weight.shape
+    def __init__(self, weight: torch.Tensor):
+        self.num_outputs, num_inputs = weight.shape
         at_least = 2 * torch.get_num_threads()  # bags, for all threads to be busy
-        width = next((width for width in LINE_WIDTHS if num_outputs >= at_least * width),
+        width = next((width for width in LINE_WIDTHS if self.num_outputs >= at_least * width),
                      LINE_WIDTHS[-1])
-        padded = F.pad(weight, (0, 0, 0, -num_outputs % width))
-        memory = padded.view(-1, width, num_inputs).transpose(1, 2).reshape(-1, width).contiguous()
-        return cls(memory, _bags(len(memory), num_inputs), num_outputs)
+        bags = F.pad(weight, (0, 0, 0, -self.num_outputs % width)).view(-1, width, num_inputs)
+        self.num_bags = len(bags)
+        self.memory = bags.transpose(1, 2).reshape(-1, width).contiguous()
+        self.numbers, self.starts = _bags(len(self.memory), num_inputs)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: (1, inputs). Returns (1, outputs)."""
-        factors = x.expand(len(self.bags.starts), -1).reshape(-1)
-        product = self.bags(self.memory, factors).view(1, -1)[:, :self.num_outputs]
-        return product if bias is None else product + bias
+        weights = x.view(-1).repeat(self.num_bags)
+        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer.
+        out, *_ = torch.embedding_bag(self.memory, self.numbers, self.starts, False, 0, False,
+                                      weights)
+        out = out.view(1, -1)
+        if out.shape[1] != self.num_outputs:  # the last bag was filled up
+            out = out[:, :self.num_outputs]
+        return out if bias is None else out + bias
 
 
 @cache
-def _bags(num_lines: int, size: int) -> Bags:
-    """All lines in order, `size` of them in a bag: the same lists for all layers."""
-    lines = torch.arange(num_lines, dtype=torch.int32)
-    return Bags(lines, lines[::size].contiguous())
+def _bags(num_lines: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All lines in order, and where their bags of `size` begin: the same lists for all layers."""
+    numbers = torch.arange(num_lines, dtype=torch.int32)
+    return numbers, numbers[::size].contiguous()
 
 
 def is_intel() -> bool:
@@ -162,10 +171,10 @@ def works(dtype: torch.dtype) -> bool:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False  # there, but emulated
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
-        products = linear(x, packed), *(
-            linear(x[:1], packed, None, second) for second in (None, weight, Lines.of(weight)))
+        products = product(packed)(x), *(product(packed, None, second)(x[:1])
+                                         for second in (None, weight, Lines(weight)))
     except (AttributeError, RuntimeError):  # no such operator; or not with these arguments
         return False
     plain = F.linear(x, weight)
     return packed.is_mkldnn and all(
-        bool((product - plain[:len(product)]).abs().max() < 0.1) for product in products)
+        bool((got - plain[:len(got)]).abs().max() < 0.1) for got in products)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from nanoserve import LLM, SamplingParams, memory, packing
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
-from nanoserve.packing import LINE_WIDTHS, Lines, linear, pack, second_copy, works
+from nanoserve.packing import LINE_WIDTHS, Lines, Product, pack, product, second_copy, works
 from nanoserve.parallel import Span
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_a_packed_product_is_the_plain_one(shape, dtype):
         for rows in (0, 1, 2, 17, 130):
             x = torch.randn(rows, shape[1] + 3, generator=generator).to(dtype)
             for inputs in (x[:, :-3], x[:, :-3].contiguous()):
-                close(linear(inputs, packed, bias), inputs, weight, bias)
+                close(product(packed, bias)(inputs), inputs, weight, bias)
     assert torch.equal(weight, before)
 
 
@@ -71,7 +71,7 @@ def test_some_products_may_read_a_second_copy(shape, dtype, is_intel, monkeypatc
         for rows in (0, 1, 2, 5, 9):
             x = torch.randn(rows, shape[1] + 3, generator=generator).to(dtype)[:, 3:]
             for second in (weight, second_copy(weight)):
-                close(linear(x, pack(weight), bias, second), x, weight, bias)
+                close(product(pack(weight), bias, second)(x), x, weight, bias)
     assert torch.backends.mkldnn.enabled  # for everybody else, as before
 
 
@@ -83,7 +83,7 @@ def test_a_single_row_times_lines(shape, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(shape, generator=generator).bfloat16()
-    lines = Lines.of(weight)
+    lines = Lines(weight)
     assert lines.memory.shape[1] in LINE_WIDTHS and lines.memory.is_contiguous()
     row = torch.randn(1, shape[1] + 3, generator=generator).bfloat16()[:, 3:]
     expected = torch.nn.functional.linear(row.double(), weight.double())
@@ -95,14 +95,14 @@ def test_a_single_row_times_lines(shape, threads, monkeypatch):
 def test_lines_are_as_wide_as_leaves_work_for_all_threads(monkeypatch):
     for threads, width in ((1, 256), (2, 256), (4, 128), (8, 64), (64, 64)):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        assert Lines.of(torch.zeros(1024, 4, dtype=torch.bfloat16)).memory.shape == (
+        assert Lines(torch.zeros(1024, 4, dtype=torch.bfloat16)).memory.shape == (
             1024 // width * 4, width)
 
 
 def test_a_failed_product_leaves_torch_as_it_was():
     weight = torch.randn(8, 4, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError):
-        linear(torch.randn(1, 5, dtype=torch.bfloat16), pack(weight), None, weight)
+        product(pack(weight), None, weight)(torch.randn(1, 5, dtype=torch.bfloat16))
     assert torch.backends.mkldnn.enabled
 
 
@@ -123,8 +123,9 @@ def test_second_copies_are_kept_where_there_is_plenty_of_memory(checkpoints, mon
     linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
     assert len(linears) > 4
     for part in linears:
-        assert (part.second is not None) == (plenty and part.packed and works(torch.bfloat16))
-        assert part.second is None or isinstance(part.second, Lines) == is_intel
+        second = part.product.second if part.packed and works(torch.bfloat16) else None
+        assert (second is not None) == (plenty and part.packed and works(torch.bfloat16))
+        assert second is None or isinstance(second, Lines) == is_intel
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
@@ -137,7 +138,9 @@ def test_in_float32_a_second_copy_is_kept_where_it_is_read(checkpoints, referenc
     llm = LLM(checkpoints["qwen3"], dtype="float32", num_gpu_blocks_override=64)
     linears = [part for part in llm.runner.model.modules() if isinstance(part, Linear)]
     assert len(linears) > 4
-    assert all((part.second is not None) == (is_intel and part.packed) for part in linears)
+    for part in linears:
+        second = part.product.second if part.packed and works(torch.float32) else None
+        assert (second is not None) == (is_intel and part.packed and works(torch.float32))
     prompt = list(range(30))
     output, = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
     assert output.outputs[0].token_ids == references("qwen3", prompt, 6)[0]
@@ -145,12 +148,14 @@ def test_in_float32_a_second_copy_is_kept_where_it_is_read(checkpoints, referenc
 
 def test_which_products_read_the_second_copy(monkeypatch):
     """A single token's in bfloat16; in float32 few and many rows', where MKL is at home."""
-    for is_intel, in_float32 in ((False, []), (True, [0, 1, 3, 512, 2048])):
+    for is_intel, in_float32 in ((False, []), (True, [1, 3, 512, 2048])):
         monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
-        for dtype, expected in ((torch.float32, in_float32), (torch.bfloat16, [1]),
-                                (torch.float16, [])):
-            assert [n for n in (0, 1, 2, 3, 4, 16, 511, 512, 2048)
-                    if packing.reads_second(dtype, n) and n != 2] == expected
+        for dtype, expected in ((torch.float32, in_float32), (torch.bfloat16, [1])):
+            for second, of_these in ((torch.zeros(3, 2, dtype=dtype), expected), (None, [])):
+                one = Product(torch.zeros(3, 2, dtype=dtype), None, second)
+                one.multiply, one.by_second = lambda x, *args: x, lambda x, bias: "second"
+                assert [n for n in (0, 1, 3, 4, 16, 511, 512, 2048)
+                        if isinstance(one(torch.zeros(n, 2)), str)] == of_these
 
 
 def test_what_is_not_packed():
@@ -162,12 +167,12 @@ def test_what_is_not_packed():
 def test_without_the_operators_weights_stay_as_they_are(without_operators):
     weight = torch.randn(8, 4)
     assert pack(weight) is weight
-    assert torch.equal(linear(torch.eye(4), weight), weight.T)
+    assert torch.equal(product(weight)(torch.eye(4)), weight.T)
 
 
 def test_operators_with_other_results_are_not_trusted(monkeypatch):
     works.cache_clear()
-    monkeypatch.setattr(packing, "linear", lambda x, *args: x.new_zeros(len(x), 56))
+    monkeypatch.setattr(packing, "product", lambda *copies: lambda x: x.new_zeros(len(x), 56))
     assert not works(torch.float32)
     works.cache_clear()
 
@@ -187,9 +192,12 @@ def test_a_linear_keeps_one_copy_and_a_tied_embedding_two():
     assert_close(one(x), x @ plain.T + torch.arange(6.0))
     assert_close(tied.logits(x), x @ plain.T)
     assert torch.equal(tied(torch.tensor([5, 0])), plain[[5, 0]])
-    assert one.weight.is_mkldnn == tied.packed_head.is_mkldnn == works(torch.float32)
-    assert untied.packed_head is None
-    assert tied.second.data_ptr() == tied.weight.data_ptr() and one.second is None
+    for head in (one.product, tied.logits):
+        assert isinstance(head, Product) == works(torch.float32)
+    if works(torch.float32):
+        assert one.weight.is_mkldnn and one.product.second is None
+        assert tied.logits.second.data_ptr() == tied.weight.data_ptr()  # it is there anyway
+    assert not isinstance(untied.logits, Product)
     assert dict(one.named_parameters()).keys() == {"weight", "bias"}
 
 
@@ -199,7 +207,8 @@ def test_with_plenty_of_memory_a_tied_head_has_its_lines(checkpoints, monkeypatc
     model = LLM(checkpoints["qwen3-tied"], dtype="bfloat16",
                 num_gpu_blocks_override=64).runner.model
     head = model.embed_tokens
-    assert isinstance(head.second, Lines) == works(torch.bfloat16)
+    if works(torch.bfloat16):
+        assert isinstance(head.logits.second, Lines)
     row = torch.randn(1, head.weight.shape[1]).bfloat16()
     close(head.logits(row), row, head.weight, None)
 
