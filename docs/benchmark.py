@@ -5,8 +5,8 @@
     python docs/benchmark.py                               only write the section again
 
 More engines take part with `--against hf --against SCRIPT --peer-python PYTHON`, see tests/peers.
-What was measured goes to docs/benchmark.json, for each dtype apart, so that the two can be measured
-on different days; each says on what machine and when. The tables come from that file and from
+What was measured goes to docs/benchmark.json, for each CPU and dtype apart: it takes the place of
+what was measured there before. Each table says on what machine and when. The tables come from that file and from
 nowhere else: a test holds the README against it. Leave the machine alone meanwhile.
 """
 
@@ -54,12 +54,19 @@ def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
     asked = bench.make_parser().parse_args(
         [*common, *peers, "--rounds", args.rounds, "--peer-python", args.peer_python])
     with bench.Bench(asked) as one:
-        data.setdefault("comparisons", {})[args.dtype] = one.against(WORKLOADS)
+        found = one.against(WORKLOADS)
+    others = [old for old in data.get("comparisons", []) if place(old) != place(found)]
+    data["comparisons"] = sorted([*others, found], key=place)
     yield
     if not args.no_ladder:
         with bench.Bench(bench.make_parser().parse_args([*common, "--ladder"])) as one:
             data["ladder"] = one.ladder()
         yield
+
+
+def place(found: dict) -> tuple[str, str]:
+    """What a comparison is kept by."""
+    return found["machine"]["cpu"], found["model"]["dtype"]
 
 
 def rounded(value):
@@ -76,7 +83,7 @@ def rounded(value):
 
 def render(data: dict) -> str:
     """Markdown of everything that was measured."""
-    parts = [comparison(dtype, found) for dtype, found in data.get("comparisons", {}).items()]
+    parts = [comparison(found) for found in data.get("comparisons", [])]
     if "ladder" in data:
         parts.append(ladder(data["ladder"]))
     if not parts:
@@ -97,9 +104,9 @@ def asked() -> str:
     return "; ".join(said) + "; all submitted at once.\n"
 
 
-def comparison(dtype: str, found: dict) -> str:
+def comparison(found: dict) -> str:
     """A row for each engine, one for each peer's ratios, and the roofline's."""
-    runs = found["rounds"]
+    runs, dtype = found["rounds"], found["model"]["dtype"]
     titles = [f"{name}: {title}" for name in runs for title, *_ in HEADLINES[name]]
     rows = [[dtype, *titles], ["---"] * (1 + len(titles))]
     engines = list(next(iter(runs.values())))
