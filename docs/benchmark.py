@@ -5,9 +5,10 @@
     python docs/benchmark.py                               only write the section again
 
 More engines take part with `--against hf --against SCRIPT --peer-python PYTHON`, see tests/peers.
-What was measured goes to docs/benchmark.json, for each CPU and dtype apart: it takes the place of
-what was measured there before. Each table says on what machine and when. The tables come from that file and from
-nowhere else: a test holds the README against it. Leave the machine alone meanwhile.
+What was measured goes to docs/benchmark.json: a comparison for each machine and dtype, which takes
+the place of the last one there, and one ladder. Each table says on what machine and when. They come
+from that file and from nowhere else: a test holds the README against it. Leave the machine alone
+meanwhile.
 """
 
 import argparse
@@ -64,9 +65,9 @@ def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
         yield
 
 
-def place(found: dict) -> tuple[str, str]:
+def place(found: dict) -> tuple[str, str, str]:
     """What a comparison is kept by."""
-    return found["machine"]["cpu"], found["model"]["dtype"]
+    return found["machine"]["device"], found["machine"]["cpu"], found["model"]["dtype"]
 
 
 def rounded(value):

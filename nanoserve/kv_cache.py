@@ -12,8 +12,8 @@ where they lie (torch's `embedding_bag`): for a query whose keys are its alone c
 more than multiplying. `Copy` puts blocks side by side, for matrix products of many queries.
 
 Invariant: both are made of integers on the host, once a step, and serve all layers of one shape.
-Lines are known here only; who attends speaks of blocks and slots. Not known here: scores, masks,
-whose tokens they are. The kernels read another order, see their `new_caches`.
+The cache's lines are known here only; who attends speaks of blocks and slots. Not known here:
+scores, masks, whose tokens they are. The kernels read another order, see their `new_caches`.
 """
 
 from dataclasses import dataclass

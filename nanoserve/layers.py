@@ -162,7 +162,8 @@ class Linear(nn.Module):
                                    second_copy(plain) if self.keeps_second else None)
 
     def _bias_of_product(self) -> torch.Tensor | None:
-        """After the ranks' sum, or it would be added once a rank (nano-vllm #125)."""
+        """None where the ranks' results are summed: it is added after that, once (and not once a
+        rank: nano-vllm #125)."""
         return self.bias if self.inputs_whole else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,7 +178,8 @@ class Embedding(nn.Module):
     """Token ids to vectors; with tied weights its matrix is the LM head, too.
 
     A rank keeps a range of the vocabulary, answers zeros for the other tokens, and the sum over the
-    ranks is the answer. A packed weight has no rows to look up, so a tied one is kept twice.
+    ranks is the answer. A packed weight has no rows to look up, so a tied one is kept twice
+    (or three times: see packing.py).
     """
 
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):

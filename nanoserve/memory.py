@@ -32,7 +32,7 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence, Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free
-PLENTY = 4  # copies of the weights for which memory has to be free, for two of them to be kept
+PLENTY = 4  # copies of the weights for which memory must be free, for a second order to be kept
 UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
 # glibc's names in malloc.h, and what is asked for: keep up to this much at the heap's end, take
@@ -116,7 +116,8 @@ def keep_freed_memory() -> bool:
 
 
 def plenty_for_weights(num_bytes: int, local_size: int) -> bool:
-    """Whether a CPU's memory has room for the weights in both their orders (packing.py)."""
+    """Whether a CPU's memory has room for the weights in a second order, beside the packed one
+    (packing.py); of a tied embedding that makes three."""
     return PLENTY * num_bytes * local_size <= free_cpu_memory()
 
 

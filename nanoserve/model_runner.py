@@ -109,8 +109,11 @@ class ModelRunner:
         model = Decoder(model_config, placement, config.expert_parallel and has_experts)
         if pooler is not None:
             pooler.attach(model, placement)
-        if placement.packed and plenty_for_weights(
-                sum(weight.nbytes for weight in model.parameters()), ranks.local_size):
+        plenty = placement.packed and plenty_for_weights(
+            sum(weight.nbytes for weight in model.parameters()), ranks.local_size)
+        with ranks.together():  # one kind of product everywhere: the router's must agree to the bit
+            plenty = ranks.minimum(int(plenty))
+        if plenty:
             for part in model.modules():
                 if isinstance(part, (Linear, Embedding)):
                     part.keeps_second = True

@@ -48,11 +48,15 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def second_copy(weight: torch.Tensor) -> "torch.Tensor | Lines | None":
     """What to keep beside the packed weight, made of weight (outputs, inputs); None for nothing."""
-    if not _is_for_packing(weight):
-        return None
-    if weight.dtype == torch.bfloat16:
-        return Lines(weight) if is_intel() else weight
-    return weight if is_intel() else None
+    return _in_another_order(weight) if _is_for_packing(weight) else None
+
+
+def _in_another_order(weight: torch.Tensor) -> "torch.Tensor | Lines | None":
+    if weight.dtype == torch.float32:
+        return weight if is_intel() else None
+    # Bags are shared out over the threads, and are no use if most have none.
+    has_bags = len(weight) >= LINE_WIDTHS[-1] * torch.get_num_threads()
+    return Lines(weight) if is_intel() and has_bags else weight
 
 
 def _is_for_packing(weight: torch.Tensor) -> bool:
@@ -69,19 +73,20 @@ def product(weight: torch.Tensor, bias: torch.Tensor | None = None,
 
 
 class Product:
-    """`product` of a packed weight, which is used for `rows`, and below them filled up to four; the
-    second copy for fewer rows and for more. What depends on the weight alone is decided here, and
-    not in each call: where a weight has just run through the cache, Python is slow.
+    """`product` of a packed weight. The packed one serves `rows`; fewer than `few` rows, and more
+    than `rows`, go to the second copy; what is between is filled up to four. What depends on the
+    weight alone is decided here, and not in each call: where a weight has just run through the
+    cache, Python is slow.
 
-    In bfloat16 one row's product with all layers of Qwen3-0.6B takes 27 ms on an AMD EPYC, packed
-    31; in float32 on an Intel Xeon 8 layers take 30 ms, packed 44 (on the EPYC it is the slower).
+    One row with all layers of Qwen3-0.6B in bfloat16 on an AMD EPYC: plain 27 ms, packed 31. With 8
+    layers in float32 on an Intel Xeon: plain 30 ms, packed 44; on the EPYC packed is the faster.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None,
                  second: "torch.Tensor | Lines | None"):
         self.weight, self.bias, self.second = weight, bias, second
         self.rows = range(MIN_ROWS, sys.maxsize)
-        self.few = 0  # the second copy is for less
+        self.few = 0  # the second copy is for fewer rows than this
         if second is not None and weight.dtype == torch.bfloat16:
             self.few = 2
         elif second is not None and is_intel():
@@ -124,7 +129,9 @@ class Lines:
         at_least = 2 * torch.get_num_threads()  # bags, for all threads to be busy
         width = next((width for width in LINE_WIDTHS if self.num_outputs >= at_least * width),
                      LINE_WIDTHS[-1])
-        bags = F.pad(weight, (0, 0, 0, -self.num_outputs % width)).view(-1, width, num_inputs)
+        if self.num_outputs % width:
+            weight = F.pad(weight, (0, 0, 0, -self.num_outputs % width))
+        bags = weight.view(-1, width, num_inputs)
         self.num_bags = len(bags)
         self.memory = bags.transpose(1, 2).reshape(-1, width).contiguous()
         self.numbers, self.starts = _bags(len(self.memory), num_inputs)
@@ -166,13 +173,14 @@ def works(dtype: torch.dtype) -> bool:
     if dtype not in DTYPES or not torch.backends.mkldnn.enabled:
         return False
     generator = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(rows, 40, generator=generator).to(dtype) for rows in (56, 5))
+    num_outputs = LINE_WIDTHS[-1] * torch.get_num_threads() + 8
+    weight, x = (torch.randn(n, 40, generator=generator).to(dtype) for n in (num_outputs, 5))
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False  # there, but emulated
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
         products = product(packed)(x), *(product(packed, None, second)(x[:1])
-                                         for second in (None, weight, Lines(weight)))
+                                         for second in (None, weight, _in_another_order(weight)))
     except (AttributeError, RuntimeError):  # no such operator; or not with these arguments
         return False
     plain = F.linear(x, weight)

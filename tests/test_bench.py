@@ -443,13 +443,26 @@ def test_the_readmes_tables_come_from_a_measurement(toy, tmp_path, capsys):
     found = {row[0]: row[1:] for row in rows}
     count = sum(request.max_tokens for request in workloads.generate(SMALL["batch"], 300))
     assert found["another engine"] == [f"{count / 2:.3g}", "0.5", "42", "0.5", "2"]
-    ours = data["comparisons"]["float32"]["rounds"]["shared-prefix"]["nanoserve"]
+    ours = data["comparisons"][0]["rounds"]["shared-prefix"]["nanoserve"]
     assert found["nanoserve"][-1] == f"{sum(run['seconds'] for run in ours) / 2:.3g}"
     ratio = [2 / run["seconds"] for run in ours]
     assert found["times as good as another engine"][-1].startswith(f"{sum(ratio) / 2:.2f} (")
     assert len(found["nanoserve, share of the roofline"]) == 5
     assert "one request at a time" in found and "+ prefix caching" in found
     assert "`shared-prefix`: 16 requests of 512 common and 32 tokens in, 32 out" in text
+
+
+def test_a_comparison_takes_the_place_of_its_machines_last_one(toy, tmp_path, monkeypatch):
+    """Another CPU's stays, and so do the same one's in another dtype and that of its GPU."""
+    new, *others = (dict(model=dict(dtype=dtype), machine=dict(cpu=cpu, device=device))
+                    for dtype, cpu, device in (("float32", "B", "cpu"), ("float32", "A", "cpu"),
+                                               ("bfloat16", "B", "cpu"), ("float32", "B", "GPU")))
+    monkeypatch.setattr(benchmark.bench.Bench, "against", lambda self, names: new)
+    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", against=None,
+                              peer_python=sys.executable, no_ladder=True)
+    data = dict(comparisons=[dict(new, old=True), *others])
+    list(benchmark.measure(args, data))
+    assert sorted(map(str, data["comparisons"])) == sorted(map(str, [new, *others]))
 
 
 def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):

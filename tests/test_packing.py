@@ -93,10 +93,15 @@ def test_a_single_row_times_lines(shape, threads, monkeypatch):
 
 
 def test_lines_are_as_wide_as_leaves_work_for_all_threads(monkeypatch):
-    for threads, width in ((1, 256), (2, 256), (4, 128), (8, 64), (64, 64)):
+    """And where some would have none, the plain weight is kept."""
+    monkeypatch.setattr(packing, "is_intel", lambda: True)
+    monkeypatch.setattr(packing, "works", lambda dtype: True)
+    weight = torch.zeros(1024, 4, dtype=torch.bfloat16)
+    for threads, width in ((1, 256), (2, 256), (4, 128), (8, 64), (16, 64)):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        assert Lines(torch.zeros(1024, 4, dtype=torch.bfloat16)).memory.shape == (
-            1024 // width * 4, width)
+        assert second_copy(weight).memory.shape == (1024 // width * 4, width)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    assert second_copy(weight) is weight
 
 
 def test_a_failed_product_leaves_torch_as_it_was():
@@ -112,6 +117,8 @@ def test_second_copies_are_kept_where_there_is_plenty_of_memory(checkpoints, mon
                                                                  is_intel):
     """The free memory is four times the weights, or a byte less; then their text is compared."""
     monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
+    monkeypatch.setattr(packing, "LINE_WIDTHS", (8, 4))  # several bags of a toy's weights
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 0)
     prompt, params = list(range(30)), SamplingParams(temperature=0, max_tokens=6)
     options = dict(dtype="bfloat16", num_gpu_blocks_override=64)
     llm = LLM(checkpoints["qwen3"], kernels="torch", **options)
@@ -148,13 +155,13 @@ def test_in_float32_a_second_copy_is_kept_where_it_is_read(checkpoints, referenc
 
 def test_which_products_read_the_second_copy(monkeypatch):
     """A single token's in bfloat16; in float32 few and many rows', where MKL is at home."""
-    for is_intel, in_float32 in ((False, []), (True, [1, 3, 512, 2048])):
+    for is_intel, in_float32 in ((False, []), (True, [1, 2, 3, 512, 2048])):
         monkeypatch.setattr(packing, "is_intel", lambda: is_intel)
         for dtype, expected in ((torch.float32, in_float32), (torch.bfloat16, [1])):
             for second, of_these in ((torch.zeros(3, 2, dtype=dtype), expected), (None, [])):
                 one = Product(torch.zeros(3, 2, dtype=dtype), None, second)
                 one.multiply, one.by_second = lambda x, *args: x, lambda x, bias: "second"
-                assert [n for n in (0, 1, 3, 4, 16, 511, 512, 2048)
+                assert [n for n in (0, 1, 2, 3, 4, 16, 511, 512, 2048)
                         if isinstance(one(torch.zeros(n, 2)), str)] == of_these
 
 
@@ -172,7 +179,8 @@ def test_without_the_operators_weights_stay_as_they_are(without_operators):
 
 def test_operators_with_other_results_are_not_trusted(monkeypatch):
     works.cache_clear()
-    monkeypatch.setattr(packing, "product", lambda *copies: lambda x: x.new_zeros(len(x), 56))
+    monkeypatch.setattr(packing, "product", lambda weight, *second: lambda x: x.new_zeros(
+        len(x), weight.shape[0]))
     assert not works(torch.float32)
     works.cache_clear()
 
@@ -204,6 +212,7 @@ def test_a_linear_keeps_one_copy_and_a_tied_embedding_two():
 def test_with_plenty_of_memory_a_tied_head_has_its_lines(checkpoints, monkeypatch):
     monkeypatch.setattr(memory, "free_cpu_memory", lambda: 2 ** 50)
     monkeypatch.setattr(packing, "is_intel", lambda: True)
+    monkeypatch.setattr(packing, "LINE_WIDTHS", (8, 4))
     model = LLM(checkpoints["qwen3-tied"], dtype="bfloat16",
                 num_gpu_blocks_override=64).runner.model
     head = model.embed_tokens
