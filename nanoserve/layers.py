@@ -130,7 +130,7 @@ class Linear(nn.Module):
     def __init__(self, inputs: Span, parts: dict[str, Span], bias: bool, on: Placement):
         super().__init__()
         self.inputs, self.parts, self.ranks, self.packed = inputs, parts, on.ranks, on.packed
-        self.inputs_whole = inputs.is_whole
+        self.inputs_whole = inputs.is_whole  # asked in every call
         size = sum(rows.size for rows in parts.values())
         self.weight = on.weight(size, inputs.size)
         self.bias = on.weight(size) if bias else None

@@ -8,7 +8,7 @@ import torch
 from conftest import Reference
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, ops
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights
 from nanoserve.model import Decoder
@@ -101,3 +101,20 @@ def test_gemmas_embedding_is_scaled_in_its_own_precision(dtype):
     theirs.weight.data = model.embed_tokens.weight.data
     ids = torch.arange(260)
     assert torch.equal(model.embed(ids), theirs(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_norm_leaves_its_arguments_as_they_are(dtype, residual):
+    """In float32 what it computes with is no copy of what it was given. The stream that it hands
+    on goes to the next norm, too."""
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(3, 8, generator=generator).to(dtype) for _ in range(2))
+    weight, before = torch.full((8,), 0.5, dtype=dtype), (x.clone(), other.clone())
+    normed, total = ops.add_rms_norm(x, other if residual else None, weight, 1e-6)
+    assert torch.equal(x, before[0]) and torch.equal(other, before[1]) and (weight == 0.5).all()
+    expected = before[0] + before[1] if residual else before[0]
+    assert torch.equal(total, expected)
+    wide = expected.double()
+    wide = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * 0.5
+    torch.testing.assert_close(normed.double(), wide, rtol=1e-2, atol=1e-2)

@@ -12,7 +12,7 @@ from nanoserve import LLM, SamplingParams, memory, packing
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
 from nanoserve.packing import LINE_WIDTHS, Lines, Product, pack, product, second_copy, works
-from nanoserve.parallel import Span
+from nanoserve.parallel import Ranks, Span
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 5), (48, 32), (95, 64), (260, 48), (7, 300), (151, 129), (512, 256)]
@@ -134,6 +134,20 @@ def test_second_copies_are_kept_where_there_is_plenty_of_memory(checkpoints, mon
         assert (second is not None) == (plenty and part.packed and works(torch.bfloat16))
         assert second is None or isinstance(second, Lines) == is_intel
     assert llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+def test_one_rank_without_memory_is_enough_for_none_to_keep_second_copies(checkpoints, monkeypatch):
+    """All of them multiply in the same way, so that their routers pick the same experts."""
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 2 ** 50)
+    monkeypatch.setattr(packing, "is_intel", lambda: True)
+    for smallest in (0, 1):
+        asked = []
+        monkeypatch.setattr(Ranks, "minimum", lambda self, value: asked.append(value) or smallest)
+        model = LLM(checkpoints["qwen3"], dtype="float32", num_gpu_blocks_override=64).runner.model
+        linears = [part for part in model.modules() if isinstance(part, Linear) and part.packed]
+        assert asked == [bool(linears)] and all(
+            (part.product.second is not None) == bool(smallest) for part in linears
+            if isinstance(part.product, Product))
 
 
 @pytest.mark.parametrize("is_intel", [False, True])
