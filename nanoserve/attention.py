@@ -92,26 +92,27 @@ def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 @dataclass
 class Group:
     """Queries of several rows, and the blocks that they see, padded to the longest row. `shared`
-    are blocks with which all of them begin, a system prompt say, and what is said of keys and
-    values is about the others. With them all sums are in the order (KV head, query, query head that
-    reads it), as one product wants it; without, it is (query, query head): an `outer` of 1.
+    are blocks with which all of them begin, a system prompt say; what is said of keys and values is
+    about the others, if there are some. All sums are in the order (KV head, query, query head that
+    reads it), as one product wants it.
     """
 
     tokens: slice | torch.Tensor  # the queries; one that fills places up is there again, and alike
     own: InPlace | Copy
     hidden: torch.Tensor  # (queries, 1, keys) True for what isn't seen: padding, old or later keys
     shared: Copy | None
+    num_kv_heads: int
 
 
 def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Group,
                   scale: float, softcap: float | None) -> torch.Tensor:
     """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `as_lines`. One softmax
     goes over the scores of what is shared and what is not."""
-    shared = piece.shared
-    outer, num_shared = (1, 0) if shared is None else (len(shared.keys), shared.keys.shape[2])
+    shared, num_kv_heads = piece.shared, piece.num_kv_heads
+    num_shared = 0 if shared is None else shared.keys.shape[2]
     # Scaled before the sum, which float16 could not hold, though bfloat16 rounds once more.
-    q_of = (q * scale).reshape(len(q), outer, -1, q.shape[2]).transpose(0, 1).contiguous()
-    scores = own = piece.own.scores(q_of, k)  # (outer, queries, heads / outer, keys)
+    q_of = (q * scale).reshape(len(q), num_kv_heads, -1, q.shape[2]).transpose(0, 1).contiguous()
+    scores = own = piece.own.scores(q_of, k)  # (KV heads, queries, query heads of each, keys)
     if shared is not None:
         scores = own.new_empty(*own.shape[:3], num_shared + own.shape[3])
         shared.scores(q_of, k, out=scores[..., :num_shared])
@@ -119,12 +120,11 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
     scores = _capped(scores, softcap)
     scores[..., num_shared:].masked_fill_(piece.hidden, float("-inf"))
     weights = scores.softmax(-1)
-    out = piece.own.sums(weights[..., num_shared:], v)
+    out = piece.own.sums(weights, v)
     if shared is not None:
         common = weights[..., :num_shared].flatten(1, 2)
         out.flatten(1, 2).baddbmm_(common, shared.gather_values(v))
-        out = out.transpose(0, 1)
-    return out.reshape(q.shape)
+    return out.transpose(0, 1).reshape(q.shape)
 
 
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
@@ -139,8 +139,6 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         first = np.maximum(seq_lens - window, 0) // block_size
     widths = (seq_lens - 1) // block_size + 1 - first
     shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache) if num_shared else None
-    heads = np.arange(num_heads) // (num_heads // k_cache.shape[2])  # the KV head that each reads
-    heads = heads.reshape(k_cache.shape[2] if num_shared else 1, 1, -1, 1)
     pieces, longest_first = [], np.argsort(-widths, kind="stable")
     while len(longest_first):
         width = int(widths[longest_first[0]])
@@ -157,8 +155,8 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         slots = _slots(tables[rows], np.where(hidden, last, keys), block_size)
         in_one = rows[-1] - rows[0] + 1 == len(rows)
         pieces.append(Group(slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
-                            InPlace.of(blocks, widths[rows], slots, heads, k_cache),
-                            put(hidden[:, None]), shared))
+                            InPlace.of(blocks, widths[rows], slots, num_heads, k_cache, num_shared),
+                            put(hidden[:, None]), shared, k_cache.shape[2]))
     return pieces
 
 
@@ -239,7 +237,7 @@ def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
     shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache)
     own = Copy.of(slots[:, ::block_size] // block_size, batch.scratch, k_cache, slots)
     return Group(slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else put(tokens), own,
-                 put(hidden.reshape(len(tokens), 1, -1)), shared)
+                 put(hidden.reshape(len(tokens), 1, -1)), shared, k_cache.shape[2])
 
 
 # -------------------------------------------------------------- chunks of prompts

@@ -113,8 +113,10 @@ class Copy:
         return scores.view(*q.shape[:3], -1)
 
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """weights: as `scores` returns them. Returns the same with head_dim in place of keys."""
-        rows = weights.reshape(len(self.values), -1, weights.shape[-1])
+        """weights: as `scores` returns them, possibly behind those of other keys. Returns the same
+        with head_dim in place of keys."""
+        num_keys = self.values.shape[1]
+        rows = weights[..., -num_keys:].reshape(len(self.values), -1, num_keys)
         return torch.bmm(rows, self.gather_values(v)).view(*weights.shape[:3], -1)
 
 
@@ -124,7 +126,12 @@ class Bags:
     where in it each sum's, its bag, begins."""
 
     lines: torch.Tensor  # (num_lines,)
-    starts: torch.Tensor  # (num_bags,) a bag without a line gives zeros
+    starts: torch.Tensor  # (num_bags,)
+
+    @classmethod
+    def of(cls, lines: np.ndarray, sizes: np.ndarray, put) -> "Bags":
+        """sizes: (num_bags,) how many lines of `lines` come into each."""
+        return cls(put(lines.ravel()), put((sizes.cumsum() - sizes).astype(lines.dtype)))
 
     def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
@@ -135,39 +142,58 @@ class Bags:
 @dataclass
 class InPlace:
     """Some rows' keys and values, read where they lie: for one query each. `scores` and `sums` are
-    as `Copy` has them, but for the order, which is (outer, rows, inner, ..): `outer` KV heads with
-    the `inner` query heads that read each, or one with all of them."""
+    as `Copy` has them.
 
-    keys: Bags  # for each (outer, row, inner, block) head_dim lines of K; none in padding
-    queries: torch.Tensor  # for each of these that has lines, where its query is: its weights
-    values: Bags  # for each (outer, row, inner) a line of V for each key
+    Threads share out the bags by number. K's have equally many lines, whatever the rows' lengths;
+    V's are in an order in which each half has half of every row. A block's keys are read by all
+    heads, one behind the other, as they lie, and the scores sorted afterwards: in the order of the
+    scores a core would wait for memory, and without padding left out for nothing.
+    """
+
+    keys: Bags  # for each (row, block of it, query head) head_dim lines of K
+    queries: torch.Tensor  # for each (row, block of it) the row: its query is the weights
+    bags: torch.Tensor  # for each (KV head, row, query head of it, block) its bag; in padding any
+    values: Bags  # for each (KV head, row, query head of it) lines of V, without padding
+    weights: torch.Tensor | None  # of these, block by block, where they stand; None: all in order
+    block_size: int
 
     @classmethod
-    def of(cls, blocks: np.ndarray, widths: np.ndarray, slots: np.ndarray, heads: np.ndarray,
-           cache: torch.Tensor) -> "InPlace":
+    def of(cls, blocks: np.ndarray, widths: np.ndarray, slots: np.ndarray, num_heads: int,
+           cache: torch.Tensor, num_before: int = 0) -> "InPlace":
         """blocks: (rows, width), of which the first `widths` (rows,) of each row count. slots:
-        (rows, width * block_size) those of the values. heads: (outer, 1, inner, 1) the KV heads."""
+        (rows, width * block_size) those of the values. num_before: blocks of other keys, whose
+        weights stand before these."""
         _, block_size, num_kv_heads, head_dim = cache.shape
-        put, dtype = put_on(cache.device), index_dtype(cache, blocks.size * heads.size * head_dim)
-        first = (blocks * num_kv_heads)[:, None].astype(dtype) + heads.astype(dtype)
-        real = np.arange(blocks.shape[1]) < widths[:, None]
-        real = np.broadcast_to(real[:, None], first.shape)  # (outer, rows, inner, width)
-        keys = first[real][:, None] * head_dim + np.arange(head_dim, dtype=dtype)
-        keys_of = (real.cumsum() - real.ravel()) * head_dim  # as many as there are before
-        queries = np.nonzero(real.reshape(-1, real.shape[-1]))[0]
+        (num_rows, width), put = blocks.shape, put_on(cache.device)
+        dtype = index_dtype(cache, blocks.size * num_heads * max(head_dim, block_size))
+        heads = np.arange(num_heads).reshape(num_kv_heads, 1, -1, 1)  # KV head, -, head of it, -
+        kv_heads = (heads // heads.shape[2]).astype(dtype)
+        real = np.arange(width) < widths[:, None]
+        first = (blocks[real] * num_kv_heads).astype(dtype)[:, None] + kv_heads.ravel()
+        keys = first.reshape(-1, 1) * head_dim + np.arange(head_dim, dtype=dtype)
+        bags = (real.cumsum() - 1).reshape(num_rows, 1, width) * num_heads + heads
+        slots = slots.reshape(num_rows, 1, width, block_size).astype(dtype)
         values = slots // block_size * num_kv_heads * block_size + slots % block_size
-        dtype = index_dtype(cache, slots.size * heads.size)
-        values = values[:, None].astype(dtype) + (heads * block_size).astype(dtype)
-        values_of = np.arange(0, values.size, values.shape[3])
-        return cls(Bags(put(keys.ravel()), put(keys_of.astype(keys.dtype))), put(queries),
-                   Bags(put(values.ravel()), put(values_of.astype(values.dtype))))
+        values = values + (kv_heads * block_size)[..., None]  # (kv_heads, rows, .., width, ..)
+        stand = np.arange(num_heads * num_rows * (num_before + width))
+        stand = stand.reshape(*bags.shape[:3], -1)[..., num_before:]
+        everywhere = np.broadcast_to(real[:, None], bags.shape)
+        return cls(Bags.of(keys, np.full(len(keys), head_dim), put), put(np.nonzero(real)[0]),
+                   put(bags.ravel()),
+                   Bags.of(values[everywhere], everywhere.sum(-1).ravel() * block_size, put),
+                   put(stand[everywhere]) if num_before or not real.all() else None,
+                   block_size)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        factors = q.view(-1, q.shape[-1]).index_select(0, self.queries).view(-1)
-        return self.keys(k, factors).view(*q.shape[:3], -1)
+        by_row = q.transpose(0, 1).reshape(q.shape[1], -1)
+        scores = self.keys(k, by_row.index_select(0, self.queries).view(-1))
+        return scores.index_select(0, self.bags).view(*q.shape[:3], -1)
 
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.values(v, weights.reshape(-1)).view(*weights.shape[:3], -1)
+        of_own = weights.view(-1)
+        if self.weights is not None:
+            of_own = weights.view(-1, self.block_size).index_select(0, self.weights).view(-1)
+        return self.values(v, of_own).view(*weights.shape[:3], -1)
 
 
 def index_dtype(cache: torch.Tensor, num_lines: int = 0) -> type:
