@@ -111,7 +111,7 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
     shared, num_kv_heads = piece.shared, piece.num_kv_heads
     num_shared = 0 if shared is None else shared.keys.shape[2]
     # Scaled before the sum, which float16 could not hold, though bfloat16 rounds once more.
-    q_of = (q * scale).reshape(len(q), num_kv_heads, -1, q.shape[2]).transpose(0, 1).contiguous()
+    q_of = (q * scale).reshape(len(q), num_kv_heads, -1, q.shape[2]).transpose(0, 1)
     scores = own = piece.own.scores(q_of, k)  # (KV heads, queries, query heads of each, keys)
     if shared is not None:
         scores = own.new_empty(*own.shape[:3], num_shared + own.shape[3])

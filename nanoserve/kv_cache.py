@@ -104,12 +104,12 @@ class Copy:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor,
                out: torch.Tensor | None = None) -> torch.Tensor:
-        """q: (num_kv_heads, queries, query heads of each, head_dim), contiguous, row by row equally
-        many queries. Returns the same but for the last dimension, which is keys. out: for it, the
+        """q: (num_kv_heads, queries, query heads of each, head_dim), row by row equally many
+        queries. Returns the same but for the last dimension, which is keys. out: for it, the
         keys possibly some of its columns, where there is a single row."""
         keys = self.gather_keys(k)
         out = None if out is None else out.flatten(1, 2)
-        scores = torch.bmm(q.view(len(keys), -1, q.shape[-1]), keys, out=out)
+        scores = torch.bmm(q.reshape(len(keys), -1, q.shape[-1]), keys, out=out)
         return scores.view(*q.shape[:3], -1)
 
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -87,9 +87,9 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     (num_tokens, _, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
     x = qk.float().view(num_tokens, qk.shape[1] // num_kv_heads, num_kv_heads, head_dim)  # last: k
-    turned = _norm_turn(x, weight, eps, cos[:, None], sin[:, None]).view(qk.shape)
-    store_kv(turned[:, -num_kv_heads:].to(qkv.dtype), v, k_cache, v_cache, slot_mapping)
-    return turned[:, :-num_kv_heads].to(qkv.dtype)
+    qk = _norm_turn(x, weight, eps, cos[:, None], sin[:, None]).view(qk.shape).to(qkv.dtype)
+    store_kv(qk[:, -num_kv_heads:], v, k_cache, v_cache, slot_mapping)
+    return qk[:, :-num_kv_heads]
 
 
 def _norm_turn(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
