@@ -138,7 +138,9 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
     if window is not None:
         first = np.maximum(seq_lens - window, 0) // block_size
     widths = (seq_lens - 1) // block_size + 1 - first
-    shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache) if num_shared else None
+    shared = None
+    if num_shared:  # by the same rows in the next step, too, most probably
+        shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache, keep=True)
     pieces, longest_first = [], np.argsort(-widths, kind="stable")
     while len(longest_first):
         width = int(widths[longest_first[0]])

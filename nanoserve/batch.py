@@ -54,9 +54,29 @@ MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before th
 @dataclass
 class Scratch:
     """Memory that attention copies to, as large as it has been needed. It outlives its batch,
-    because memory that is new to a process costs more than what is written to it."""
+    because memory that is new to a process costs more than what is written to it.
+
+    A copy of blocks with which many rows begin is good for later steps, too, as long as no step
+    writes to one of them. That is what `forget` is told of every step; who owns a block and why is
+    not asked, and so cannot be answered wrongly.
+    """
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    keeps: bool = False  # all that is written is told
+    kept_blocks: list[int] = field(default_factory=list)
+    # Where a cache lies: the cache, lest another one takes its place, and the copy out of it.
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def keep(self, blocks: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Copies of these blocks, possibly with more behind them, to be looked up and added to."""
+        if self.kept_blocks[:len(blocks)] != blocks:
+            self.kept, self.kept_blocks = {}, blocks
+        return self.kept if self.keeps else None
+
+    def forget(self, written: np.ndarray) -> None:
+        """written: blocks that a step writes to."""
+        if self.kept and np.isin(self.kept_blocks, written).any():
+            self.kept = {}
 
 
 @dataclass
@@ -149,7 +169,7 @@ class BatchBuilder:
             pin or staged) else None
         self.device_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
-        self.scratch = Scratch()
+        self.scratch = Scratch(keeps=True)
         self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
@@ -186,6 +206,8 @@ class BatchBuilder:
                 self.copied[self.turn].record()
         batch = Batch.unpack(buffer.numpy(), device)
         batch.scratch = self.scratch
+        batch.scratch.forget(batch.host["slot_mapping"] // self.block_size)
+        batch.scratch.forget(batch.host["block_copies"])
         return batch
 
     def fix_tables(self, batch: Batch) -> Batch:

@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from nanoserve import LLM, SamplingParams, attention, kv_cache, ops
 from nanoserve.attention import paged_attention
-from nanoserve.batch import Batch
+from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.kv_cache import new_caches, store_kv
 from nanoserve.layers import (
     Embedding,
@@ -40,6 +40,7 @@ from nanoserve.model_config import ModelConfig
 from nanoserve.ops import norm_rope_store
 from nanoserve.parallel import Span
 from nanoserve.rope_config import RopeConfig
+from nanoserve.sequence import Sequence, Step
 
 CPU = torch.device("cpu")
 HERE = Placement(torch.float32, CPU)
@@ -407,6 +408,70 @@ def test_the_next_layer_gathers_into_the_same_memory():
     place = batch.scratch.memory.fill_(float("nan")).data_ptr()
     assert torch.equal(paged_attention(q, *caches, batch, 0.3), first)
     assert batch.scratch.memory.data_ptr() == place
+
+
+def decode_step(builder: BatchBuilder, tables: list[list[int]], seq_len: int) -> Batch:
+    """A step in which rows with these blocks, and as many tokens, decode one each."""
+    step = Step(0)
+    for row, table in enumerate(tables):
+        seq = Sequence(str(row), [1] * seq_len, SamplingParams(), row=row, block_table=table)
+        step.num_new_tokens[seq] = 1
+        step.starts.append(seq_len - 1)
+        step.sampling.append(seq)
+    return builder.build(step)
+
+
+@pytest.mark.parametrize("room", [2 ** 28, 2 ** 12, 0])
+def test_what_rows_share_is_copied_anew_when_a_step_writes_there(monkeypatch, room):
+    """Block 2 is freed, another row writes to it, and it comes to be shared again; a step that
+    shares less, or more, or nothing, does no harm. Room for some of the copies gives the same."""
+    monkeypatch.setattr(kv_cache, "MAX_KEPT_BYTES", room)
+    generator = torch.Generator().manual_seed(0)
+    layers = [new_caches((20, 4, 2, 8), torch.float32, CPU) for _ in range(3)]
+    for cache in (cache for layer in layers for cache in layer):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    builder = BatchBuilder(4, 64, 64, 4, CPU)
+    common = [3, 4, 2, 7, 5, 6]
+    steps = [  # tables and length; which blocks the rows have in common, and what is written before
+        ([[*common, 8], [*common, 9]], 26, None), ([[*common, 8], [*common, 9]], 27, None),
+        ([[*common, 8], [*common, 9], [*common[:4], 1, 12, 13]], 28, None),
+        ([[*common, 8], [*common, 9]], 28, None), ([[11, 2, 10, 14], [15, 16]], 8, 2),
+        ([[*common, 8], [*common, 9]], 25, None), ([[*common, 8], [*common, 9]], 26, None),
+        ([[17, 4, 2, 7, 5, 6, 8], [17, 4, 2, 7, 5, 6, 9]], 26, 17),
+        ([[*common, 8], [*common, 9]], 26, None)]
+    for tables, seq_len, rewritten in steps:
+        batch = decode_step(builder, tables, seq_len)
+        if rewritten is not None:
+            write = Step(0)
+            seq = Sequence("9", [1] * 4, SamplingParams(), row=3, block_table=[rewritten])
+            write.num_new_tokens[seq] = 4
+            write.starts.append(0)
+            written = builder.build(write)
+            for k_cache, v_cache in layers:
+                store_kv(*torch.randn(2, 4, 2, 8, generator=generator), k_cache, v_cache,
+                         written.slot_mapping)
+            batch = decode_step(builder, tables, seq_len)
+        q = torch.randn(len(tables), 4, 8, generator=generator)
+        for k_cache, v_cache in layers:
+            expected = naive_attention(q, k_cache, v_cache, tables, [1] * len(tables),
+                                       [seq_len] * len(tables), 0.5)
+            assert_close(paged_attention(q, k_cache, v_cache, batch, 0.5), expected.float())
+
+
+def test_what_rows_share_is_copied_once():
+    """The second step reads the first one's copy: what lies in the cache now, unannounced, is not
+    looked at. A batch without a builder, whose writes nobody tells, looks."""
+    k_cache, v_cache = new_caches((20, 4, 2, 8), torch.float32, CPU)
+    q, builder, tables = torch.randn(2, 4, 8), BatchBuilder(4, 64, 64, 4, CPU), [
+        [3, 4, 2, 7, 8], [3, 4, 2, 7, 9]]
+    k_cache.normal_(), v_cache.normal_()
+    first = paged_attention(q, k_cache, v_cache, decode_step(builder, tables, 18), 0.5)
+    alone = make_batch(tables, [1, 1], [18, 18])
+    assert_close(paged_attention(q, k_cache, v_cache, alone, 0.5), first)
+    k_cache[2], v_cache[2] = float("nan"), float("nan")
+    again = paged_attention(q, k_cache, v_cache, decode_step(builder, tables, 18), 0.5)
+    assert torch.equal(again, first)
+    assert paged_attention(q, k_cache, v_cache, alone, 0.5).isnan().all()
 
 
 def test_a_table_wider_than_the_sequence_is_not_read_to_its_end():

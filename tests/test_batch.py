@@ -416,3 +416,22 @@ def test_scratch_memory_outlives_its_batch():
     second = builder.unpack(builder.take_buffer())
     assert second is not first and second.scratch.memory is first.scratch.memory
     assert BatchBuilder(6, 6, MAX_LEN, 4, CPU).scratch is not builder.scratch
+
+
+@pytest.mark.parametrize("tables, copies, stays", [
+    ([[6, 7]], [], True), ([[6, 4]], [], False), ([[4, 6]], [], True), ([[6, 7]], [(8, 3)], False),
+    ([[6, 7]], [(8, 9)], True)])
+def test_copies_are_kept_until_a_step_writes_to_their_blocks(tables, copies, stays):
+    """Rows of 6 tokens decode into the second block of their table."""
+    _, builder = make_engine()
+    builder.scratch.keep([3, 4, 5])[1000] = "a cache", "a copy"
+    step = Step(0, block_copies=copies)
+    for row, table in enumerate(tables):
+        seq = make_sequence(row, [1] * 6)
+        seq.row, seq.block_table = row, table
+        step.num_new_tokens[seq] = 1
+        step.starts.append(5)
+        step.sampling.append(seq)
+    builder.build(step)
+    assert (builder.scratch.keep([3, 4]) == {1000: ("a cache", "a copy")}) == stays
+    assert builder.scratch.keep([3, 5]) == {}
