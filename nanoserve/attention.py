@@ -92,8 +92,8 @@ def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 @dataclass
 class Group:
     """Queries of several rows, and the blocks that they see, padded to the longest row. `shared`
-    are blocks with which all of them begin, a system prompt say; what is said of keys and values is
-    about the others, if there are some. All sums are in the order (KV head, query, query head that
+    are blocks with which all of them begin, a system prompt say, if there are any; what is said of
+    keys and values is about the others. All sums are in the order (KV head, query, query head that
     reads it), as one product wants it.
     """
 

@@ -56,25 +56,28 @@ class Scratch:
     """Memory that attention copies to, as large as it has been needed. It outlives its batch,
     because memory that is new to a process costs more than what is written to it.
 
-    A copy of blocks with which many rows begin is good for later steps, too, as long as no step
+    A copy of blocks with which several rows begin is good for later steps, too, as long as no step
     writes to one of them. That is what `forget` is told of every step; who owns a block and why is
-    not asked, and so cannot be answered wrongly.
+    not asked, and so cannot be answered wrongly. What is kept last stays until then, or until rows
+    share something else.
     """
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    keeps: bool = False  # all that is written is told
+    keeps: bool = False  # whoever writes to the cache tells `forget`
     kept_blocks: list[int] = field(default_factory=list)
     # Where a cache lies: the cache, lest another one takes its place, and the copy out of it.
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def keep(self, blocks: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]] | None:
-        """Copies of these blocks, possibly with more behind them, to be looked up and added to."""
+        """Copies of these blocks, possibly with more behind them, to be looked up and added to;
+        None where nothing is to be kept."""
         if self.kept_blocks[:len(blocks)] != blocks:
-            self.kept, self.kept_blocks = {}, blocks
+            self.kept = {}
+            self.kept_blocks = blocks  # last: Ctrl-C may come in between
         return self.kept if self.keeps else None
 
     def forget(self, written: np.ndarray) -> None:
-        """written: blocks that a step writes to."""
+        """written: all blocks that the next step writes to, and possibly others."""
         if self.kept and np.isin(self.kept_blocks, written).any():
             self.kept = {}
 
@@ -107,7 +110,7 @@ class Batch:
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
-    scratch: Scratch = field(default_factory=Scratch, init=False)
+    scratch: Scratch = field(default_factory=Scratch, init=False, repr=False)
 
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
@@ -169,7 +172,7 @@ class BatchBuilder:
             pin or staged) else None
         self.device_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
-        self.scratch = Scratch(keeps=True)
+        self.scratch = Scratch(keeps=device.type == "cpu")
         self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
@@ -196,7 +199,8 @@ class BatchBuilder:
     def unpack(self, buffer: torch.Tensor) -> Batch:
         """Views of a packed buffer, or of its copy on the device, whose addresses stay the same.
 
-        The copy waits its turn behind the last step, which reads that memory.
+        The copy waits its turn behind the last step, which reads that memory. A batch is run before
+        the next one is unpacked: what attention keeps is told here what will be overwritten.
         """
         device = buffer
         if self.device_buffer is not None:

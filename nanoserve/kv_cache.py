@@ -10,7 +10,7 @@ them. Attention multiplies a query with each key, and adds values up by their we
 Stored like this both are weighted sums of lines, and a line is in one piece. `InPlace` adds them up
 where they lie (torch's `embedding_bag`): for a query whose keys are its alone copying would cost
 more than multiplying. `Copy` puts blocks side by side, for matrix products of many queries; what
-decode rows share stays copied, a system prompt for as long as several talk about it.
+decode rows share, a system prompt, stays copied for the next steps.
 
 Invariant: both are made of integers on the host, once a step, and serve all layers of one shape.
 The cache's lines are known here only; who attends speaks of blocks and slots. Not known here:
@@ -25,6 +25,7 @@ import torch
 from nanoserve.batch import Scratch
 
 MAX_KEPT_BYTES = 2 ** 28  # of copies that are kept: of Qwen3-0.6B in bfloat16 some 2,300 tokens
+
 
 def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
                device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,13 +68,14 @@ def as_lines(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor
 @dataclass
 class Copy:
     """Blocks of some rows, equally many of each, copied side by side to scratch memory, which
-    pieces, layers and steps share. Where to read is worked out once a step."""
+    pieces, layers and steps share, or to memory that is kept. Where to read is worked out once a
+    step."""
 
     key_lines: torch.Tensor  # (num_kv_heads * rows * head_dim * blocks,) in K
     values_at: torch.Tensor  # (num_kv_heads * rows * blocks,) blocks of a head, or lines for slots
     keys: torch.Tensor  # (num_kv_heads * rows, head_dim, num_keys), a view of the scratch memory
     values: torch.Tensor  # (num_kv_heads * rows, num_keys, head_dim), another one, behind it
-    kept: dict | None  # earlier steps' copies, see `Scratch.keep`
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # see `Scratch.keep`
 
     @classmethod
     def of(cls, blocks: np.ndarray, scratch: Scratch, cache: torch.Tensor,
@@ -105,12 +107,13 @@ class Copy:
 
     def _gather(self, memory: torch.Tensor, lines: torch.Tensor, copy: torch.Tensor,
                 dim: int) -> torch.Tensor:
-        """Lines of `memory`, of whichever width, in `copy`; or an earlier step's copy. dim: that of
-        keys."""
+        """Lines of `memory`, of whichever width, in `copy`; or an earlier step's copy. dim: the one
+        that is as long as there are tokens."""
         found = None if self.kept is None else self.kept.get(memory.data_ptr())
         if found is not None and found[1].shape[dim] >= copy.shape[dim]:
             return found[1].narrow(dim, 0, copy.shape[dim])
-        keeps = self.kept is not None and (len(self.kept) + 1) * copy.nbytes <= MAX_KEPT_BYTES
+        keeps = self.kept is not None and MAX_KEPT_BYTES >= copy.nbytes + sum(
+            kept.nbytes for _, kept in self.kept.values())
         if keeps:
             copy = torch.empty_like(copy)
         into = copy.view(len(lines), -1)
@@ -161,17 +164,17 @@ class InPlace:
     """Some rows' keys and values, read where they lie: for one query each. `scores` and `sums` are
     as `Copy` has them.
 
-    Threads share out the bags by number. K's have equally many lines, whatever the rows' lengths;
-    V's are in an order in which each half has half of every row. A block's keys are read by all
-    heads, one behind the other, as they lie, and the scores sorted afterwards: in the order of the
-    scores a core would wait for memory, and without padding left out for nothing.
+    Threads get equally many bags each, so these should be equally much work, whatever the rows'
+    lengths. K's have equally many lines; V's are sorted by KV head first, so that each of two
+    threads has half of every row. Memory should be read in its own order: all heads read their keys
+    of a block before anybody reads the next block, and the scores are sorted afterwards.
     """
 
     keys: Bags  # for each (row, block of it, query head) head_dim lines of K
-    queries: torch.Tensor  # for each (row, block of it) the row: its query is the weights
+    key_rows: torch.Tensor  # for each (row, block of it) the row: its query is K's weights
     bags: torch.Tensor  # for each (KV head, row, query head of it, block) its bag; in padding any
     values: Bags  # for each (KV head, row, query head of it) lines of V, without padding
-    weights: torch.Tensor | None  # of these, block by block, where they stand; None: all in order
+    weights_at: torch.Tensor | None  # block by block where V's weights stand; None: all in order
     block_size: int
 
     @classmethod
@@ -187,29 +190,29 @@ class InPlace:
         kv_heads = (heads // heads.shape[2]).astype(dtype)
         real = np.arange(width) < widths[:, None]
         first = (blocks[real] * num_kv_heads).astype(dtype)[:, None] + kv_heads.ravel()
-        keys = first.reshape(-1, 1) * head_dim + np.arange(head_dim, dtype=dtype)
+        keys = first.reshape(-1, 1) * head_dim + np.arange(head_dim, dtype=dtype)  # a bag each
         bags = (real.cumsum() - 1).reshape(num_rows, 1, width) * num_heads + heads
         slots = slots.reshape(num_rows, 1, width, block_size).astype(dtype)
         values = slots // block_size * num_kv_heads * block_size + slots % block_size
         values = values + (kv_heads * block_size)[..., None]  # (kv_heads, rows, .., width, ..)
-        stand = np.arange(num_heads * num_rows * (num_before + width))
-        stand = stand.reshape(*bags.shape[:3], -1)[..., num_before:]
-        everywhere = np.broadcast_to(real[:, None], bags.shape)
+        weights_at = np.arange(num_heads * num_rows * (num_before + width))
+        weights_at = weights_at.reshape(*bags.shape[:3], -1)[..., num_before:]
+        everywhere = np.broadcast_to(real[:, None], bags.shape)  # the same for all heads
         return cls(Bags.of(keys, np.full(len(keys), head_dim), put), put(np.nonzero(real)[0]),
                    put(bags.ravel()),
                    Bags.of(values[everywhere], everywhere.sum(-1).ravel() * block_size, put),
-                   put(stand[everywhere]) if num_before or not real.all() else None,
+                   put(weights_at[everywhere]) if num_before or not real.all() else None,
                    block_size)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         by_row = q.transpose(0, 1).reshape(q.shape[1], -1)
-        scores = self.keys(k, by_row.index_select(0, self.queries).view(-1))
+        scores = self.keys(k, by_row.index_select(0, self.key_rows).view(-1))
         return scores.index_select(0, self.bags).view(*q.shape[:3], -1)
 
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         of_own = weights.view(-1)
-        if self.weights is not None:
-            of_own = weights.view(-1, self.block_size).index_select(0, self.weights).view(-1)
+        if self.weights_at is not None:
+            of_own = weights.view(-1, self.block_size).index_select(0, self.weights_at).view(-1)
         return self.values(v, of_own).view(*weights.shape[:3], -1)
 
 

@@ -6,6 +6,7 @@ with a step in flight, for any block size. That is the engine's one invariant: t
 change *when* a token is computed, never *which* token comes out.
 """
 
+import random
 import shutil
 
 import pytest
@@ -430,3 +431,32 @@ def test_the_bundled_model_is_what_llm_without_a_model_uses(bundled):
         outputs = [run(llm, text)[0] for text in STORIES]
     assert_parity(outputs, prompts, reference, "LLM()")
     assert [output.prompt for output in outputs] == STORIES
+
+
+@pytest.mark.parametrize("options", [{}, dict(async_scheduling=True), dict(draft=True)])
+def test_system_prompts_take_turns_in_the_same_blocks(checkpoints, references, options):
+    """What rows share is copied for later steps. Three system prompts push each other out of a
+    small cache, so that the same blocks come back with other tokens, while they are decoded."""
+    options = dict(options)
+    if options.pop("draft", False):
+        options["speculative_config"] = dict(
+            method="draft_model", model=str(checkpoints["qwen3"]), num_speculative_tokens=2)
+    rng, kept = random.Random(0), set()
+    systems = [[rng.randrange(256) for _ in range(length)] for length in (40, 33, 48)]
+    with LLM(checkpoints["qwen3"], dtype="float32", device="cpu", block_size=4, max_num_seqs=3,
+             num_gpu_blocks_override=26, max_model_len=80, **options) as llm:
+        for i in range(6):
+            prompts = [systems[i % 3] + [rng.randrange(256) for _ in range(n)] for n in (3, 5, 1)]
+            for j, prompt in enumerate(prompts):
+                llm.add_request(f"{i}-{j}", prompt, SamplingParams(
+                    temperature=0, max_tokens=10, ignore_eos=True))
+            texts = {}
+            while llm.has_unfinished_requests():
+                for output in llm.step():
+                    texts[output.request_id] = output.outputs[0].token_ids
+                scratch = llm.runner.builder.scratch
+                if scratch.kept:
+                    kept.add(tuple(scratch.kept_blocks))
+            for j, prompt in enumerate(prompts):
+                assert texts[f"{i}-{j}"] == references("qwen3", prompt, 10)[0]
+    assert len(kept) > 3 and any(set(a) & set(b) for a in kept for b in kept if a != b)
