@@ -112,6 +112,8 @@ class Copy:
         found = None if self.kept is None else self.kept.get(memory.data_ptr())
         if found is not None and found[1].shape[dim] >= copy.shape[dim]:
             return found[1].narrow(dim, 0, copy.shape[dim])
+        if found is not None:  # too short: its room is free
+            del self.kept[memory.data_ptr()]
         keeps = self.kept is not None and MAX_KEPT_BYTES >= copy.nbytes + sum(
             kept.nbytes for _, kept in self.kept.values())
         if keeps:
