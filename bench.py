@@ -8,16 +8,29 @@
     python bench.py --against hf                       transformers does the same, in turns
     python bench.py --scheduler | --observers          the host's bookkeeping alone
 
-First it says what it runs on, then vLLM's line, latencies, and the roofline: what the hardware
-would need at least for the very steps that were scheduled (`nanoserve/extras/roofline.py`), part by
-part beside what they took. Without `--model` a GPU gets the community workload on Qwen3-0.6B's
-shapes. A CPU gets as many of its 16 requests as its own roofline promises to do in 20 s; where
-those are fewer than 4, the bundled model is taken.
+A number of tokens a second says nothing by itself: of which model, on what, and out of how many?
+So a run goes through four hands, and each of them is one file of `nanoserve/extras`:
+
+    workloads   who asks for what, and when         the same token ids for whoever is measured
+    roofline    what this machine can do, now       a copy of memory, a matrix product
+    meter       one run of the engine               every step, every token's time, parts of a step
+    peers       others on the same requests         in turns: a ratio for each pair of runs
+
+What is printed follows that order: hardware and engine, then vLLM's line, latencies, and last the
+roofline, the least that the hardware needs for the very steps that were scheduled, part by part
+beside what they took. Where a part takes much more than its minimum there is something to gain.
+
+Without `--model` a GPU gets the community workload on Qwen3-0.6B's shapes. A CPU gets as many of
+its 16 requests as its own roofline promises to do in 20 s; where those are fewer than 4, the
+bundled model is taken.
 
 A request's clock starts when it arrives, also where the engine was too busy to take it. `host` is
 wall time outside of the forward; on a GPU it overlaps with the device, whose parts aren't timed.
 Ctrl-C ends a run, and what was measured up to there is printed. No test judges a time, and neither
 should you without an interleaved comparison: on a shared machine bandwidth varies twofold.
+
+Not known here: how a step is made; the engine is what any user gets from `LLM`. Road not taken: a
+server and clients that load it, as vLLM's benchmark has them; there is no server to measure.
 """
 
 import argparse
@@ -47,13 +60,14 @@ from nanoserve.memory import free_cpu_memory
 from nanoserve.model_runner import pick_device
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
-MIN_DEFAULT_REQUESTS = 4
+MIN_DEFAULT_REQUESTS = 4  # fewer are no batch
 CPU_MEMORY = 6 * 2 ** 30  # bytes that should be free for half a billion parameters
-PROFILED_STEPS = 8
+PROFILED_STEPS = 8  # a trace of many is too large for a browser
 PEERS = {"hf": ["hf.py"], "hf-continuous": ["hf.py", "--continuous"]}
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status, which is 130 after Ctrl-C, as in a shell."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -79,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The options. Those of the engine are left to `--set`, which takes any that `LLM` has by its
+    name there, so that a new one can be measured without a line here."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", help=f"a folder, a hub id, or shapes: {', '.join(roofline.MODELS)}")
@@ -140,7 +156,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 class Bench:
-    """One model, one workload, and what the machine can do: the same for all ways to measure."""
+    """One model, one workload, and what the machine can do: the same for all ways to measure.
+
+    Random weights are as good as real ones here: matrix products, bytes and steps are the same
+    whatever the numbers are, since every request runs to its length (`ignore_eos`). A mixture's
+    experts are hit as by a router without favourites. Use it as a context: a folder that it has
+    made goes with it.
+    """
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.temporary = args, tempfile.TemporaryDirectory()
@@ -183,6 +205,9 @@ class Bench:
         return dtype, machine
 
     def make_requests(self, workload: str) -> list[Request]:
+        """The requests of a workload by its name, or of a trace, which has no name. Options for
+        lengths and numbers take the place of the workload's own; the rest of its shape, such as the
+        common beginning of prompts, stays. A seed gives the same tokens everywhere."""
         args = self.args
         if args.trace:
             return workloads.replay(args.trace, self.config.vocab_size, args.seed)
@@ -212,6 +237,8 @@ class Bench:
               "--num-prompts choose otherwise)")
 
     def check_fits(self, requests: list[Request]) -> None:
+        """Raises `ValueError` where a request is longer than the model's context. The engine would
+        find it as well, but after a minute in which it makes up eight billion weights."""
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         limit = self.options.get("max_model_len", self.config.max_position_embeddings)
         if longest > limit:
@@ -220,7 +247,12 @@ class Bench:
                              "choose another --workload or --model")
 
     def make_engine(self, requests: list[Request], **options) -> LLM:
-        """options: what a way of measuring wants; what the user has `--set` wins."""
+        """A warm engine. options: what a way of measuring wants; what the user has `--set` wins.
+
+        Two short requests run through it first. Otherwise the first request of the workload would
+        pay for what happens once in a process: memory that is touched for the first time, and
+        kernels that are compiled or chosen when a shape comes up.
+        """
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         usual = dict(dtype=self.dtype, skip_tokenizer_init=True, trace=self.args.step_trace,
                      max_model_len=min(max(longest, 4096), self.config.max_position_embeddings))
@@ -234,6 +266,8 @@ class Bench:
 
     @property
     def temperature(self) -> float:
+        """Greedy, the cheapest way to sample, but for the community workload: that is published
+        for sampling at 0.6, and would look better here than it is."""
         if self.args.temperature is not None or self.args.against:  # peers are greedy
             return self.args.temperature or 0.0
         return 0.6 if self.on_gpu and self.args.workload == "batch" else 0.0
@@ -252,7 +286,9 @@ class Bench:
         return result
 
     def run(self, llm: LLM, requests: list[Request], label: str) -> dict:
-        """One run, and its minimum on this machine."""
+        """One run, and its minimum on this machine. The minimum is that of the steps which the
+        scheduler really made, so that the share is about their execution; whether there could have
+        been fewer of them is what the ladder shows."""
         run, meter = serve(llm, requests, self.temperature, label, time=True)
         steps = [Work.of(step, self.config.windows) for step in meter.steps]
         ideal = roofline.run_seconds(steps, self.config, self.machine,
@@ -273,7 +309,13 @@ class Bench:
                                   matrix_rate=self.machine.matrix_rate))
 
     def ladder(self) -> dict:
-        """Ideas switched on one after the other, always on the same requests."""
+        """Ideas switched on one after the other, always on the same requests.
+
+        The first row is an engine as one would write it in an afternoon. Each row changes what its
+        name says and keeps what came before, so that two neighbours differ by one idea. On a CPU
+        rows and budget are small: with room for all prompts in a step there would be nothing to
+        schedule, and nothing to see.
+        """
         name, requests = self.args.workload, self.requests
         if name == "batch":  # which neither has a common prefix nor long prompts
             name, requests = "mixed", self.make_requests("mixed")
@@ -310,7 +352,11 @@ class Bench:
 
     def against(self, names: tuple[str, ...] = ()) -> dict:
         """nanoserve and its peers take turns, round by round, on the same token ids. names: of
-        workloads, where it is about more than the one that was asked for."""
+        workloads, where it is about more than the one that was asked for.
+
+        All engines stay loaded, so that a turn is a run and not a start-up: memory has to hold all
+        of them. Whoever isn't running sleeps, and takes no core.
+        """
         requests = {name: self.make_requests(name) for name in names} or {
             self.args.workload: self.requests}
         # On a GPU engines that take turns lie in the same memory.
@@ -323,6 +369,9 @@ class Bench:
             return result | compare(run, peers, requests, self.args.rounds)
 
     def start_peer(self, peer: str) -> "Peer":
+        """A peer in a process of its own, with the same folder, dtype, threads and context length.
+        Its other settings are its script's, as near to its defaults as can be: what a user gets who
+        picks it."""
         scripts = Path(__file__).parent / "tests" / "peers"
         command = ([sys.executable, str(scripts / PEERS[peer][0]), *PEERS[peer][1:]]
                    if peer in PEERS else [self.args.peer_python, peer])
@@ -332,7 +381,7 @@ class Bench:
                      str(min(max(longest, 4096), self.config.max_position_embeddings))])
 
     def describe(self, llm: LLM | None = None) -> dict:
-        """On what, exactly."""
+        """On what, exactly: all that another person needs to do the same again."""
         result = dict(
             machine=dict(describe_machine(self.device), bandwidth=self.machine.bandwidth,
                          matrix_rate=self.machine.matrix_rate),
@@ -356,7 +405,9 @@ class Bench:
 
 
 def parse_options(settings: list[str]) -> dict:
-    """["block_size=32", "dtype=float16"] -> what `LLM` takes."""
+    """["block_size=32", "dtype=float16"] -> what `LLM` takes. Values are read as Python's; what is
+    none is a string. Raises `ValueError` for what the engine doesn't have, before anything is
+    loaded."""
     options = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -375,6 +426,8 @@ def parse_options(settings: list[str]) -> dict:
 
 
 def describe_machine(device: torch.device) -> dict:
+    """The hardware and what runs on it. A CPU's name is the kernel's, because Python's own says
+    `x86_64` on most Linux machines."""
     name, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
@@ -387,6 +440,7 @@ def describe_machine(device: torch.device) -> dict:
 
 
 def describe_requests(name: str, requests: list[Request], rate: float | None = None) -> dict:
+    """How much there is to do; rate: arrivals a second, None for all at once."""
     return dict(name=name, num_requests=len(requests),
                 num_prompt_tokens=sum(len(request.prompt) for request in requests),
                 num_output_tokens=sum(request.max_tokens for request in requests),
@@ -394,6 +448,8 @@ def describe_requests(name: str, requests: list[Request], rate: float | None = N
 
 
 def print_description(result: dict) -> None:
+    """Before the run, so that whoever watches knows what is being measured. The engine's line is
+    left out where there is more than one, as on the ladder."""
     machine, model, load = result["machine"], result["model"], result["workload"]
     on = "" if machine["device"] == "cpu" else f"{machine['device']}, "
     print(f"machine   {on}{machine['cpu']}, {machine['num_cores']} cores, {machine['threads']} "
@@ -414,6 +470,9 @@ def print_description(result: dict) -> None:
 
 
 def print_result(result: dict) -> None:
+    """After the run. The first line is word for word vLLM's, for scripts that look for it; then
+    seconds of latency, then seconds of all steps: the hardware's minimum beside what they took.
+    Parts without a minimum (sampling, the host) are what a perfect engine would not have."""
     run, line = result["result"], result["roofline"]
     print(f"Throughput: {run['requests_s']:.2f} requests/s, {run['total_tok_s']:.2f} total "
           f"tokens/s, {run['output_tok_s']:.2f} output tokens/s\n")

@@ -7,6 +7,10 @@ where a step is shortest, with the samples coming from nowhere: without a model.
 Observers (metrics, a step trace) are timed in two ways, because on a shared machine one is not
 enough: the time inside their own calls, and whole steps of two engines, one with a trace and one
 without, that take turns.
+
+What comes out should grow with the sequences that run, and not with those that wait: a queue is
+looked at from its front. The README's tables are this file's, `bench.py --scheduler` and
+`--observers`. Medians are taken, because a pause of the machine's is longer than many steps.
 """
 
 import random
@@ -38,7 +42,11 @@ def bench_scheduler() -> None:
 
 
 def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
-    """Median microseconds of schedule, build and update while `num_running` sequences decode."""
+    """Median microseconds of schedule, build and update while `num_running` sequences decode.
+
+    All prompts fit into the first step, so that every later one is decodes alone. Each sample is
+    token 7, which ends nobody; blocks suffice, and nobody is preempted.
+    """
     max_len = PROMPT_LEN + NUM_STEPS + 8
     config = EngineConfig(model="none", max_model_len=max_len, max_num_seqs=num_running,
                           max_num_batched_tokens=num_running * PROMPT_LEN, block_size=BLOCK_SIZE)

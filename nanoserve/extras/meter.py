@@ -49,10 +49,13 @@ class Meter:
         """Nothing to note: the clock started at the arrival."""
 
     def scheduled(self, step: Step) -> None:
+        """Keep the step, of which the roofline is computed afterwards and not in between."""
         if step.num_new_tokens:
             self.steps.append(step)
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        """A token's time is when the engine has it; several of a step, as with drafts, have the
+        same one."""
         now = clock.monotonic()
         for seq, tokens in grown.items():
             self.token_times[seq.request_id] += [now] * len(tokens)
@@ -73,7 +76,12 @@ class Meter:
             yield
 
     def calls(self) -> list[tuple[str, object, str]]:
-        """(part, owner, name) of the calls that are timed."""
+        """(part, owner, name) of the calls that are timed.
+
+        Some lie in others (`linear` and `attention` in `forward`), which `parts` takes apart. On a
+        GPU a call only queues work and returns at once; there the one thing to be timed from
+        outside is how long the host waits for samples.
+        """
         llm, runner = self.llm, self.llm.runner
         calls = [("schedule", llm.scheduler, "schedule"), ("build", runner.builder, "pack"),
                  ("update", llm.scheduler, "update")]
@@ -87,6 +95,7 @@ class Meter:
                 *(("linear", module, "forward") for module in matrices)]
 
     def timed(self, part: str, call):
+        """`call` with a stopwatch around it. One that fails is counted, too: its time has passed."""
         seconds = self.seconds
 
         def timed_call(*args, **kwargs):
@@ -169,7 +178,11 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def profile(llm: LLM, requests: list[Request], num_steps: int, path: str) -> None:
-    """A Chrome trace of some steps from the second one on; ui.perfetto.dev opens it."""
+    """A Chrome trace of some steps from the second one on; ui.perfetto.dev opens it.
+
+    The first step is the prompts', often seconds long, and would hide the others. Before the end
+    the device is waited for: its last kernels would be missing otherwise.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if llm.runner.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -34,7 +34,12 @@ HEADLINES = {
 
 
 class Peer:
-    """Another engine in a process of its own; see tests/peers/protocol.py."""
+    """Another engine in a process of its own; see tests/peers/protocol.py.
+
+    Starting one waits until it is loaded. Its standard output is the protocol's alone, one JSON
+    object a line; what it logs goes to a file (a pipe that nobody reads fills up, and then it
+    hangs), of which the end is shown if it dies.
+    """
 
     def __init__(self, command: list[str]):
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
@@ -43,6 +48,8 @@ class Peer:
         self.name = self.read()["ready"]
 
     def run(self, requests: list[Request]) -> dict:
+        """Its turn. Returns `summarize`'s numbers, of the clock in its own process: what is written
+        and read in between isn't counted. Raises `ValueError` with its last words if it ends."""
         try:
             print(json.dumps(dict(prompts=[request.prompt for request in requests],
                                   max_tokens=[request.max_tokens for request in requests])),
@@ -111,7 +118,11 @@ def headline(workload: str, run: dict) -> list[float]:
 
 
 def ratios(workload: str, mine: list[dict], theirs: list[dict]) -> list[list[float]]:
-    """How many times as good we are: for each headline, one number for each pair of runs."""
+    """How many times as good we are: for each headline, one number for each pair of runs.
+
+    Above 1 we are ahead, whether more is better (tokens a second) or less (seconds). Pairs are of
+    the same round; a ratio of medians would compare runs that were never neighbours.
+    """
     columns = []
     for i, (_, _, _, more_is_better) in enumerate(HEADLINES.get(workload, HEADLINES["batch"])):
         pairs = [(headline(workload, a)[i], headline(workload, b)[i])
@@ -121,6 +132,7 @@ def ratios(workload: str, mine: list[dict], theirs: list[dict]) -> list[list[flo
 
 
 def print_comparison(workload: str, runs: dict[str, list[dict]]) -> None:
+    """A line for each engine: medians, and behind a peer's how they were in each round."""
     print(f"\n{workload}, medians of {len(runs['nanoserve'])}")
     for engine, theirs in runs.items():
         values = zip(*(headline(workload, run) for run in theirs))

@@ -121,13 +121,22 @@ def _seen(end: np.ndarray, window: int | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Machine:
+    """The two numbers that all of the formulas need. Measured, they have this machine's neighbours
+    and its clock in them; a datasheet's would make every share look worse than it is."""
+
     bandwidth: float  # bytes a second, read and written together
     matrix_rate: float  # flop a second, in the model's dtype
 
 
 def step_seconds(work: Work, config: ModelConfig, machine: Machine,
                  itemsize: int = 2) -> dict[str, float]:
-    """The least seconds of one step by part; itemsize: bytes a number."""
+    """The least seconds of one step by part, as the module's docstring has them; itemsize: bytes a
+    number.
+
+    Each part is bound by memory or by arithmetic, whichever takes longer, and parts don't overlap:
+    they need each other's results. Of sampling no more is counted than that logits are written and
+    read once, with the head.
+    """
     bandwidth, rate, n = machine.bandwidth, machine.matrix_rate, work.num_tokens
     hidden, logits = config.hidden_size, config.vocab_size * work.num_rows
     read, used = matrix_parameters(config, n)
@@ -142,7 +151,11 @@ def step_seconds(work: Work, config: ModelConfig, machine: Machine,
 
 
 def matrix_parameters(config: ModelConfig, num_tokens: int) -> tuple[float, float]:
-    """(how many the layers' matrices have that a step of n tokens reads, how many a token uses)."""
+    """(how many the layers' matrices have that a step of n tokens reads, how many a token uses).
+
+    They are the same but for a mixture. There one token reads what it uses, and a few hundred
+    together read nearly every expert, though each uses no more than before.
+    """
     hidden, head_dim = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
@@ -191,7 +204,12 @@ def simulate(requests: list[Request], config: ModelConfig, max_num_seqs: int = 2
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """A copy of something larger than any cache and a large matrix product, the best of some."""
+    """A copy of something larger than any cache and a large matrix product, the best of some.
+
+    The best, because disturbances only ever make a run longer. The product is the one that torch
+    has, so that on a CPU it is oneDNN's or MKL's: the share of a roofline is about what the engine
+    adds to it.
+    """
     on_gpu = device.type == "cuda"
     source = torch.ones(2 ** (30 if on_gpu else 27), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
