@@ -8,17 +8,17 @@
     python bench.py --against hf                       transformers does the same, in turns
     python bench.py --scheduler | --observers          the host's bookkeeping alone
 
-A number of tokens a second says nothing by itself: of which model, on what, and out of how many?
-So a run goes through four hands, and each of them is one file of `nanoserve/extras`:
+A run goes through three hands, and with `--against` through a fourth. Each is a file of
+`nanoserve/extras`:
 
     workloads   who asks for what, and when         the same token ids for whoever is measured
     roofline    what this machine can do, now       a copy of memory, a matrix product
     meter       one run of the engine               every step, every token's time, parts of a step
     peers       others on the same requests         in turns: a ratio for each pair of runs
 
-What is printed follows that order: hardware and engine, then vLLM's line, latencies, and last the
-roofline, the least that the hardware needs for the very steps that were scheduled, part by part
-beside what they took. Where a part takes much more than its minimum there is something to gain.
+A single run prints hardware, engine and workload; vLLM's line; latencies; then the roofline, the
+least that the hardware needs for the very steps that were scheduled, part by part beside what they
+took. Where a part takes much more than its minimum there is something to gain.
 
 Without `--model` a GPU gets the community workload on Qwen3-0.6B's shapes. A CPU gets as many of
 its 16 requests as its own roofline promises to do in 20 s; where those are fewer than 4, the
@@ -60,9 +60,9 @@ from nanoserve.memory import free_cpu_memory
 from nanoserve.model_runner import pick_device
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
-MIN_DEFAULT_REQUESTS = 4  # fewer are no batch
+MIN_DEFAULT_REQUESTS = 4
 CPU_MEMORY = 6 * 2 ** 30  # bytes that should be free for half a billion parameters
-PROFILED_STEPS = 8  # a trace of many is too large for a browser
+PROFILED_STEPS = 8
 PEERS = {"hf": ["hf.py"], "hf-continuous": ["hf.py", "--continuous"]}
 
 
@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options. Those of the engine are left to `--set`, which takes any that `LLM` has by its
-    name there, so that a new one can be measured without a line here."""
+    """The options. Most of the engine's are left to `--set`, which takes them by the names that
+    `LLM` has for them: a new one can be measured without a line here."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", help=f"a folder, a hub id, or shapes: {', '.join(roofline.MODELS)}")
@@ -158,10 +158,9 @@ def check(args: argparse.Namespace) -> None:
 class Bench:
     """One model, one workload, and what the machine can do: the same for all ways to measure.
 
-    Random weights are as good as real ones here: matrix products, bytes and steps are the same
-    whatever the numbers are, since every request runs to its length (`ignore_eos`). A mixture's
-    experts are hit as by a router without favourites. Use it as a context: a folder that it has
-    made goes with it.
+    Random weights do: shapes decide what products and bytes cost, and every request runs to its
+    length (`ignore_eos`). Not so with drafts, whose hits depend on the text. Use it in a `with`
+    statement: the folder that it makes for shapes is deleted at its end.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -207,7 +206,7 @@ class Bench:
     def make_requests(self, workload: str) -> list[Request]:
         """The requests of a workload by its name, or of a trace, which has no name. Options for
         lengths and numbers take the place of the workload's own; the rest of its shape, such as the
-        common beginning of prompts, stays. A seed gives the same tokens everywhere."""
+        common beginning of prompts, stays."""
         args = self.args
         if args.trace:
             return workloads.replay(args.trace, self.config.vocab_size, args.seed)
@@ -237,8 +236,8 @@ class Bench:
               "--num-prompts choose otherwise)")
 
     def check_fits(self, requests: list[Request]) -> None:
-        """Raises `ValueError` where a request is longer than the model's context. The engine would
-        find it as well, but after a minute in which it makes up eight billion weights."""
+        """Raises `ValueError` where a request is longer than `max_model_len`. The engine would find
+        it as well, but only after it has made up its weights, a minute for eight billion."""
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         limit = self.options.get("max_model_len", self.config.max_position_embeddings)
         if longest > limit:
@@ -249,9 +248,9 @@ class Bench:
     def make_engine(self, requests: list[Request], **options) -> LLM:
         """A warm engine. options: what a way of measuring wants; what the user has `--set` wins.
 
-        Two short requests run through it first. Otherwise the first request of the workload would
-        pay for what happens once in a process: memory that is touched for the first time, and
-        kernels that are compiled or chosen when a shape comes up.
+        One or two short requests run through it first and pay for much that happens once: memory
+        is touched for the first time, kernels are compiled. Shapes that only long prompts have stay
+        cold.
         """
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         usual = dict(dtype=self.dtype, skip_tokenizer_init=True, trace=self.args.step_trace,
@@ -266,8 +265,8 @@ class Bench:
 
     @property
     def temperature(self) -> float:
-        """Greedy, the cheapest way to sample, but for the community workload: that is published
-        for sampling at 0.6, and would look better here than it is."""
+        """0.6 on a GPU where `--workload` is batch, its default: the community workload samples at
+        that. Otherwise greedy, which is cheaper; beside peers always."""
         if self.args.temperature is not None or self.args.against:  # peers are greedy
             return self.args.temperature or 0.0
         return 0.6 if self.on_gpu and self.args.workload == "batch" else 0.0
@@ -287,8 +286,8 @@ class Bench:
 
     def run(self, llm: LLM, requests: list[Request], label: str) -> dict:
         """One run, and its minimum on this machine. The minimum is that of the steps which the
-        scheduler really made, so that the share is about their execution; whether there could have
-        been fewer of them is what the ladder shows."""
+        scheduler really made: the share is about their execution, and what other steps would have
+        taken is what the ladder shows. With arrivals over time it falls while nobody asks."""
         run, meter = serve(llm, requests, self.temperature, label, time=True)
         steps = [Work.of(step, self.config.windows) for step in meter.steps]
         ideal = roofline.run_seconds(steps, self.config, self.machine,
@@ -311,10 +310,10 @@ class Bench:
     def ladder(self) -> dict:
         """Ideas switched on one after the other, always on the same requests.
 
-        The first row is an engine as one would write it in an afternoon. Each row changes what its
-        name says and keeps what came before, so that two neighbours differ by one idea. On a CPU
-        rows and budget are small: with room for all prompts in a step there would be nothing to
-        schedule, and nothing to see.
+        The first row is this engine with everything off. Each row keeps what came before; chunked
+        prefill comes with the smaller budget that it is for. An option given with `--set` wins in
+        all rows. On a CPU few sequences run, and from chunked prefill on the budget is small: with
+        room for all prompts in a step there would be nothing to schedule, and nothing to see.
         """
         name, requests = self.args.workload, self.requests
         if name == "batch":  # which neither has a common prefix nor long prompts
@@ -355,7 +354,7 @@ class Bench:
         workloads, where it is about more than the one that was asked for.
 
         All engines stay loaded, so that a turn is a run and not a start-up: memory has to hold all
-        of them. Whoever isn't running sleeps, and takes no core.
+        of them.
         """
         requests = {name: self.make_requests(name) for name in names} or {
             self.args.workload: self.requests}
@@ -369,9 +368,8 @@ class Bench:
             return result | compare(run, peers, requests, self.args.rounds)
 
     def start_peer(self, peer: str) -> "Peer":
-        """A peer in a process of its own, with the same folder, dtype, threads and context length.
-        Its other settings are its script's, as near to its defaults as can be: what a user gets who
-        picks it."""
+        """A peer in a process of its own. It is told folder, dtype, threads and context length;
+        what it makes of them, and its other settings, are its script's (tests/peers)."""
         scripts = Path(__file__).parent / "tests" / "peers"
         command = ([sys.executable, str(scripts / PEERS[peer][0]), *PEERS[peer][1:]]
                    if peer in PEERS else [self.args.peer_python, peer])
@@ -381,7 +379,7 @@ class Bench:
                      str(min(max(longest, 4096), self.config.max_position_embeddings))])
 
     def describe(self, llm: LLM | None = None) -> dict:
-        """On what, exactly: all that another person needs to do the same again."""
+        """On what: machine, model, workload, and the engine's main settings."""
         result = dict(
             machine=dict(describe_machine(self.device), bandwidth=self.machine.bandwidth,
                          matrix_rate=self.machine.matrix_rate),
@@ -405,14 +403,16 @@ class Bench:
 
 
 def parse_options(settings: list[str]) -> dict:
-    """["block_size=32", "dtype=float16"] -> what `LLM` takes. Values are read as Python's; what is
-    none is a string. Raises `ValueError` for what the engine doesn't have, before anything is
-    loaded."""
+    """["block_size=32", "kernels=torch"] -> what `LLM` takes. Values are Python literals; anything
+    else is a string. Raises `ValueError` for what is not OPTION=VALUE, what the engine doesn't
+    have, and what the roofline and peers must know, too, and has an option of its own for that."""
     options = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not (name.isidentifier() and equals):
             raise ValueError(f"--set {setting}: write OPTION=VALUE")
+        if name in ("model", "dtype"):
+            raise ValueError(f"--set {setting}: write --{name} {text}")
         try:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -426,8 +426,8 @@ def parse_options(settings: list[str]) -> dict:
 
 
 def describe_machine(device: torch.device) -> dict:
-    """The hardware and what runs on it. A CPU's name is the kernel's, because Python's own says
-    `x86_64` on most Linux machines."""
+    """The hardware and what runs on it. A CPU's name is that of /proc/cpuinfo where there is one:
+    Python's own is `x86_64` on most Linux machines."""
     name, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     if cpuinfo.exists():
         models = [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines()
@@ -440,7 +440,8 @@ def describe_machine(device: torch.device) -> dict:
 
 
 def describe_requests(name: str, requests: list[Request], rate: float | None = None) -> dict:
-    """How much there is to do; rate: arrivals a second, None for all at once."""
+    """How much there is to do. rate: Poisson arrivals a second; None for all at once, or for a
+    trace's own times."""
     return dict(name=name, num_requests=len(requests),
                 num_prompt_tokens=sum(len(request.prompt) for request in requests),
                 num_output_tokens=sum(request.max_tokens for request in requests),
@@ -449,7 +450,7 @@ def describe_requests(name: str, requests: list[Request], rate: float | None = N
 
 def print_description(result: dict) -> None:
     """Before the run, so that whoever watches knows what is being measured. The engine's line is
-    left out where there is more than one, as on the ladder."""
+    left out on the ladder, where each row has another."""
     machine, model, load = result["machine"], result["model"], result["workload"]
     on = "" if machine["device"] == "cpu" else f"{machine['device']}, "
     print(f"machine   {on}{machine['cpu']}, {machine['num_cores']} cores, {machine['threads']} "
@@ -471,8 +472,9 @@ def print_description(result: dict) -> None:
 
 def print_result(result: dict) -> None:
     """After the run. The first line is word for word vLLM's, for scripts that look for it; then
-    seconds of latency, then seconds of all steps: the hardware's minimum beside what they took.
-    Parts without a minimum (sampling, the host) are what a perfect engine would not have."""
+    latencies; then seconds by part, the hardware's minimum beside wall time (with waiting for
+    arrivals). Sampling and host have no minimum. On a GPU the device's parts have no time: how long
+    it is waited for is all that is seen of them. Last the host's part of a step, and memory."""
     run, line = result["result"], result["roofline"]
     print(f"Throughput: {run['requests_s']:.2f} requests/s, {run['total_tok_s']:.2f} total "
           f"tokens/s, {run['output_tok_s']:.2f} output tokens/s\n")

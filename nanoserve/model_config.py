@@ -128,7 +128,7 @@ class ModelConfig:
         """The same from the files' contents.
 
         Of both files' EOS ids generation_config.json's count, if it has any: a chat model's turn
-        often ends with a token that config.json doesn't name, and would never end without it.
+        often ends with a token that config.json doesn't name, and would run on without it.
         """
         architecture = config.get("architectures") or config.get("model_type", "unknown")
         if isinstance(architecture, list):
@@ -182,8 +182,8 @@ class ModelConfig:
 
 
 def _read_json(path: Path, required: bool = False) -> dict:
-    """Nothing where a file is missing that may be. Raises `ValueError` naming the file and what is
-    wrong with it: a download that was cut short is the common case."""
+    """{} for a missing file, unless it is required. Raises `ValueError` naming the file and the
+    reason."""
     if not path.exists() and not required:
         return {}
     try:
@@ -198,9 +198,8 @@ def _read_json(path: Path, required: bool = False) -> dict:
 
 
 def _read_sizes(config: dict) -> dict[str, int]:
-    """Sizes as the file has them, and two that follow from others where it leaves them out: every
-    head has its own keys and values, and heads share the hidden size out evenly (64 heads of 128
-    for 8,192). Newer families say both, because neither holds for them."""
+    """Sizes as the file or its family has them. Where both are silent, every head has its own keys
+    and values, and the heads share the hidden size out evenly (64 heads of 128 for 8,192)."""
     num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     sizes = dict(
         vocab_size=_size(config, "vocab_size"),
@@ -272,7 +271,7 @@ def _activation(config: dict) -> str:
 
 
 def _softcap(config: dict, name: str) -> float | None:
-    """None for no cap, as a Gemma 2 without it would say; 0 is a mistake, and refused as one."""
+    """None for no cap (a file says so with null). Anything but a number above 0 is refused."""
     return None if config.get(name) is None else read_number(name, config[name])
 
 
@@ -282,8 +281,8 @@ def _read_dtype(config: dict) -> str:
 
 
 def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> int:
-    """One entry. Raises `ValueError` for what is no whole number; `true`, which Python takes for 1,
-    is none either."""
+    """One entry. Raises `ValueError` unless it is a whole number of at least `low`; `true`, which
+    Python takes for 1, is none."""
     value = config.get(name, default)
     if type(value) is not int or value < low:
         raise ValueError(f"config.json: {name} must be a whole number of at least {low}, got "

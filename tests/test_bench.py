@@ -501,6 +501,8 @@ def test_ratios_say_how_many_times_as_good_we_are():
     (["--set", "max_model_len=64"], "max_model_len is 64"),
     (["--set", "block_size"], "write OPTION=VALUE"),
     (["--set", "colour=blue"], "the engine has no option colour"),
+    (["--set", "model=elsewhere"], "write --model elsewhere"),
+    (["--set", "dtype=bfloat16"], "write --dtype bfloat16"),
     (["--request-rate", "0"], "--request-rate must be above 0"),
     (["--request-rate", "nan"], "--request-rate must be above 0"),
     (["--trace", "nowhere.csv"], "nowhere.csv can't be read"),

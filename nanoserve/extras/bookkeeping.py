@@ -8,9 +8,9 @@ Observers (metrics, a step trace) are timed in two ways, because on a shared mac
 enough: the time inside their own calls, and whole steps of two engines, one with a trace and one
 without, that take turns.
 
-What comes out should grow with the sequences that run, and not with those that wait: a queue is
-looked at from its front. The README's tables are this file's, `bench.py --scheduler` and
-`--observers`. Medians are taken, because a pause of the machine's is longer than many steps.
+What comes out should grow with the sequences that run, and not with those that wait: while every
+seat is taken nobody looks at the queue. Steps are given as medians, because one pause of the
+machine lasts longer than many steps; an observer's own calls as means.
 """
 
 import random
@@ -44,8 +44,8 @@ def bench_scheduler() -> None:
 def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
     """Median microseconds of schedule, build and update while `num_running` sequences decode.
 
-    All prompts fit into the first step, so that every later one is decodes alone. Each sample is
-    token 7, which ends nobody; blocks suffice, and nobody is preempted.
+    The prompts of those that run fit into the first step: every later one is decodes alone. No
+    sample ends a sequence, and blocks suffice for all.
     """
     max_len = PROMPT_LEN + NUM_STEPS + 8
     config = EngineConfig(model="none", max_model_len=max_len, max_num_seqs=num_running,

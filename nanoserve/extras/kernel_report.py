@@ -15,7 +15,7 @@ as a disappointing speed:
     wide, narrow  loads of 128 bits from global memory, and of fewer (lengths, table entries)
 
 Confessed: it counts instructions and not how often they run, nor how long they wait for memory. It
-finds what is certainly slow; what is fast is measured on a GPU.
+finds what is suspicious; how fast something is, only a GPU tells.
 """
 
 import argparse
@@ -55,8 +55,8 @@ def cases() -> dict[str, Callable]:
 
 
 def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
-    """Attention's three ways (many rows, few rows, chunks), for the head sizes that models have and
-    for blocks of which a tile of keys needs several, or one."""
+    """Attention's three ways (many rows, few rows, chunks), for the usual head sizes, and for
+    blocks of which a tile of keys needs several, or one."""
     found = {}
     for head_dim, block_size in ((64, 16), (128, 16), (128, 64), (256, 16)):
         call = partial(attend, dtype, head_dim, block_size)
@@ -72,8 +72,8 @@ def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
 
 
 def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
-    """What stands between the matrix products. 80 is no power of two: a part of each program's
-    lanes has nothing to do there. Experts' tiles are low for few tokens and high for many."""
+    """All kernels but attention's. 80 is no power of two: a part of each program's lanes has
+    nothing to do there. Experts' tiles are low for few tokens and, in 16 bits, high for many."""
     found = {f"rope head {d}": partial(turn, dtype, d) for d in (64, 80, 128, 256)}
     found["rope head 128 no norm"] = partial(turn, dtype, 128, norms=False)
     for size in (1024, 4096, 8192):
@@ -129,7 +129,6 @@ def mix(dtype: torch.dtype, num_tokens: int, activation: str) -> None:
 
 
 def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 0) -> None:
-    """Sampling from all of the vocabulary, or from what top-k, top-p and min-p leave of it."""
     logits, heat = torch.zeros(num_rows, 64, dtype=dtype), torch.zeros(offset + num_rows)[offset:]
     numbers = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
     top_k = ints(num_rows, offset)
@@ -197,7 +196,6 @@ def measure(program) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Names to the left, numbers to the right, as wide as they need."""
     cells = [COLUMNS, *([str(row[column]) for column in COLUMNS] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(

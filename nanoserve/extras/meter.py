@@ -49,7 +49,7 @@ class Meter:
         """Nothing to note: the clock started at the arrival."""
 
     def scheduled(self, step: Step) -> None:
-        """Keep the step, of which the roofline is computed afterwards and not in between."""
+        """Keep the step: its minimum is computed after the run."""
         if step.num_new_tokens:
             self.steps.append(step)
 
@@ -79,8 +79,8 @@ class Meter:
         """(part, owner, name) of the calls that are timed.
 
         Some lie in others (`linear` and `attention` in `forward`), which `parts` takes apart. On a
-        GPU a call only queues work and returns at once; there the one thing to be timed from
-        outside is how long the host waits for samples.
+        GPU a call only queues work and returns at once; of the device's time only the host's wait
+        for samples can be seen.
         """
         llm, runner = self.llm, self.llm.runner
         calls = [("schedule", llm.scheduler, "schedule"), ("build", runner.builder, "pack"),
@@ -95,7 +95,7 @@ class Meter:
                 *(("linear", module, "forward") for module in matrices)]
 
     def timed(self, part: str, call):
-        """`call` with a stopwatch around it. One that fails is counted, too: its time has passed."""
+        """`call` with a stopwatch around it. One that fails counts, too: its time has passed."""
         seconds = self.seconds
 
         def timed_call(*args, **kwargs):
@@ -180,8 +180,9 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 def profile(llm: LLM, requests: list[Request], num_steps: int, path: str) -> None:
     """A Chrome trace of some steps from the second one on; ui.perfetto.dev opens it.
 
-    The first step is the prompts', often seconds long, and would hide the others. Before the end
-    the device is waited for: its last kernels would be missing otherwise.
+    The first step, of prompts alone, is left out; where prompts are long or many, the next are of
+    prompts, too, and with overlap the end of the first one is still seen. Before the end the device
+    is waited for: its last kernels would be missing otherwise.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if llm.runner.device.type == "cuda":

@@ -120,8 +120,7 @@ def headline(workload: str, run: dict) -> list[float]:
 def ratios(workload: str, mine: list[dict], theirs: list[dict]) -> list[list[float]]:
     """How many times as good we are: for each headline, one number for each pair of runs.
 
-    Above 1 we are ahead, whether more is better (tokens a second) or less (seconds). Pairs are of
-    the same round; a ratio of medians would compare runs that were never neighbours.
+    Above 1 we are ahead, whether more is better (tokens a second) or less (seconds).
     """
     columns = []
     for i, (_, _, _, more_is_better) in enumerate(HEADLINES.get(workload, HEADLINES["batch"])):
@@ -132,7 +131,7 @@ def ratios(workload: str, mine: list[dict], theirs: list[dict]) -> list[list[flo
 
 
 def print_comparison(workload: str, runs: dict[str, list[dict]]) -> None:
-    """A line for each engine: medians, and behind a peer's how they were in each round."""
+    """A line for each engine: medians, and behind a peer's our ratios, their median first."""
     print(f"\n{workload}, medians of {len(runs['nanoserve'])}")
     for engine, theirs in runs.items():
         values = zip(*(headline(workload, run) for run in theirs))

@@ -121,8 +121,8 @@ def _seen(end: np.ndarray, window: int | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Machine:
-    """The two numbers that all of the formulas need. Measured, they have this machine's neighbours
-    and its clock in them; a datasheet's would make every share look worse than it is."""
+    """The two numbers that all of the formulas need. Measured, they are what this machine gives
+    now, slowed down by whoever shares it."""
 
     bandwidth: float  # bytes a second, read and written together
     matrix_rate: float  # flop a second, in the model's dtype
@@ -133,9 +133,9 @@ def step_seconds(work: Work, config: ModelConfig, machine: Machine,
     """The least seconds of one step by part, as the module's docstring has them; itemsize: bytes a
     number.
 
-    Each part is bound by memory or by arithmetic, whichever takes longer, and parts don't overlap:
-    they need each other's results. Of sampling no more is counted than that logits are written and
-    read once, with the head.
+    Matrices and attention take memory's time or arithmetic's, whichever is longer; "other" is
+    memory's alone. Parts are added up, since they need each other's results. Of sampling only 4
+    bytes a logit are counted, with the head: written and read once in 16 bits.
     """
     bandwidth, rate, n = machine.bandwidth, machine.matrix_rate, work.num_tokens
     hidden, logits = config.hidden_size, config.vocab_size * work.num_rows
@@ -206,9 +206,8 @@ def simulate(requests: list[Request], config: ModelConfig, max_num_seqs: int = 2
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     """A copy of something larger than any cache and a large matrix product, the best of some.
 
-    The best, because disturbances only ever make a run longer. The product is the one that torch
-    has, so that on a CPU it is oneDNN's or MKL's: the share of a roofline is about what the engine
-    adds to it.
+    The best, because disturbances only ever make a run longer. The product is torch's plain `a @
+    b`; the engine's own, packed on a CPU, may be faster.
     """
     on_gpu = device.type == "cuda"
     source = torch.ones(2 ** (30 if on_gpu else 27), dtype=torch.int8, device=device)

@@ -152,8 +152,8 @@ class Simulation:
         return self.now
 
     def record(self, path: str) -> None:
-        """Write the steps to a file as well: the same page and the same JSON as an engine's trace.
-        Raises `ValueError` for a path that can't be written to, before anything runs."""
+        """Write the steps to a file as well, an engine's page or JSON by its ending. Raises
+        `ValueError` for another ending or a missing folder; what fails in writing is only said."""
         EngineConfig(model="fake", trace=path)  # raises what an engine would
         self.observers.append(Trace(
             path, self.scheduler, "simulation", print, self.clock,
@@ -189,12 +189,12 @@ class Simulation:
             self._arrive()
 
     def finish(self) -> None:
-        """Run to the end without looking: for more requests than a table has room for."""
+        """For more requests than a table has room for."""
         for _ in self.steps():
             pass
 
     def summary(self) -> str:
-        """The line with which `generate(summarize=True)` ends, in simulated seconds."""
+        """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds."""
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
         return f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"
 
@@ -230,8 +230,8 @@ def _make_sequence(i: int, arrival: Arrival) -> Sequence:
 
 
 def _cell(step: Step, seq: Sequence, first_time: bool) -> str:
-    """What a request gets in a step, as the module's docstring shows it. first_time: its first step
-    since it arrived, the only one in which a hit is news."""
+    """What a request gets in a step, as the module's docstring shows it. first_time: no earlier
+    step has computed any of it; later hits are of blocks that it made itself."""
     if seq in step.preempted:
         return "preempted"
     if seq not in step.num_new_tokens:
