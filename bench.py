@@ -265,11 +265,13 @@ class Bench:
 
     @property
     def temperature(self) -> float:
-        """0.6 on a GPU where `--workload` is batch, its default: the community workload samples at
-        that. Otherwise greedy, which is cheaper; beside peers always."""
-        if self.args.temperature is not None or self.args.against:  # peers are greedy
-            return self.args.temperature or 0.0
-        return 0.6 if self.on_gpu and self.args.workload == "batch" else 0.0
+        """0.6 for the community workload, which samples at that. All else is greedy, which is cheaper:
+        also a trace and the ladder, whose requests are others, and whatever runs beside peers."""
+        args = self.args
+        if args.temperature is not None:
+            return args.temperature
+        elsewhere = args.against or args.ladder or args.trace
+        return 0.6 if self.on_gpu and args.workload == "batch" and not elsewhere else 0.0
 
     # ------------------------------------------------------- ways to measure
 

@@ -491,6 +491,16 @@ def test_ratios_say_how_many_times_as_good_we_are():
     assert peers.ratios("mixed", ours, theirs) == [[2, 4]]
 
 
+@pytest.mark.parametrize("args, on_gpu, temperature", [
+    ([], True, 0.6), ([], False, 0), (["--workload", "single"], True, 0), (["--ladder"], True, 0),
+    (["--trace", "a.csv"], True, 0), (["--against", "hf"], True, 0),
+    (["--temperature", "0"], True, 0), (["--ladder", "--temperature", "1"], False, 1)])
+def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
+    found = bench.Bench.__new__(bench.Bench)  # no hardware is measured for this
+    found.args, found.on_gpu = bench.make_parser().parse_args(args), on_gpu
+    assert found.temperature == temperature
+
+
 @pytest.mark.parametrize("args, says", [
     (["--model", "Qwen3-0.5B"], "Qwen3-0.5B is neither a folder"),
     (["--num-prompts", "0"], "--num-prompts must be at least 1"),
