@@ -265,7 +265,7 @@ class Bench:
 
     @property
     def temperature(self) -> float:
-        """0.6 for the community workload, which samples at that. All else is greedy, which is cheaper:
+        """0.6 for the community workload, which samples at that. All else is greedy, and cheaper:
         also a trace and the ladder, whose requests are others, and whatever runs beside peers."""
         args = self.args
         if args.temperature is not None:
