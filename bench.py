@@ -119,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
         "speaks tests/peers/protocol.py; may be repeated")
     add("--peer-python", default=sys.executable, help="that runs a script given with --against")
     add("--rounds", type=int, default=3, help="of --against; default: 3")
+    add("--min-seconds", type=float, default=0, metavar="S", help="of --against: more rounds, until "
+        "a workload has taken this long; short ones scatter")
     add("--scheduler", action="store_true", help="time the bookkeeping alone")
     add("--observers", action="store_true", help="time metrics and the step trace")
     return parser
@@ -129,6 +131,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "threads", "rounds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.min_seconds < float("inf"):
+        raise ValueError("--min-seconds must be at least 0")
     for name in ("input_len", "output_len"):
         lengths = getattr(args, name)
         if lengths and (len(lengths) > 2 or not 1 <= lengths[0] <= lengths[-1]):
@@ -291,6 +295,9 @@ class Bench:
         scheduler really made: the share is about their execution, and what other steps would have
         taken is what the ladder shows. With arrivals over time it falls while nobody asks."""
         run, meter = serve(llm, requests, self.temperature, label, time=True)
+        if not self.on_gpu:  # there what is left of memory may be too little
+            again = roofline.measure(self.device, getattr(torch, self.dtype))
+            self.machine = self.machine.or_better(again)
         steps = [Work.of(step, self.config.windows) for step in meter.steps]
         ideal = roofline.run_seconds(steps, self.config, self.machine,
                                      getattr(torch, self.dtype).itemsize)
@@ -298,16 +305,15 @@ class Bench:
             result=run, interrupted=run.pop("interrupted"), roofline=dict(
                 num_steps=len(steps), minimum_seconds=ideal,
                 share=sum(ideal.values()) / run["seconds"],
-                measured_seconds=meter.parts(run["seconds"])),
+                measured_seconds=meter.parts(run["seconds"]),
+                bandwidth=self.machine.bandwidth, matrix_rate=self.machine.matrix_rate),
             peak_memory_bytes=peak_memory(self.device))
 
     def run_beside_peers(self, llm: LLM, requests: list[Request], label: str) -> dict:
         """The same in a long measurement: what the machine can do has changed since the start."""
         self.machine = roofline.measure(self.device, getattr(torch, self.dtype))
         found = self.run(llm, requests, label)
-        return dict(found["result"], interrupted=found["interrupted"],
-                    roofline=dict(found["roofline"], bandwidth=self.machine.bandwidth,
-                                  matrix_rate=self.machine.matrix_rate))
+        return dict(found["result"], interrupted=found["interrupted"], roofline=found["roofline"])
 
     def ladder(self) -> dict:
         """Ideas switched on one after the other, always on the same requests.
@@ -367,7 +373,8 @@ class Bench:
             print_description(result)
             peers = [stack.enter_context(self.start_peer(peer)) for peer in self.args.against]
             run = partial(self.run_beside_peers, llm)
-            return result | compare(run, peers, requests, self.args.rounds)
+            return result | compare(run, peers, requests, self.args.rounds,
+                                    self.args.min_seconds)
 
     def start_peer(self, peer: str) -> "Peer":
         """A peer in a process of its own. It is told folder, dtype, threads and context length;
@@ -496,7 +503,8 @@ def print_result(result: dict) -> None:
                            (ideal, measured))
             print(f"{names.get(part, part):24}{least:>9}{took:>10}")
     print(f"{'all':24}{sum(ideal.values()):9.3f}{run['seconds']:10.3f}   {line['share']:.1%} of "
-          "the roofline")
+          f"the roofline, {line['bandwidth'] / 1e9:,.1f} GB/s and "
+          f"{line['matrix_rate'] / 1e9:,.0f} GFLOP/s")
     host = (f"{name} {1e6 * measured[name] / max(line['num_steps'], 1):.0f}"
             for name in ("schedule", "build", "update"))
     print(f"host, µs a step: {', '.join(host)}; peak memory: " + ", ".join(

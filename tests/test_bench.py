@@ -302,6 +302,20 @@ def test_every_workload_runs(name, toy, tmp_path, capsys):
     assert "% of the roofline" in out and "KV blocks of 16" in out
 
 
+def test_a_disturbed_measurement_of_the_machine_does_not_judge_a_run(toy, tmp_path, capsys,
+                                                                     monkeypatch):
+    """Before the run the matrix rate is halved by somebody else, behind it the bandwidth: the
+    share is of the better ones, as both are what the machine can do."""
+    found = iter([Machine(3e10, 2e11), Machine(1.5e10, 4e11)])
+    monkeypatch.setattr(roofline, "measure", lambda device, dtype: next(found))
+    path = tmp_path / "out.json"
+    code, out, _ = run(capsys, toy, "--dtype", "float32", "--output-json", str(path))
+    line = json.loads(path.read_text())["roofline"]
+    assert code == 0 and (line["bandwidth"], line["matrix_rate"]) == (3e10, 4e11)
+    assert "of the roofline, 30.0 GB/s and 400 GFLOP/s" in out
+    assert next(found, None) is None
+
+
 def test_the_steps_are_those_of_the_scheduler(toy):
     """What the meter has seen is what a simulation of the same scheduler does."""
     requests = workloads.generate(bench.replace(SMALL["batch"], output_len=(2, 9)), 300)
@@ -430,8 +444,8 @@ def test_the_readmes_tables_come_from_a_measurement(toy, tmp_path, capsys):
     script = tmp_path / "peer.py"
     script.write_text(PEER)
     data = {}
-    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", against=[str(script)],
-                              peer_python=sys.executable, no_ladder=False)
+    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", min_seconds="0",
+                              against=[str(script)], peer_python=sys.executable, no_ladder=False)
     kept = [sorted(data) for _ in benchmark.measure(args, data)]  # what is written after each part
     assert kept == [["comparisons"], ["comparisons", "ladder"]]
     data = json.loads(json.dumps(benchmark.rounded(data)))
@@ -458,7 +472,7 @@ def test_a_comparison_takes_the_place_of_its_machines_last_one(toy, tmp_path, mo
                     for dtype, cpu, device in (("float32", "B", "cpu"), ("float32", "A", "cpu"),
                                                ("bfloat16", "B", "cpu"), ("float32", "B", "GPU")))
     monkeypatch.setattr(benchmark.bench.Bench, "against", lambda self, names: new)
-    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", against=None,
+    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", against=None, min_seconds="0",
                               peer_python=sys.executable, no_ladder=True)
     data = dict(comparisons=[dict(new, old=True), *others])
     list(benchmark.measure(args, data))
@@ -477,6 +491,26 @@ def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):
     assert found["interrupted"] and list(found["rounds"]) == ["batch"]
     assert len(found["rounds"]["batch"]["nanoserve"]) == 2
     assert "batch, medians of 2" in capsys.readouterr().out
+
+
+def test_a_short_workload_gets_more_rounds(capsys, monkeypatch):
+    """A batch takes 40 s, a single request 15: in a minute at least, and two rounds, two and four.
+    The table says so."""
+    now = [0]
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+
+    def ours(requests, label):
+        now[0] += {"batch": 40, "single": 15}[label]
+        return workloads.summarize(2.0, 3, [[1.0, 2.0]]) | dict(
+            interrupted=False, roofline=dict(share=0.5))
+
+    found = peers.compare(ours, [], dict.fromkeys(("batch", "single"), [Request([1], 2)]), 2, 60)
+    assert [len(runs["nanoserve"]) for runs in found["rounds"].values()] == [2, 4]
+    assert "batch, medians of 2" in capsys.readouterr().out
+    machine = dict(cpu="A", device="cpu", date="today", num_cores=2, threads=2, torch="2",
+                   python="3", bandwidth=1e9, matrix_rate=1e9)
+    text = benchmark.comparison(found | dict(machine=machine, model=dict(dtype="d", name="M")))
+    assert "medians of 2 rounds, of `single` 4:" in text
 
 
 def test_ratios_say_how_many_times_as_good_we_are():
@@ -504,6 +538,7 @@ def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
 @pytest.mark.parametrize("args, says", [
     (["--model", "Qwen3-0.5B"], "Qwen3-0.5B is neither a folder"),
     (["--num-prompts", "0"], "--num-prompts must be at least 1"),
+    (["--min-seconds", "-1"], "--min-seconds must be at least 0"),
     (["--input-len", "9", "8"], "--input-len takes one number"),
     (["--input-len", "0"], "--input-len takes one number"),
     (["--output-len", "1", "2", "3"], "--output-len takes one number"),

@@ -18,7 +18,8 @@ import json
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
@@ -83,10 +84,11 @@ class Peer:
 
 
 def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
-            workload: dict[str, list[Request]], rounds: int) -> dict:
+            workload: dict[str, list[Request]], rounds: int, min_seconds: float = 0) -> dict:
     """A B A B on each workload. Prints the result and returns every run.
 
-    ours: runs nanoserve, already warm, on requests with a label.
+    ours: runs nanoserve, already warm, on requests with a label. rounds: of each workload; more,
+    until `min_seconds` are over, for one with short runs, which scatter more than long ones do.
     """
     runs: dict[str, dict[str, list]] = {}
     for name, requests in workload.items():
@@ -95,7 +97,8 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
         for peer in peers:
             peer.run(warm)
         try:
-            for _ in tqdm(range(rounds), name, unit="round", leave=False, disable=None):
+            for _ in tqdm(_turns(rounds, min_seconds), name, unit="round", leave=False,
+                          disable=None):
                 found = [ours(requests, name)]
                 if found[0].pop("interrupted"):
                     raise KeyboardInterrupt
@@ -108,6 +111,13 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
             return dict(rounds=runs, interrupted=True)
         print_comparison(name, mine)
     return dict(rounds=runs)
+
+
+def _turns(rounds: int, min_seconds: float) -> Iterator[None]:
+    start, num_done = time.monotonic(), 0
+    while num_done < rounds or time.monotonic() - start < min_seconds:
+        yield
+        num_done += 1
 
 
 def headline(workload: str, run: dict) -> list[float]:

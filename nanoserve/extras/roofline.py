@@ -17,10 +17,11 @@ token computes k. A sliding window shortens ctx. The sum over all steps is the m
 share of the real time is what `bench.py` prints.
 
 Invariant: it judges the execution and not the schedule, whose steps it takes as they were; a better
-schedule (a prefix computed once) has a smaller minimum. BW and MM are measured on the spot, not
-taken from a datasheet. Confessed: a copy writes as much as it reads, so what only reads may pass
-100%; one device is assumed, whatever the number of ranks; and the formula counts the last layer for
-all tokens, though of a prompt it needs little but keys and values (`Decoder.forward`).
+schedule (a prefix computed once) has a smaller minimum. BW and MM are measured on the spot (on a
+CPU before and after a run), not taken from a datasheet. Confessed: a copy writes as much as it
+reads, so what only reads may pass 100%; one device is assumed, whatever the number of ranks; and
+the formula counts the last layer for all tokens, though of a prompt it needs little but keys and
+values (`Decoder.forward`).
 """
 
 import argparse
@@ -126,6 +127,12 @@ class Machine:
 
     bandwidth: float  # bytes a second, read and written together
     matrix_rate: float  # flop a second, in the model's dtype
+
+    def or_better(self, again: "Machine") -> "Machine":
+        """The better number of each: who shares the machine may have slowed one measurement down
+        from its beginning to its end, and a run that is faster would pass 100%."""
+        return Machine(max(self.bandwidth, again.bandwidth),
+                       max(self.matrix_rate, again.matrix_rate))
 
 
 def step_seconds(work: Work, config: ModelConfig, machine: Machine,
