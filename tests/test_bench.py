@@ -472,8 +472,8 @@ def test_a_comparison_takes_the_place_of_its_machines_last_one(toy, tmp_path, mo
                     for dtype, cpu, device in (("float32", "B", "cpu"), ("float32", "A", "cpu"),
                                                ("bfloat16", "B", "cpu"), ("float32", "B", "GPU")))
     monkeypatch.setattr(benchmark.bench.Bench, "against", lambda self, names: new)
-    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", against=None, min_seconds="0",
-                              peer_python=sys.executable, no_ladder=True)
+    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", min_seconds="0",
+                              against=None, peer_python=sys.executable, no_ladder=True)
     data = dict(comparisons=[dict(new, old=True), *others])
     list(benchmark.measure(args, data))
     assert sorted(map(str, data["comparisons"])) == sorted(map(str, [new, *others]))
