@@ -119,8 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
         "speaks tests/peers/protocol.py; may be repeated")
     add("--peer-python", default=sys.executable, help="that runs a script given with --against")
     add("--rounds", type=int, default=3, help="of --against; default: 3")
-    add("--min-seconds", type=float, default=0, metavar="S", help="of --against: more rounds, until "
-        "a workload has taken this long; short ones scatter")
+    add("--min-seconds", type=float, metavar="S", help="with --against: more rounds of a workload "
+        "whose runs take less than this together")
     add("--scheduler", action="store_true", help="time the bookkeeping alone")
     add("--observers", action="store_true", help="time metrics and the step trace")
     return parser
@@ -131,8 +131,10 @@ def check(args: argparse.Namespace) -> None:
     for name in ("num_prompts", "threads", "rounds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 <= args.min_seconds < float("inf"):
-        raise ValueError("--min-seconds must be at least 0")
+    if args.min_seconds is not None and not (
+            args.against and 0 <= args.min_seconds < float("inf")):
+        raise ValueError("--min-seconds goes with --against, and must be a finite number of at "
+                         f"least 0, got {args.min_seconds}")
     for name in ("input_len", "output_len"):
         lengths = getattr(args, name)
         if lengths and (len(lengths) > 2 or not 1 <= lengths[0] <= lengths[-1]):
@@ -293,11 +295,19 @@ class Bench:
     def run(self, llm: LLM, requests: list[Request], label: str) -> dict:
         """One run, and its minimum on this machine. The minimum is that of the steps which the
         scheduler really made: the share is about their execution, and what other steps would have
-        taken is what the ladder shows. With arrivals over time it falls while nobody asks."""
+        taken is what the ladder shows. With arrivals over time it falls while nobody asks.
+
+        The machine is measured a second time behind the run, but for a GPU, whose memory may be
+        full.
+        """
         run, meter = serve(llm, requests, self.temperature, label, time=True)
-        if not self.on_gpu:  # there what is left of memory may be too little
-            again = roofline.measure(self.device, getattr(torch, self.dtype))
-            self.machine = self.machine.or_better(again)
+        peak = peak_memory(self.device)  # before the measurement takes some
+        if not self.on_gpu and not run["interrupted"]:
+            try:
+                self.machine = self.machine.or_better(
+                    roofline.measure(self.device, getattr(torch, self.dtype)))
+            except KeyboardInterrupt:  # the run is done, and is printed
+                run["interrupted"] = True
         steps = [Work.of(step, self.config.windows) for step in meter.steps]
         ideal = roofline.run_seconds(steps, self.config, self.machine,
                                      getattr(torch, self.dtype).itemsize)
@@ -307,7 +317,7 @@ class Bench:
                 share=sum(ideal.values()) / run["seconds"],
                 measured_seconds=meter.parts(run["seconds"]),
                 bandwidth=self.machine.bandwidth, matrix_rate=self.machine.matrix_rate),
-            peak_memory_bytes=peak_memory(self.device))
+            peak_memory_bytes=peak)
 
     def run_beside_peers(self, llm: LLM, requests: list[Request], label: str) -> dict:
         """The same in a long measurement: what the machine can do has changed since the start."""
@@ -374,7 +384,7 @@ class Bench:
             peers = [stack.enter_context(self.start_peer(peer)) for peer in self.args.against]
             run = partial(self.run_beside_peers, llm)
             return result | compare(run, peers, requests, self.args.rounds,
-                                    self.args.min_seconds)
+                                    self.args.min_seconds or 0)
 
     def start_peer(self, peer: str) -> "Peer":
         """A peer in a process of its own. It is told folder, dtype, threads and context length;
@@ -465,7 +475,7 @@ def print_description(result: dict) -> None:
     print(f"machine   {on}{machine['cpu']}, {machine['num_cores']} cores, {machine['threads']} "
           f"threads | torch {machine['torch']}, Python {machine['python']}")
     print(f"limits    copy {machine['bandwidth'] / 1e9:,.1f} GB/s, matrix product "
-          f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, both measured now")
+          f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, both measured just now")
     if engine := result.get("engine"):
         graphs = "graphs" if engine["graphs"] else "no graphs"
         print(f"engine    {model['name']}, {model['dtype']} | {engine['attention']} attention, "
@@ -503,8 +513,8 @@ def print_result(result: dict) -> None:
                            (ideal, measured))
             print(f"{names.get(part, part):24}{least:>9}{took:>10}")
     print(f"{'all':24}{sum(ideal.values()):9.3f}{run['seconds']:10.3f}   {line['share']:.1%} of "
-          f"the roofline, {line['bandwidth'] / 1e9:,.1f} GB/s and "
-          f"{line['matrix_rate'] / 1e9:,.0f} GFLOP/s")
+          f"the roofline ({line['bandwidth'] / 1e9:,.1f} GB/s and "
+          f"{line['matrix_rate'] / 1e9:,.0f} GFLOP/s, the best that was measured)")
     host = (f"{name} {1e6 * measured[name] / max(line['num_steps'], 1):.0f}"
             for name in ("schedule", "build", "update"))
     print(f"host, µs a step: {', '.join(host)}; peak memory: " + ", ".join(

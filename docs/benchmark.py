@@ -1,7 +1,7 @@
 """Measures the README's benchmark section, and writes it.
 
     python docs/benchmark.py --measure                     bfloat16 and the ladder; 15 minutes
-    python docs/benchmark.py --measure --dtype float32 --no-ladder
+    python docs/benchmark.py --measure --dtype float32 --no-ladder                20 minutes
     python docs/benchmark.py                               only write the section again
 
 More engines take part with `--against hf --against SCRIPT --peer-python PYTHON`, see tests/peers.
@@ -36,8 +36,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen3-0.6B")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", default="3")
-    parser.add_argument("--min-seconds", default="150", help="of a workload: if it takes seconds, "
-                        "more rounds; default: 150")
+    parser.add_argument("--min-seconds", default="150", help="see bench.py; default: 150")
     parser.add_argument("--against", action="append", help="default: hf")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--no-ladder", action="store_true")
@@ -131,8 +130,10 @@ def comparison(found: dict) -> str:
     counts = {name: len(runs[name]["nanoserve"]) for name in runs}
     usual = min(counts.values())
     more = "".join(f", of `{name}` {count}" for name, count in counts.items() if count > usual)
-    return (f"{on(found)}, {found['model']['name']}'s shapes, random weights, {dtype}; the same "
-            f"token ids, greedy, engines in turns, medians of {usual} rounds{more}:\n\n"
+    limits = {name: [run["roofline"][name] / 1e9 for of_one in runs.values()
+                     for run in of_one["nanoserve"]] for name in ("bandwidth", "matrix_rate")}
+    return (f"{on(found, limits)}, {found['model']['name']}'s shapes, random weights, {dtype}; "
+            f"the same token ids, greedy, engines in turns, medians of {usual} rounds{more}:\n\n"
             f"{table(rows)}")
 
 
@@ -144,19 +145,22 @@ def ladder(found: dict) -> str:
         rows.append([row["name"], f"{row['seconds']:.1f}", f"{row['output_tok_s']:.1f}",
                      f"{row['ttft']['mean']:.2f}", f"{1e3 * row['inter_token']['mean']:.0f}",
                      f"{1e3 * row['inter_token']['p99']:.0f}"])
-    return (f"What each idea brings, switched on one after the other, {on(found)}, "
+    limits = {name: [found["machine"][name] / 1e9] for name in ("bandwidth", "matrix_rate")}
+    return (f"What each idea brings, switched on one after the other, {on(found, limits)}, "
             f"{found['model']['name']}'s shapes, {found['model']['dtype']}: {load['num_requests']} "
             f"requests, {load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} "
             f"output tokens, most prompts with a common beginning and some long:\n\n{table(rows)}")
 
 
-def on(found: dict) -> str:
+def on(found: dict, limits: dict[str, list[float]]) -> str:
+    """limits: what was measured of the machine, in 1e9 a second; of several the least and most."""
     machine = found["machine"]
+    copy, product = (" to ".join(dict.fromkeys(f"{n:.0f}" for n in (min(measured), max(measured))))
+                     for measured in (limits["bandwidth"], limits["matrix_rate"]))
     device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
     return (f"{machine['date']}, {device}{machine['cpu']}, {machine['num_cores']} cores, "
             f"{machine['threads']} threads, torch {machine['torch']}, Python {machine['python']}, "
-            f"copy {machine['bandwidth'] / 1e9:.0f} GB/s, matrix product "
-            f"{machine['matrix_rate'] / 1e9:.0f} GFLOP/s")
+            f"copy {copy} GB/s, matrix product {product} GFLOP/s")
 
 
 def table(rows: list[list[str]]) -> str:

@@ -312,7 +312,7 @@ class BatchBuilder:
             if self.table_sources[row] is not table:
                 params = seq.params
                 self.seeds[row], self.temperature[row] = seq.seed, params.temperature
-                self.top_k[row] = max(params.top_k, 0)
+                self.top_k[row] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
                 self.top_p[row], self.min_p[row] = params.top_p, params.min_p
                 self.table_lens[row] = 0
                 self.table_sources[row] = table  # last: Ctrl-C may come in between

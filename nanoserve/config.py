@@ -93,7 +93,8 @@ class EngineConfig:
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise ValueError(f"hf_overrides must be a dict laid over config.json, got "
                              f"{self.hf_overrides!r}")
-        if self.trace is not None and (Path(self.trace).suffix not in (".html", ".json")
+        if self.trace is not None and (not isinstance(self.trace, (str, Path))
+                                       or Path(self.trace).suffix not in (".html", ".json")
                                        or not Path(self.trace).parent.is_dir()):
             raise ValueError(f"trace={self.trace!r} must name a file in a folder that exists, "
                              "ending in .html (a page to look at) or .json (for Perfetto)")
@@ -207,23 +208,23 @@ class EngineConfig:
         return replace(self, max_model_len=capacity), [said]
 
 
-def find_model(model: str | Path) -> Path:
+def find_model(model: str | Path, option: str = "model") -> Path:
     """The folder of a model: a local one, or a hub id's (fetched, or from the offline cache).
 
-    Raises `ValueError` when it is neither.
+    Raises `ValueError` when it is neither, naming the option that it was given with.
     """
     if not isinstance(model, (str, Path)) or not str(model).strip():
-        raise ValueError(f"model={model!r}: name a folder or a hub id")
+        raise ValueError(f"{option}={model!r}: name a folder or a hub id")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ValueError(f"model={str(model)!r} is a file: name the folder that holds config.json")
+        raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
     # Imported here because only a hub id needs it: a local folder works without the package.
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(str(model), allow_patterns=HUB_FILES))
     except Exception as error:  # a network can fail in a dozen ways; the remedy is the same
         reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise ValueError(f"model={str(model)!r} is not a local folder, and as a hub id it could "
+        raise ValueError(f"{option}={str(model)!r} is not a local folder, and as a hub id it could "
                          f"not be fetched: {type(error).__name__}: {reason}") from error

@@ -27,7 +27,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -213,6 +213,8 @@ class LLM:
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, wherever it is and give back its blocks; unknown ids are
         ignored. The next `step()` returns what it has generated, with `finish_reason` "abort"."""
+        if not isinstance(request_id, (str, Iterable)):
+            raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
         for one in [request_id] if isinstance(request_id, str) else request_id:
             with self.lock, ctrl_c_held():
                 request = self.requests.pop(one, None)

@@ -36,11 +36,12 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 # what it never says because it is always so. Everything else about a family is read from the file.
 _GEMMA = dict(hidden_activation="gelu_pytorch_tanh", head_dim=256, norm_offset=True,
               scale_embedding=True, post_norms=True, tie_word_embeddings=True, sliding_window=4096,
-              num_key_value_heads=4, query_pre_attn_scalar=256)
+              num_key_value_heads=4, query_pre_attn_scalar=256, attn_logit_softcapping=None,
+              final_logit_softcapping=None)
 FAMILIES: dict[str, dict] = {
     "LlamaForCausalLM": dict(max_position_embeddings=2048),
     "MistralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
-                               sliding_window=4096),
+                               sliding_window=4096, layer_types=None),
     "Qwen2ForCausalLM": dict(max_position_embeddings=32768, qkv_bias=True, sliding_window=4096,
                              use_sliding_window=False, max_window_layers=28),
     "Qwen3ForCausalLM": dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
@@ -52,8 +53,8 @@ FAMILIES: dict[str, dict] = {
                                 sliding_window=4096, use_sliding_window=False, num_experts=128,
                                 num_experts_per_tok=8, norm_topk_prob=False,
                                 moe_intermediate_size=768),
-    "Gemma2ForCausalLM": dict(_GEMMA, max_position_embeddings=8192, sliding_window_pattern=2,
-                              attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "Gemma2ForCausalLM": _GEMMA | dict(max_position_embeddings=8192, sliding_window_pattern=2,
+                                       attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     "Gemma3ForCausalLM": dict(_GEMMA, max_position_embeddings=131072, sliding_window_pattern=6,
                               qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
 }
@@ -62,6 +63,9 @@ HEAD = re.compile(
     r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|EmbeddingModel|Model)$")
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# Entries that only families above which name them read; in another's file they mean nothing.
+OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+                    "rope_local_base_freq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,8 @@ class ModelConfig:
             raise ValueError(f"the architecture {architecture} is not supported: choose one of "
                              f"{', '.join(FAMILIES)}, or with another ending that pools: Model, "
                              "EmbeddingModel, ForSequenceClassification, ForRewardModel")
-        config = family | {k: v for k, v in config.items() if v is not None or k in OFF_WHEN_NULL}
+        config = family | {k: v for k, v in config.items() if (
+            v is not None or k in OFF_WHEN_NULL) and (k in family or k not in OF_SOME_FAMILIES)}
         _refuse_what_is_not_implemented(config)
         sizes = _read_sizes(config)
         generation = generation or {}
@@ -244,14 +249,15 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
 def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer. A file names the layers' types, or a rule: every n-th sees
     everything (Gemma), the first n do (Qwen 2 and 3). Others have one for all layers, or none, and
-    what their files say about single layers is ignored, as transformers does."""
-    kinds, every, first = None, 0, 0
+    what their files say about single layers is ignored, as transformers does; but that a Mistral's
+    which names types is a Ministral, and its types count."""
+    kinds, every, first = None, num_layers + 1, 0
     if "sliding_window_pattern" in family or "max_window_layers" in family:
+        every = _size(config, "sliding_window_pattern", every)
+        first = _size(config, "max_window_layers", first, low=0)
         kinds = config.get("layer_types")
-        every = _size(config, "sliding_window_pattern", num_layers + 1)
-        first = _size(config, "max_window_layers", 0, low=0)
-    else:
-        every = num_layers + 1
+    elif "layer_types" in family:
+        kinds = config["layer_types"]
     if kinds is None:
         kinds = ["full_attention" if i < first or (i + 1) % every == 0 else "sliding_attention"
                  for i in range(num_layers)]

@@ -366,7 +366,7 @@ def load_tokenizer(config: EngineConfig, folder: Path):
     random weights come without one. Raises `ValueError` when it can't be loaded."""
     if config.skip_tokenizer_init:
         return None
-    source = find_model(config.tokenizer) if config.tokenizer else folder
+    source = find_model(config.tokenizer, "tokenizer") if config.tokenizer else folder
     if config.load_format == "dummy" and not any(source.glob("*token*")):
         return None
     try:

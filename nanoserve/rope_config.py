@@ -68,6 +68,9 @@ def _rope_entries(config: dict) -> dict:
         if not isinstance(config.get(name) or {}, dict):
             raise ValueError(f"config.json: {name}={config[name]!r} must be an object")
         entries |= config.get(name) or {}
+    name = "original_max_position_embeddings"  # beside the object it counts more than in it
+    if name in config and not {"full_attention", "sliding_attention"} & set(entries):
+        entries[name] = config[name]
     return entries
 
 

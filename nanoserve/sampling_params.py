@@ -125,7 +125,7 @@ class SamplingParams:
             return
         if low == -math.inf:
             raise ValueError(f"{name} must be a whole number or None, got {value!r}")
-        bound = f"above {low}" if above else f"at least {low}"
+        bound = f"above {low}" if above else f"{'of ' if whole else ''}at least {low}"
         if high != math.inf:
             bound = f"in {'(' if above else '['}{low}, {high}]"
         raise ValueError(f"{name} must be {'a whole number ' if whole else ''}{bound}, "

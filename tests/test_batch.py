@@ -265,6 +265,15 @@ def test_a_buffer_waits_for_its_own_copy_and_no_other():
     assert len(addresses) == 1, "on the device a number keeps its address"
 
 
+@pytest.mark.parametrize("top_k", [2 ** 31 - 1, 2 ** 31, 10 ** 12])
+def test_a_top_k_beyond_32_bits_is_all_tokens(top_k):
+    """It once stopped every step that its sequence was in."""
+    seq = make_sequence(0, range(5), temperature=.5, top_k=top_k)
+    seq.row, seq.block_table = 0, [3]
+    batch = BatchBuilder(6, 24, MAX_LEN, 4, CPU).build(Step(0, {seq: 1}, [4], [seq]))
+    assert batch.top_k.tolist() == [2 ** 31 - 1]
+
+
 def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     """Two decodes in a batch for four: the padding sees no keys, writes to no slot, and leaves its
     sample in a place that no row has. Every tensor lies where the full batch has it."""

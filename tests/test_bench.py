@@ -6,6 +6,7 @@ brute force; transformers for the number of parameters.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -306,14 +307,57 @@ def test_a_disturbed_measurement_of_the_machine_does_not_judge_a_run(toy, tmp_pa
                                                                      monkeypatch):
     """Before the run the matrix rate is halved by somebody else, behind it the bandwidth: the
     share is of the better ones, as both are what the machine can do."""
-    found = iter([Machine(3e10, 2e11), Machine(1.5e10, 4e11)])
-    monkeypatch.setattr(roofline, "measure", lambda device, dtype: next(found))
-    path = tmp_path / "out.json"
+    shares = []
+    for machines in ([Machine(3e5, 2e6), Machine(1.5e5, 4e6)], [Machine(3e5, 4e6)] * 2):
+        found = iter(machines)
+        monkeypatch.setattr(roofline, "measure", lambda device, dtype, found=found: next(found))
+        path = tmp_path / "out.json"
+        code, out, _ = run(capsys, toy, "--dtype", "float32", "--output-json", str(path))
+        line = json.loads(path.read_text())["roofline"]
+        assert code == 0 and (line["bandwidth"], line["matrix_rate"]) == (3e5, 4e6)
+        assert "0.0 GB/s and 0 GFLOP/s, the best that was measured)" in out
+        assert next(found, None) is None
+        shares.append(line["minimum_seconds"])
+        assert line["share"] > 0
+    assert shares[0] == shares[1]
+
+
+def test_beside_peers_each_run_has_a_machine_of_its_own(toy, monkeypatch):
+    """It gets slower, and the second run is not judged by what it could do in the first."""
+    args = ["--model", str(toy), "--dtype", "float32", "--set", "num_gpu_blocks_override=400"]
+    with bench.Bench(bench.make_parser().parse_args(args)) as one, (
+            one.make_engine(one.requests)) as llm:
+        found = []
+        for machine in (Machine(3e10, 4e11), Machine(2e10, 1e11)):
+            monkeypatch.setattr(roofline, "measure", lambda device, dtype, m=machine: m)
+            line = one.run_beside_peers(llm, one.requests[:2], "")["roofline"]
+            found.append(Machine(line["bandwidth"], line["matrix_rate"]))
+    assert found == [Machine(3e10, 4e11), Machine(2e10, 1e11)]
+
+
+def test_ctrl_c_behind_a_run_loses_nothing_of_it(toy, tmp_path, capsys, monkeypatch):
+    def measure(device, dtype):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(device)
+        return Machine(3e10, 4e11)
+
+    measured, path = [], tmp_path / "out.json"
+    monkeypatch.setattr(roofline, "measure", measure)
     code, out, _ = run(capsys, toy, "--dtype", "float32", "--output-json", str(path))
-    line = json.loads(path.read_text())["roofline"]
-    assert code == 0 and (line["bandwidth"], line["matrix_rate"]) == (3e10, 4e11)
-    assert "of the roofline, 30.0 GB/s and 400 GFLOP/s" in out
-    assert next(found, None) is None
+    result = json.loads(path.read_text())
+    assert code == 130 and result["interrupted"] and "Throughput: " in out
+    assert result["result"]["num_requests"] == 16 and result["roofline"]["bandwidth"] == 3e10
+
+
+def test_peak_memory_is_the_runs_and_not_the_measurements(toy, capsys, monkeypatch):
+    """What is measured behind the run takes memory, too."""
+    done = []
+    monkeypatch.setattr(bench, "peak_memory", lambda device: done.append("peak") or {})
+    monkeypatch.setattr(roofline, "measure", lambda device, dtype: done.append("measure") or (
+        Machine(3e10, 4e11)))
+    assert run(capsys, toy, "--dtype", "float32")[0] == 0
+    assert done == ["measure", "peak", "measure"]
 
 
 def test_the_steps_are_those_of_the_scheduler(toy):
@@ -493,17 +537,14 @@ def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):
     assert "batch, medians of 2" in capsys.readouterr().out
 
 
-def test_a_short_workload_gets_more_rounds(capsys, monkeypatch):
+def test_a_short_workload_gets_more_rounds(capsys):
     """A batch takes 40 s, a single request 15: in a minute at least, and two rounds, two and four.
     The table says so."""
-    now = [0]
-    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
-
     def ours(requests, label):
-        now[0] += {"batch": 40, "single": 15}[label]
-        return workloads.summarize(2.0, 3, [[1.0, 2.0]]) | dict(
-            interrupted=False, roofline=dict(share=0.5))
+        return workloads.summarize({"batch": 40.0, "single": 15.0}[label], 3, [[1.0, 2.0]]) | dict(
+            interrupted=False, roofline=dict(share=0.5, bandwidth=next(speeds), matrix_rate=2e11))
 
+    speeds = iter(1e9 * n for n in (30, 41, 35, 35, 35, 35))
     found = peers.compare(ours, [], dict.fromkeys(("batch", "single"), [Request([1], 2)]), 2, 60)
     assert [len(runs["nanoserve"]) for runs in found["rounds"].values()] == [2, 4]
     assert "batch, medians of 2" in capsys.readouterr().out
@@ -511,6 +552,17 @@ def test_a_short_workload_gets_more_rounds(capsys, monkeypatch):
                    python="3", bandwidth=1e9, matrix_rate=1e9)
     text = benchmark.comparison(found | dict(machine=machine, model=dict(dtype="d", name="M")))
     assert "medians of 2 rounds, of `single` 4:" in text
+    assert "copy 30 to 41 GB/s, matrix product 200 GFLOP/s" in text
+
+
+def test_min_seconds_reach_the_comparison(toy, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "compare", lambda *args: asked.append(args[-2:]) or dict(rounds={}))
+    monkeypatch.setattr(bench.Bench, "start_peer", lambda self, peer: contextlib.nullcontext())
+    common = "--against", "hf", "--rounds", "2"
+    assert run(capsys, toy, *common, "--min-seconds", "7")[0] == 0
+    assert run(capsys, toy, *common)[0] == 0
+    assert asked == [(2, 7.0), (2, 0)]
 
 
 def test_ratios_say_how_many_times_as_good_we_are():
@@ -538,7 +590,9 @@ def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
 @pytest.mark.parametrize("args, says", [
     (["--model", "Qwen3-0.5B"], "Qwen3-0.5B is neither a folder"),
     (["--num-prompts", "0"], "--num-prompts must be at least 1"),
-    (["--min-seconds", "-1"], "--min-seconds must be at least 0"),
+    (["--min-seconds", "5"], "--min-seconds goes with --against"),
+    *((["--against", "hf", "--min-seconds", value], f"finite number of at least 0, got {value}")
+      for value in ("-1.0", "nan", "inf")),
     (["--input-len", "9", "8"], "--input-len takes one number"),
     (["--input-len", "0"], "--input-len takes one number"),
     (["--output-len", "1", "2", "3"], "--output-len takes one number"),

@@ -20,6 +20,7 @@ import torch
 from conftest import write_json
 from torch.testing import assert_close
 from transformers import (
+    AutoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -960,10 +961,64 @@ def test_yarn_as_model_cards_give_it_stretches_the_longest_sequence():
     assert ModelConfig.from_dict(longer).max_position_embeddings == 262144
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MistralForCausalLM"])
-def test_families_with_one_window_ignore_rules_for_single_layers(architecture):
+@pytest.mark.parametrize("architecture, entries", [
+    ("Qwen3MoeForCausalLM", dict(layer_types=["full_attention"] * 2)), ("MistralForCausalLM", {})])
+def test_families_with_one_window_ignore_rules_for_single_layers(architecture, entries):
     """Qwen3-30B-A3B's file has max_window_layers, which transformers' class does not read."""
     config = ModelConfig.from_dict(QWEN3 | dict(
         architectures=[architecture], sliding_window=9, use_sliding_window=True, num_experts=8,
-        num_experts_per_tok=2, max_window_layers=1, layer_types=["full_attention"] * 2))
+        num_experts_per_tok=2, max_window_layers=1, **entries))
     assert config.windows == (9, 9)
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def assert_read_as_by_auto_config(folder, **entries) -> ModelConfig:
+    """The oracle is the class that transformers picks for a folder, which may be another one than
+    the architecture's name says."""
+    (folder / "config.json").write_text(json.dumps(entries))
+    ours = ModelConfig.from_folder(folder)
+    assert_equals_transformers(ours, AutoConfig.from_pretrained(folder))
+    return ours
+
+
+@pytest.mark.parametrize("types", [[SLIDING, FULL, FULL], [FULL] * 3, [SLIDING] * 3, None], ids=str)
+@pytest.mark.parametrize("window", [5, None])
+def test_a_mistral_whose_file_names_layer_types_is_a_ministral(tmp_path, types, window):
+    """transformers makes it one when it reads the file, and so the types count."""
+    ours = assert_read_as_by_auto_config(
+        tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=window,
+        layer_types=types, **EMPTY | dict(num_hidden_layers=3, head_dim=64))
+    types = types or [SLIDING] * 3
+    assert ours.windows == tuple(window if kind == SLIDING else None for kind in types)
+
+
+@pytest.mark.parametrize("inner", [{}, dict(original_max_position_embeddings=32)], ids=str)
+@pytest.mark.parametrize("scaling", [
+    dict(rope_type="yarn", factor=4.0),
+    dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)], ids=str)
+def test_the_length_in_training_beside_the_ropes_object_counts_more(tmp_path, scaling, inner):
+    folder_entries = LLAMA | dict(rope_parameters=scaling | inner | dict(rope_theta=1e4))
+    for beside in (16, 64):
+        (tmp_path / "config.json").write_text(json.dumps(
+            folder_entries | dict(model_type="llama", original_max_position_embeddings=beside)))
+        theirs = AutoConfig.from_pretrained(tmp_path)
+        expected, _ = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
+        rope = ModelConfig.from_folder(tmp_path).rope
+        assert rope.original_max_position_embeddings == beside
+        assert_close(rope_frequencies(theirs.head_dim, rope), expected, rtol=2e-6, atol=0)
+    local = dict(rope_type="default", rope_theta=1e4)  # one object for each kind: it is not read
+    gemma = read("Gemma3", original_max_position_embeddings=16, rope_parameters=dict(
+        sliding_attention=local, full_attention=scaling | dict(
+            original_max_position_embeddings=32)))
+    assert gemma.rope.original_max_position_embeddings == 32
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
+def test_other_families_entries_mean_nothing(family):
+    """A Llama has no softcap, whatever its file says; transformers' classes don't look."""
+    entries = dict(query_pre_attn_scalar=7, attn_logit_softcapping=2.0, rope_local_base_freq=500.0,
+                   final_logit_softcapping=3.0)
+    assert read(family, **entries) == read(family)
+    assert read("Gemma3", **entries) != read("Gemma3")

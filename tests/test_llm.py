@@ -457,6 +457,9 @@ def test_aborting_a_preempted_request(qwen3, expected):
 
 def test_aborting_what_is_not_there_is_harmless(llm):
     llm.abort_request("never heard of")
+    for wrong in (None, 3):
+        with pytest.raises(ValueError, match=f"request_id={wrong} must be a str or a list"):
+            llm.abort_request(wrong)
     assert llm.step() == []
 
 

@@ -456,6 +456,15 @@ def test_a_file_instead_of_its_folder(checkpoints):
         LLM(file)
 
 
+def test_a_wrong_folder_is_named_by_the_option_that_named_it(checkpoints, tmp_path):
+    folder, options = checkpoints["qwen3"], dict(method="draft_model", num_speculative_tokens=2)
+    for option, given in (("tokenizer", dict(tokenizer=str(tmp_path / "not"))),
+                          ("speculative_config: model",
+                           dict(speculative_config=options | dict(model=str(tmp_path / "not"))))):
+        with pytest.raises(ValueError, match=f"^{option}='.*not' is not a local folder"):
+            LLM(folder, num_gpu_blocks_override=40, **given)
+
+
 def test_a_hub_id_that_can_not_be_fetched_says_so(monkeypatch):
     """Not a folder, and no network: an id was once globbed as a path, which found no weights and
     answered with random ones (nano-vllm #97)."""

@@ -17,9 +17,9 @@ engine to engine, and `extras/verify.py` does that with real ones.
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -88,7 +88,7 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
     """A B A B on each workload. Prints the result and returns every run.
 
     ours: runs nanoserve, already warm, on requests with a label. rounds: of each workload; more,
-    until `min_seconds` are over, for one with short runs, which scatter more than long ones do.
+    until all engines' runs took `min_seconds`, of one with short runs, which scatter most.
     """
     runs: dict[str, dict[str, list]] = {}
     for name, requests in workload.items():
@@ -96,28 +96,27 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
         warm = [Request(request.prompt[:64], 4) for request in requests[:2]]
         for peer in peers:
             peer.run(warm)
+        seconds = 0.0
         try:
-            for _ in tqdm(_turns(rounds, min_seconds), name, unit="round", leave=False,
-                          disable=None):
-                found = [ours(requests, name)]
-                if found[0].pop("interrupted"):
-                    raise KeyboardInterrupt
-                found += [peer.run(requests) for peer in peers]
-                for engine, run in zip(mine, found, strict=True):
-                    mine[engine].append(run)
+            with tqdm(desc=name, total=None if min_seconds else rounds, unit="round", leave=False,
+                      disable=None) as bar:
+                while len(mine["nanoserve"]) < rounds or seconds < min_seconds:
+                    found = [ours(requests, name)]
+                    if found[0].pop("interrupted"):
+                        raise KeyboardInterrupt
+                    found += [peer.run(requests) for peer in peers]
+                    for engine, run in zip(mine, found, strict=True):
+                        mine[engine].append(run)
+                    seconds += sum(run["seconds"] for run in found)
+                    bar.update()
         except KeyboardInterrupt:  # whole rounds only: a run without its neighbour says little
             if mine["nanoserve"]:
                 print_comparison(name, mine)
+            else:
+                print(f"{name}: interrupted in its first round", file=sys.stderr)
             return dict(rounds=runs, interrupted=True)
         print_comparison(name, mine)
     return dict(rounds=runs)
-
-
-def _turns(rounds: int, min_seconds: float) -> Iterator[None]:
-    start, num_done = time.monotonic(), 0
-    while num_done < rounds or time.monotonic() - start < min_seconds:
-        yield
-        num_done += 1
 
 
 def headline(workload: str, run: dict) -> list[float]:

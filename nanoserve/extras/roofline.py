@@ -130,7 +130,8 @@ class Machine:
 
     def or_better(self, again: "Machine") -> "Machine":
         """The better number of each: who shares the machine may have slowed one measurement down
-        from its beginning to its end, and a run that is faster would pass 100%."""
+        from its beginning to its end, and a run that is faster would pass 100%. So a quiet moment
+        makes shares small, and never a busy one large."""
         return Machine(max(self.bandwidth, again.bandwidth),
                        max(self.matrix_rate, again.matrix_rate))
 
