@@ -92,7 +92,7 @@ class ModelRunner:
         self.model = self._load(model_config, folder, pooler)
         self.draft_model: Decoder | None = None  # a small one that guesses (extras/speculative.py)
         if config.draft_model is not None:
-            folder = find_model(config.draft_model, "speculative_config: model")
+            folder = find_model(config.draft_model)
             self.draft_model = self._load(ModelConfig.from_folder(folder), folder)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
