@@ -88,7 +88,7 @@ class EngineConfig:
             self._check_choice(name, (True, False))
         self._check_choice("async_scheduling", (None, True, False))
         share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
             raise ValueError(f"hf_overrides must be a dict laid over config.json, got "

@@ -208,9 +208,15 @@ class ModelRunner:
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
                 "lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"
             ) from error
-        self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
-                                    max_model_len, config.block_size, self.device,
-                                    staged=self.wants_graphs, num_drafts=config.num_drafts)
+        try:
+            self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
+                                        max_model_len, config.block_size, self.device,
+                                        staged=self.wants_graphs, num_drafts=config.num_drafts)
+        except (RuntimeError, MemoryError) as error:  # torch's and numpy's
+            raise ValueError(
+                f"no memory for what steps are packed into: lower max_num_batched_tokens="
+                f"{config.max_num_batched_tokens:,} or max_num_seqs={config.max_num_seqs:,}"
+            ) from error
         # One more than there are rows: padding writes there.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)

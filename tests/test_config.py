@@ -77,6 +77,7 @@ def assert_serves(llm: LLM) -> None:
     (dict(device="tpu"), ["device='tpu'", "cpu, cuda"]),
     (dict(gpu_memory_utilization=0), ["gpu_memory_utilization", "(0, 1]", "got 0"]),
     (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),
+    (dict(gpu_memory_utilization=True), ["gpu_memory_utilization", "(0, 1]", "got True"]),
     (dict(async_scheduling="no"), ["async_scheduling='no'", "None, True, False"]),
     (dict(expert_parallel=2), ["expert_parallel=2", "True, False"]),
     (dict(gpu_memory_utilization=float("nan")), ["gpu_memory_utilization", "(0, 1]", "got nan"]),
@@ -772,6 +773,8 @@ def test_a_model_that_is_no_name_is_explained(model):
 def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
     with pytest.raises(ValueError, match="no memory for a KV cache of .* lower .*num_gpu_blocks"):
         start(dummy, num_gpu_blocks_override=10 ** 13)
+    with pytest.raises(ValueError, match="no memory for .* lower max_num_batched_tokens=1,000,000"):
+        start(dummy, num_gpu_blocks_override=8, max_num_batched_tokens=10 ** 15)
 
 
 def test_hf_overrides_are_laid_over_the_file(dummy):
