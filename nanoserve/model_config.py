@@ -63,7 +63,8 @@ HEAD = re.compile(
     r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|EmbeddingModel|Model)$")
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-# Entries that only families above which name them read; in another's file they mean nothing.
+# Entries of some families alone, which have a default for them above; in others' files they mean
+# nothing, as in transformers.
 OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
                     "rope_local_base_freq")
 

@@ -49,9 +49,8 @@ class RopeConfig:
 def read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
     """RoPE of all layers, and of those with a window where the file tells them apart (Gemma 3).
 
-    transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, ..}
-                     or one such object each for "full_attention" and "sliding_attention"
-    before:          "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, ..} or null
+    config: config.json's entries, nulls left out, over the family's. Raises `ValueError` naming the
+    recipe or the entry that is not supported.
     """
     entries, local = _rope_entries(config), None
     if "rope_local_base_freq" in config:  # in the family's defaults, so always for Gemma 3
@@ -63,12 +62,15 @@ def read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
 
 
 def _rope_entries(config: dict) -> dict:
+    """What the file's object says, by either name; both together where an override adds one."""
     entries: dict = {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, dict):
             raise ValueError(f"config.json: {name}={config[name]!r} must be an object")
         entries |= config.get(name) or {}
-    name = "original_max_position_embeddings"  # beside the object it counts more than in it
+    # Beside a single object the length in training counts more than in it; see transformers'
+    # `standardize_rope_params`. Beside one for each kind of layer it is not read.
+    name = "original_max_position_embeddings"
     if name in config and not {"full_attention", "sliding_attention"} & set(entries):
         entries[name] = config[name]
     return entries

@@ -307,19 +307,20 @@ def test_a_disturbed_measurement_of_the_machine_does_not_judge_a_run(toy, tmp_pa
                                                                      monkeypatch):
     """Before the run the matrix rate is halved by somebody else, behind it the bandwidth: the
     share is of the better ones, as both are what the machine can do."""
-    shares = []
-    for machines in ([Machine(3e5, 2e6), Machine(1.5e5, 4e6)], [Machine(3e5, 4e6)] * 2):
+    least = []
+    for machines in ([Machine(3e10, 2e11), Machine(1.5e10, 4e11)], [Machine(3e10, 4e11)] * 2):
         found = iter(machines)
         monkeypatch.setattr(roofline, "measure", lambda device, dtype, found=found: next(found))
         path = tmp_path / "out.json"
         code, out, _ = run(capsys, toy, "--dtype", "float32", "--output-json", str(path))
-        line = json.loads(path.read_text())["roofline"]
-        assert code == 0 and (line["bandwidth"], line["matrix_rate"]) == (3e5, 4e6)
-        assert "0.0 GB/s and 0 GFLOP/s, the best that was measured)" in out
+        result = json.loads(path.read_text())
+        line = result["roofline"]
+        assert code == 0 and (line["bandwidth"], line["matrix_rate"]) == (3e10, 4e11)
+        assert "of the roofline (30.0 GB/s and 400 GFLOP/s, the best that was measured)" in out
         assert next(found, None) is None
-        shares.append(line["minimum_seconds"])
-        assert line["share"] > 0
-    assert shares[0] == shares[1]
+        least.append(line["minimum_seconds"])
+        assert line["share"] == pytest.approx(sum(least[-1].values()) / result["result"]["seconds"])
+    assert least[0] == least[1]
 
 
 def test_beside_peers_each_run_has_a_machine_of_its_own(toy, monkeypatch):
