@@ -40,6 +40,7 @@ from nanoserve.parallel import Span, share_heads
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see kv_cache.py
+Slots = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # see `slots_of` of ops or kernels
 
 
 class Decoder(nn.Module):
@@ -47,7 +48,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
-        self.config, self.ranks = config, on.ranks
+        self.config, self.ranks, self.ops = config, on.ranks, on.ops
         vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = Embedding(vocabulary, config.hidden_size, on,
                                       tied=config.tie_word_embeddings)
@@ -82,11 +83,12 @@ class Decoder(nn.Module):
         global_rope = local_rope = self.rotary(positions)  # cos and sin
         if self.rotary_local is not None:
             local_rope = self.rotary_local(positions)
+        slots = self.ops.slots_of(batch.slot_mapping, kv_cache[0][0].shape[1])
         residual = None  # the stream is `hidden`, or the sum of both where there are two
         for i in layers:
             cos, sin = global_rope if self.config.windows[i] is None else local_rope
-            hidden, residual = self.layers[i](hidden, residual, cos, sin, kv_cache[i], batch,
-                                              wanted if i == len(self.layers) - 1 else None)
+            hidden, residual = self.layers[i](hidden, residual, cos, sin, slots, kv_cache[i],
+                                              batch, wanted if i == len(self.layers) - 1 else None)
             if taps is not None and i in taps:
                 taps[i] = hidden + residual
         if layers.stop == len(self.layers):
@@ -128,10 +130,11 @@ class DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor,
-                sin: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
-                wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                sin: torch.Tensor, slots: Slots, kv: tuple[torch.Tensor, torch.Tensor],
+                batch: Batch, wanted: torch.Tensor | None = None,
+                ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self.self_attn(normed, cos, sin, kv, batch, wanted)
+        attended = self.self_attn(normed, cos, sin, slots, kv, batch, wanted)
         if wanted is not None:
             residual = residual[wanted]
         if self.pre_feedforward_layernorm is None:
@@ -162,12 +165,12 @@ class Attention(nn.Module):
         self.qk_norm = None if not config.qk_norm else HeadNorm(
             self.head_dim, heads.size // kv_heads.size + 1, self.eps, on, config.norm_offset)
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: Slots,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # heads of q, k and v
         weight = None if self.qk_norm is None else self.qk_norm.weight
-        q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, batch.slot_mapping)
+        q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, slots)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj((out if wanted is None else out[wanted]).flatten(1))
 

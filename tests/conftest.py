@@ -51,6 +51,12 @@ def audit_every_step(monkeypatch):
     monkeypatch.setenv("NANOSERVE_CHECK", "1")
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """In every run, whatever other tests ran before in this process."""
+    torch.manual_seed(0)
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token a byte: every character beyond ASCII needs several tokens."""
     alphabet = sorted(ByteLevel.alphabet())
