@@ -272,11 +272,11 @@ class RotaryEmbedding(nn.Module):
         self.scale = rope.attention_factor
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions (num_tokens,) -> cos and sin, each (num_tokens, 1, head_dim).
+        """positions (num_tokens,) -> cos and sin, each (num_tokens, 1, 1, head_dim), for all heads.
 
         Both in float32 whatever the model's dtype: bfloat16 can't tell position 4095 from 4096.
         """
-        angles = positions[:, None, None] * self.frequencies  # (num_tokens, 1, head_dim)
+        angles = positions[:, None, None, None] * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
 

@@ -76,7 +76,7 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), the heads of queries, keys and values
     in this order, num_heads a multiple of num_kv_heads; weight: (num_heads / num_kv_heads + 1, 1,
     head_dim), the queries' repeated and then the keys' (`HeadNorm` says why), None for no norm;
-    cos, sin: (num_tokens, 1, head_dim) in float32; caches and slots: see `store_kv`. Returns the
+    cos, sin: (num_tokens, 1, 1, head_dim) in float32; caches and slots: see `store_kv`. Returns the
     new q, (num_tokens, num_heads, head_dim). Queries and keys are computed in float32 and rounded
     once; values are copied.
     """
@@ -87,7 +87,7 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     (num_tokens, all_heads, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     qk, v = qkv.split((all_heads - num_kv_heads, num_kv_heads), dim=1)
     x = qk.float().view(num_tokens, qk.shape[1] // num_kv_heads, num_kv_heads, head_dim)  # last: k
-    qk = _norm_turn(x, weight, eps, cos[:, None], sin[:, None]).view(qk.shape).to(qkv.dtype)
+    qk = _norm_turn(x, weight, eps, cos, sin).view(qk.shape).to(qkv.dtype)
     q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
     store_kv(k, v, k_cache, v_cache, slots)
     return q

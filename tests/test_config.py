@@ -918,8 +918,8 @@ def test_scaled_frequencies_and_turns_equal_transformers(scaling, head_dim, thet
     positions = torch.tensor([0, 1, 31, 255])
     cos, sin = RotaryEmbedding(head_dim, rope, torch.device("cpu"))(positions)
     their_cos, their_sin = LlamaRotaryEmbedding(theirs)(torch.zeros(1), positions[None])
-    assert_close(cos[:, 0], their_cos[0], rtol=1e-4, atol=1e-4)
-    assert_close(sin[:, 0], their_sin[0], rtol=1e-4, atol=1e-4)
+    assert_close(cos[:, 0, 0], their_cos[0], rtol=1e-4, atol=1e-4)
+    assert_close(sin[:, 0, 0], their_sin[0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_scalings_differ():
@@ -941,8 +941,8 @@ def test_gemma_3s_two_ropes_equal_transformers():
     for rope, kind in ((config.rope, "full_attention"), (config.rope_local, "sliding_attention")):
         cos, sin = RotaryEmbedding(32, rope, torch.device("cpu"))(positions)
         their_cos, their_sin = theirs(torch.zeros(1), positions[None], kind)
-        assert_close(cos[:, 0], their_cos[0], rtol=1e-5, atol=1e-5)
-        assert_close(sin[:, 0], their_sin[0], rtol=1e-5, atol=1e-5)
+        assert_close(cos[:, 0, 0], their_cos[0], rtol=1e-5, atol=1e-5)
+        assert_close(sin[:, 0, 0], their_sin[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 128])

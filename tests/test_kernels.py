@@ -312,8 +312,8 @@ def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
     slots = torch.tensor(slots + [-1] * 5, dtype=torch.int32, device=DEVICE)
     qkv = torch.full((8, 8, 32), torch.nan, device=DEVICE)
     qkv[:3] = torch.randn(3, 8, 32, device=DEVICE)
-    angles = torch.rand(8, 1, 16, device=DEVICE)
-    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    angles = torch.rand(8, 1, 1, 16, device=DEVICE)
+    cos, sin = angles.cos().repeat(1, 1, 1, 2), angles.sin().repeat(1, 1, 1, 2)
 
     def step(module, attend, rows, batch, caches):
         q = module.norm_rope_store(qkv[:rows], weight, 1e-6, cos[:rows], sin[:rows], *caches,

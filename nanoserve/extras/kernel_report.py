@@ -115,7 +115,7 @@ def turn(dtype: torch.dtype, head_dim: int, norms: bool = True, num_tokens: int 
     """As a model does, out of one product for q, k and v."""
     qkv = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
     weight = torch.zeros(3, 1, head_dim, dtype=dtype) if norms else None
-    angles = torch.zeros(num_tokens, 1, head_dim)
+    angles = torch.zeros(num_tokens, 1, 1, head_dim)
     cache = torch.zeros(1, 16, 2, head_dim, dtype=dtype)
     kernels.norm_rope_store(qkv, weight, 1e-6, angles, angles, cache, cache,
                             ints(num_tokens, offset))

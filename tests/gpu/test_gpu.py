@@ -156,8 +156,8 @@ def test_norm_rope_store(heads, kv_heads, head_dim, dtype):
     qkv = random_tensor(n, heads + 2 * kv_heads, head_dim, dtype=dtype)
     q_weight, k_weight = (1 + random_tensor(1, head_dim, dtype=dtype, scale=s) for s in (.1, .2))
     weight = torch.stack([q_weight] * (heads // kv_heads) + [k_weight])
-    angles = random_tensor(n, 1, head_dim // 2)
-    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    angles = random_tensor(n, 1, 1, head_dim // 2)
+    cos, sin = angles.cos().repeat(1, 1, 1, 2), angles.sin().repeat(1, 1, 1, 2)
     slots = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:n].to(
         DEVICE, torch.int32)
     real = torch.arange(n, device=DEVICE) % 5 > 0
