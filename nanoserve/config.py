@@ -169,6 +169,9 @@ class EngineConfig:
             raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
                              f"{', '.join(DTYPES[1:])} with the option dtype")
         runner = self._resolve_runner(model_config)
+        if runner == "generate" and max_model_len < 2:
+            raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
+                             "it to 2 or more")
         on_gpu = device == "cuda"
         kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "torch"
         overlap = on_gpu if self.async_scheduling is None else self.async_scheduling
@@ -199,9 +202,9 @@ class EngineConfig:
         if self.max_model_len <= capacity:
             return self, []
         remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
-        if asked is not None:
+        if asked is not None or capacity < 2:
             raise ValueError(
-                f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
+                f"max_model_len={self.max_model_len} does not fit in the KV cache of {capacity} tokens "
                 f"({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
         said = (f"max_model_len is lowered from {self.max_model_len:,} to {capacity:,}, what the "
                 f"KV cache holds; {remedy} for more")

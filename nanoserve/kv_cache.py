@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from nanoserve.batch import Scratch
+from nanoserve.packing import weighted_sums
 
 Slots = tuple[torch.Tensor, torch.Tensor]  # tokens' blocks and their offsets in these, int64
 MAX_KEPT_BYTES = 2 ** 28  # of copies that are kept: of Qwen3-0.6B in bfloat16 some 2,300 tokens
@@ -167,8 +168,7 @@ class Bags:
 
     def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
-        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
-        return torch.embedding_bag(memory, self.lines, self.starts, False, 0, False, weights)[0]
+        return weighted_sums(memory, self.lines, self.starts, weights)
 
 
 @dataclass

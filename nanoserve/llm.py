@@ -312,14 +312,9 @@ class LLM:
     def _make_requests(self, prompts, sampling_params, priority) -> list[Request]:
         """Check everything first: a list of params or priorities must match the prompts."""
         self._check_open()
-        if isinstance(prompts, (str, dict)) or (
-                isinstance(prompts, (list, tuple)) and prompts and is_token_id(prompts[0])):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise ValueError(f"prompts must be a str, a dict or a list, got "
-                             f"{type(prompts).__name__}")
-        params = _one_for_each(sampling_params, len(prompts), "sampling_params")
-        priorities = _one_for_each(priority, len(prompts), "priority")
+        prompts = as_list(prompts)
+        params = one_for_each(sampling_params, len(prompts), "sampling_params")
+        priorities = one_for_each(priority, len(prompts), "priority")
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -463,7 +458,15 @@ def _emptied(inbox: list[RequestOutput]) -> list[RequestOutput]:
     return outputs
 
 
-def _one_for_each(value, count: int, name: str) -> list:
+def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """One prompt alone is a list of one; a list of token ids is one prompt."""
+    if not isinstance(prompts, (str, dict, list, tuple)):
+        raise ValueError(f"prompts must be a str, a dict or a list, got {type(prompts).__name__}")
+    many = isinstance(prompts, (list, tuple)) and not (prompts and is_token_id(prompts[0]))
+    return list(prompts) if many else [prompts]
+
+
+def one_for_each(value, count: int, name: str) -> list:
     """Broadcast a single value; a list must have one entry for each prompt."""
     if not isinstance(value, (list, tuple)):
         return [value] * count

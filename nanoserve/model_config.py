@@ -25,6 +25,7 @@ from pathlib import Path
 from nanoserve.rope_config import (
     RopeConfig,
     override_new_spelling,
+    read_flag,
     read_number,
     read_ropes,
     stretched_length,
@@ -151,7 +152,7 @@ class ModelConfig:
         eos = generation.get("eos_token_id")
         rope, rope_local = read_ropes(config)
         sizes["max_position_embeddings"] = stretched_length(config, rope)
-        bias = bool(config.get("attention_bias", False))
+        bias = read_flag("attention_bias", config.get("attention_bias", False))
         scale = read_number("query_pre_attn_scalar",
                         config.get("query_pre_attn_scalar", sizes["head_dim"])) ** -0.5
         return cls(
@@ -159,9 +160,10 @@ class ModelConfig:
             **sizes, **_read_experts(config, family, sizes),
             rms_norm_eps=read_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=rope, rope_local=rope_local,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=read_flag("tie_word_embeddings",
+                                          config.get("tie_word_embeddings", False)),
             qkv_bias=bias or family.get("qkv_bias", False), o_bias=bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=read_flag("mlp_bias", config.get("mlp_bias", False)),
             qk_norm=family.get("qk_norm", False), norm_offset=family.get("norm_offset", False),
             scale_embedding=family.get("scale_embedding", False),
             post_norms=family.get("post_norms", False),
@@ -244,7 +246,7 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
         moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
         num_experts=num_experts, num_experts_per_tok=per_token,
         moe_intermediate_size=_size(config, "moe_intermediate_size", sizes["intermediate_size"]),
-        norm_topk_prob=bool(config["norm_topk_prob"]))
+        norm_topk_prob=read_flag("norm_topk_prob", config["norm_topk_prob"]))
 
 
 def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
@@ -265,8 +267,8 @@ def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | No
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
                          f"sliding_attention for each of {num_layers} layers")
-    if config.get("sliding_window") is None or not config.get("use_sliding_window", True) or (
-            "sliding_window" not in family):
+    use = read_flag("use_sliding_window", config.get("use_sliding_window", True))
+    if not use or config.get("sliding_window") is None or "sliding_window" not in family:
         return (None,) * num_layers
     window = _size(config, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -113,6 +113,17 @@ def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
         torch._C._set_mkldnn_enabled(True)
 
 
+def weighted_sums(lines: torch.Tensor, numbers: torch.Tensor, starts: torch.Tensor,
+                  weights: torch.Tensor) -> torch.Tensor:
+    """Sums of some lines, each times its weight, as an embedding bag takes them up.
+
+    lines: (all lines, width); numbers: those that are summed, one sum behind the other; starts:
+    where in `numbers` each sum begins; weights: one for each of `numbers`. Returns (sums, width).
+    """
+    # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
+    return torch.embedding_bag(lines, numbers, starts, False, 0, False, weights)[0]
+
+
 class Lines:
     """A weight for a single row's product. The outputs are cut into bags of as many as a line is
     wide, and a line has what one input gives to those of its bag: their sum, weighted by the row,
@@ -139,10 +150,7 @@ class Lines:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: (1, inputs). Returns (1, outputs)."""
         weights = x.view(-1).repeat(self.num_bags)
-        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer.
-        out, *_ = torch.embedding_bag(self.memory, self.numbers, self.starts, False, 0, False,
-                                      weights)
-        out = out.view(1, -1)
+        out = weighted_sums(self.memory, self.numbers, self.starts, weights).view(1, -1)
         if out.shape[1] != self.num_outputs:  # the last bag was filled up
             out = out[:, :self.num_outputs]
         return out if bias is None else out + bias

@@ -95,10 +95,9 @@ def _read_rope(config: dict, entries: dict) -> RopeConfig:
         return RopeConfig(theta)
     if rope_type == "yarn":
         entries = _yarn_defaults(config, entries)
-    rope = RopeConfig(theta, rope_type, truncate=entries.get("truncate", True), **{
-        name: read_number(name, entries[name]) for name in NUMBERS if name in entries})
-    if rope.truncate not in (True, False):
-        raise ValueError(f"config.json: truncate must be true or false, got {rope.truncate!r}")
+    rope = RopeConfig(
+        theta, rope_type, truncate=read_flag("truncate", entries.get("truncate", True)),
+        **{name: read_number(name, entries[name]) for name in NUMBERS if name in entries})
     if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ValueError(f"config.json: low_freq_factor={rope.low_freq_factor} must be below "
                          f"high_freq_factor={rope.high_freq_factor}")
@@ -155,3 +154,10 @@ def read_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {name} must be a number above 0, got {value!r}")
     return value
+
+
+def read_flag(name: str, value: object) -> bool:
+    """True or false, and not "no", which Python would take for true."""
+    if value not in (True, False):
+        raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
+    return bool(value)

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "kernels_fused": [],
     "kernels": ["batch", "kernels_fused"],
     "packing": [],
-    "kv_cache": ["batch"],
+    "kv_cache": ["batch", "packing"],
     "attention": ["batch", "packing", "kv_cache"],
     "ops": ["kv_cache", "attention"],
     "parallel": [],

@@ -192,6 +192,16 @@ def test_an_explicit_max_model_len_above_the_cache_is_refused(dummy):
     assert_serves(start(dummy, max_model_len=64, num_gpu_blocks_override=4))
 
 
+def test_one_token_is_no_room_for_an_answer(dummy):
+    """Such an engine would start, and refuse every prompt."""
+    with pytest.raises(ValueError, match="max_model_len=1 leaves no room.*2 or more"):
+        start(dummy, max_model_len=1)
+    with pytest.raises(ValueError, match="max_model_len=256 .* 1 tokens .*1 blocks of 1.*raise"):
+        start(dummy, num_gpu_blocks_override=1, block_size=1)
+    (output,) = start(dummy, max_model_len=2).generate([[1]], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 1
+
+
 def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):
     llm = start(dummy, num_gpu_blocks_override=4)
     assert llm.config.max_model_len == 64
@@ -718,6 +728,9 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(dummy, arc
     (dict(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=1), "mlp_only_layers=1 must be"),
     (dict(architectures=["Gemma2ForCausalLM"], query_pre_attn_scalar=0), "query_pre_attn_scalar"),
     (dict(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=-1.0), "softcapping"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings must be true or false, got 'yes'"),
+    (dict(attention_bias="false"), "attention_bias must be true or false, got 'false'"),
+    (dict(architectures=["Qwen2ForCausalLM"], use_sliding_window="no"), "use_sliding_window must"),
     (dict(rms_norm_eps=-1), "rms_norm_eps must be a number above 0, got -1"),
     (dict(rms_norm_eps="x"), "rms_norm_eps must be a number above 0, got 'x'"),
     (dict(eos_token_id="</s>"), "eos_token_id='</s>' must be a token id"),

@@ -39,8 +39,9 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig
 from nanoserve.extras.pooler import Pooler
+from nanoserve.llm import as_list, one_for_each
 from nanoserve.model_config import ModelConfig
-from nanoserve.request import InputProcessor, Prompt, is_token_id
+from nanoserve.request import InputProcessor, Prompt
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestStateStats, Sequence
 
@@ -261,13 +262,9 @@ class PoolingInputs(InputProcessor):
         if pooling_task is None:
             raise ValueError("encode() needs pooling_task: choose one of "
                              f"{', '.join(self.pooler.tasks)}")
-        prompts = _as_list(prompts)
-        if not isinstance(pooling_params, (list, tuple)):
-            pooling_params = [pooling_params] * len(prompts)
-        if len(pooling_params) != len(prompts):
-            raise ValueError(f"pooling_params has {len(pooling_params)} entries for "
-                             f"{len(prompts)} prompts: give one for each, or one for all")
-        params = [_with_task(one, pooling_task) for one in pooling_params]
+        prompts = as_list(prompts)
+        params = [_with_task(one, pooling_task)
+                  for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
         requests = llm._make_requests(prompts, params, priority)
         results = {}
         with closing(llm._drive(requests)) as outputs, tqdm(
@@ -301,7 +298,7 @@ class PoolingInputs(InputProcessor):
         embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
         with a "query" and a "document".
         """
-        first, second = _as_list(data_1), _as_list(data_2)
+        first, second = as_list(data_1), as_list(data_2)
         if len(first) not in (1, len(second)):
             raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
                              "many, or as many of one kind as of the other")
@@ -349,13 +346,6 @@ class PoolingInputs(InputProcessor):
         except TypeError as error:  # as in `_encode`
             raise ValueError(f"no valid text, a lone surrogate? {query!r}, {document!r}") from error
         return {"prompt": query + document, "prompt_token_ids": ids}
-
-
-def _as_list(data: Prompt | list[Prompt]) -> list[Prompt]:
-    if not isinstance(data, (str, dict, list, tuple)):
-        raise ValueError(f"prompts must be a str, a dict or a list, got {type(data).__name__}")
-    many = isinstance(data, (list, tuple)) and not (data and is_token_id(data[0]))
-    return list(data) if many else [data]
 
 
 def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
