@@ -204,8 +204,8 @@ class EngineConfig:
         remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
         if asked is not None or capacity < 2:
             raise ValueError(
-                f"max_model_len={self.max_model_len} does not fit in the KV cache of {capacity} tokens "
-                f"({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
+                f"max_model_len={self.max_model_len} does not fit in the KV cache of {capacity} "
+                f"tokens ({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
         said = (f"max_model_len is lowered from {self.max_model_len:,} to {capacity:,}, what the "
                 f"KV cache holds; {remedy} for more")
         return replace(self, max_model_len=capacity), [said]
