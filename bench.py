@@ -118,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--against", action="append", metavar="PEER", help=f"{', '.join(PEERS)}, or a script that "
         "speaks tests/peers/protocol.py; may be repeated")
     add("--peer-python", default=sys.executable, help="that runs a script given with --against")
-    add("--rounds", type=int, default=3, help="of --against; default: 3")
+    add("--rounds", type=int, default=3, help="of --against and --ladder; default: 3")
     add("--min-seconds", type=float, metavar="S", help="with --against: more rounds of a workload "
         "whose runs take less than this together")
     add("--scheduler", action="store_true", help="time the bookkeeping alone")
@@ -332,6 +332,9 @@ class Bench:
         prefill comes with the smaller budget that it is for. An option given with `--set` wins in
         all rows. On a CPU few sequences run, and from chunked prefill on the budget is small: with
         room for all prompts in a step there would be nothing to schedule, and nothing to see.
+
+        All rows are run in turns, `rounds` times, and of each the run in the middle counts: what an
+        idea brings may be less than what a machine is slower for a minute.
         """
         name, requests = self.args.workload, self.requests
         if name == "batch":  # which neither has a common prefix nor long prompts
@@ -351,20 +354,25 @@ class Bench:
             rungs += [("+ fused kernels", dict(kernels="auto")),
                       ("+ CUDA graphs", dict(enforce_eager=False)),
                       ("+ overlap", dict(async_scheduling=True))]
-        results = dict(self.describe(), workload=describe_requests(name, requests), rows=[])
+        rounds, runs = self.args.rounds, {name: [] for name, _ in rungs}
+        results = dict(self.describe(), workload=describe_requests(name, requests), rounds=rounds)
         print_description(results)
-        print(f"{'':24}{'seconds':>9}{'tok/s':>9}{'TTFT s':>9}{'between tokens: mean':>22}"
-              f"{'p99':>8}")
-        for name, change in rungs:
-            options |= change
-            with self.make_engine(requests, **options) as llm:
-                run, _ = serve(llm, requests, self.temperature, name)
-            if run["interrupted"]:
-                return results | dict(interrupted=True)
-            results["rows"].append(dict(run, name=name))
-            print(f"{name:24}{run['seconds']:9.2f}{run['output_tok_s']:9.1f}"
-                  f"{run['ttft']['mean']:9.2f}{1e3 * run['inter_token']['mean']:19.1f} ms"
-                  f"{1e3 * run['inter_token']['p99']:8.1f}")
+        for turn in range(rounds):
+            print_rungs_head(f"round {turn + 1} of {rounds}")
+            switched = dict(options)
+            for name, change in rungs:
+                switched |= change
+                with self.make_engine(requests, **switched) as llm:
+                    run, _ = serve(llm, requests, self.temperature, name)
+                if run["interrupted"]:
+                    return results | dict(interrupted=True, rows=middle_of_each(runs))
+                runs[name].append(dict(run, name=name))
+                print_rung(runs[name][-1])
+        results["rows"] = middle_of_each(runs)
+        if rounds > 1:
+            print_rungs_head(f"medians of {rounds}")
+            for row in results["rows"]:
+                print_rung(row)
         return results
 
     def against(self, names: tuple[str, ...] = ()) -> dict:
@@ -441,6 +449,12 @@ def parse_options(settings: list[str]) -> dict:
     return options
 
 
+def middle_of_each(runs: dict[str, list[dict]]) -> list[dict]:
+    """Of each row's runs the one that half of the others were slower than."""
+    return [sorted(some, key=lambda run: run["seconds"])[len(some) // 2]
+            for some in runs.values() if some]
+
+
 # ----------------------------------------------------------- what is printed
 
 
@@ -465,6 +479,18 @@ def describe_requests(name: str, requests: list[Request], rate: float | None = N
                 num_prompt_tokens=sum(len(request.prompt) for request in requests),
                 num_output_tokens=sum(request.max_tokens for request in requests),
                 request_rate=rate)
+
+
+def print_rungs_head(title: str) -> None:
+    print(f"{title:24}{'seconds':>9}{'tok/s':>9}{'TTFT s':>9}{'between tokens: mean':>22}"
+          f"{'p99':>8}")
+
+
+def print_rung(row: dict) -> None:
+    """One row of the ladder."""
+    gap = row["inter_token"]
+    print(f"{row['name']:24}{row['seconds']:9.2f}{row['output_tok_s']:9.1f}"
+          f"{row['ttft']['mean']:9.2f}{1e3 * gap['mean']:19.1f} ms{1e3 * gap['p99']:8.1f}")
 
 
 def print_description(result: dict) -> None:

@@ -1,6 +1,6 @@
 """Measures the README's benchmark section, and writes it.
 
-    python docs/benchmark.py --measure                     bfloat16 and the ladder; 15 minutes
+    python docs/benchmark.py --measure                     bfloat16 and the ladder; 25 minutes
     python docs/benchmark.py --measure --dtype float32 --no-ladder                20 minutes
     python docs/benchmark.py                               only write the section again
 
@@ -62,7 +62,8 @@ def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
     data["comparisons"] = sorted([*others, found], key=place)
     yield
     if not args.no_ladder:
-        with bench.Bench(bench.make_parser().parse_args([*common, "--ladder"])) as one:
+        asked = bench.make_parser().parse_args([*common, "--ladder", "--rounds", args.rounds])
+        with bench.Bench(asked) as one:
             data["ladder"] = one.ladder()
         yield
 
@@ -149,7 +150,8 @@ def ladder(found: dict) -> str:
     return (f"What each idea brings, switched on one after the other, {on(found, limits)}, "
             f"{found['model']['name']}'s shapes, {found['model']['dtype']}: {load['num_requests']} "
             f"requests, {load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} "
-            f"output tokens, most prompts with a common beginning and some long:\n\n{table(rows)}")
+            f"output tokens, most prompts with a common beginning and some long; rows in turns, of "
+            f"{found['rounds']} runs the one in the middle:\n\n{table(rows)}")
 
 
 def on(found: dict, limits: dict[str, list[float]]) -> str:

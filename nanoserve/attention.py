@@ -118,7 +118,8 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
         shared.scores(q_of, k, out=scores[..., :num_shared])
         scores[..., num_shared:] = own
     scores = _capped(scores, softcap)
-    scores[..., num_shared:].masked_fill_(piece.hidden, float("-inf"))
+    of_own = scores if shared is None else scores[..., num_shared:]
+    of_own.masked_fill_(piece.hidden, float("-inf"))
     weights = scores.softmax(-1)
     out = piece.own.sums(weights, v)
     if shared is not None:

@@ -171,7 +171,7 @@ class EngineConfig:
         runner = self._resolve_runner(model_config)
         if runner == "generate" and max_model_len < 2:
             raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
-                             "it to 2 or more")
+                             "it, and the model's max_position_embeddings if that is 1, too")
         on_gpu = device == "cuda"
         kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "torch"
         overlap = on_gpu if self.async_scheduling is None else self.async_scheduling
@@ -197,15 +197,19 @@ class EngineConfig:
     def fit_to_cache(self, num_blocks: int,
                      asked: int | None) -> tuple["EngineConfig", list[str]]:
         """Lower `max_model_len` to what the KV cache holds; returns what to say about it, too.
-        asked: the user's own, which raises `ValueError` instead."""
+        asked: the user's own, which raises `ValueError` instead; so does a cache of one token, if
+        it should hold a prompt and an answer."""
         capacity = num_blocks * self.block_size
         if self.max_model_len <= capacity:
             return self, []
         remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
-        if asked is not None or capacity < 2:
+        if self.runner == "generate" and capacity < 2:
+            raise ValueError("a KV cache of one token has no room for an answer behind a prompt: "
+                             f"{remedy}")
+        if asked is not None:
             raise ValueError(
-                f"max_model_len={self.max_model_len} does not fit in the KV cache of {capacity} "
-                f"tokens ({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
+                f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
+                f"({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
         said = (f"max_model_len is lowered from {self.max_model_len:,} to {capacity:,}, what the "
                 f"KV cache holds; {remedy} for more")
         return replace(self, max_model_len=capacity), [said]

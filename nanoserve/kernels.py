@@ -41,7 +41,7 @@ from nanoserve.kernels_fused import (
 
 # What the engine calls. All but four come from kernels_fused, which it needs not know of.
 __all__ = ["INTERPRETED", "new_caches", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
-           "find_floors", "norm_rope_store", "rms_norm", "sample_tokens", "slots_of"]
+           "find_floors", "norm_rope_store", "rms_norm", "sample_tokens", "places_of"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
@@ -69,8 +69,8 @@ def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
             torch.zeros(shape, dtype=dtype, device=device))
 
 
-def slots_of(slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
-    """`ops.slots_of` for these kernels: a slot is a row of their caches, as it is."""
+def places_of(slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
+    """`ops.places_of` for these kernels, whose caches have a row for each slot."""
     return slot_mapping
 
 

@@ -121,7 +121,7 @@ def _norm_rope_launch(head_dim: int) -> dict:
 
 def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
                     cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
-                    v_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+                    v_cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`ops.norm_rope_store`, but a slot of -1 (a graph's padding) writes nothing.
 
     A row of qkv and the caches is dense, rows may be further apart. Returns the new q, dense: as
@@ -139,7 +139,7 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     launch = _norm_rope_launch(head_dim)
     tiles = sum(triton.cdiv(n, launch["HEADS"]) for n in (num_heads, num_kv_heads))
     _norm_rope_store_kernel[len(qkv), tiles](
-        q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slots,
+        q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, places,
         qkv.stride(0), out.stride(0), k_cache.stride(1), num_heads, num_kv_heads, head_dim,
         num_warps=4, **launch, **FMA)
     return out

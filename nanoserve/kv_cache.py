@@ -25,7 +25,7 @@ import torch
 from nanoserve.batch import Scratch
 from nanoserve.packing import weighted_sums
 
-Slots = tuple[torch.Tensor, torch.Tensor]  # tokens' blocks and their offsets in these, int64
+Places = tuple[torch.Tensor, torch.Tensor]  # tokens' blocks and their offsets in these
 MAX_KEPT_BYTES = 2 ** 28  # of copies that are kept: of Qwen3-0.6B in bfloat16 some 2,300 tokens
 
 
@@ -48,24 +48,26 @@ def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
     return k.permute(0, 3, 1, 2), v.permute(1, 2, 0, 3)
 
 
-def slots_of(slot_mapping: torch.Tensor, block_size: int) -> Slots:
-    """Where the step's new tokens go. slot_mapping: (num_tokens,), block id * block_size + offset.
+def places_of(slot_mapping: torch.Tensor, block_size: int) -> Places:
+    """Where the step's new tokens go: their slots' blocks, and the offsets in these, (num_tokens,)
+    in int64. slot_mapping: (num_tokens,), block id * block_size + offset.
+
     Once a step and not once a layer: three small operators, but each runs code that weights have
-    pushed out of the core's cache: 1 to 3% of a decoding step (AMD EPYC, Qwen3-0.6B)."""
+    pushed out of the core's cache: 1 to 3% of a decoding step (AMD EPYC, Qwen3-0.6B).
+    """
     slots = slot_mapping.long()
     return slots // block_size, slots % block_size
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-             slots: Slots) -> None:
+             places: Places) -> None:
     """Write the new tokens' keys and values to their slots.
 
     k, v: (num_tokens, num_kv_heads, head_dim). Caches: (num_blocks, block_size, num_kv_heads,
-    head_dim). slots: see `slots_of`.
+    head_dim). places: see `places_of`.
     """
-    blocks, offsets = slots
-    k_cache[blocks, offsets] = k
-    v_cache[blocks, offsets] = v
+    k_cache.index_put_(places, k)
+    v_cache.index_put_(places, v)
 
 
 def as_lines(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

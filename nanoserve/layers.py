@@ -272,7 +272,8 @@ class RotaryEmbedding(nn.Module):
         self.scale = rope.attention_factor
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions (num_tokens,) -> cos and sin, each (num_tokens, 1, 1, head_dim), for all heads.
+        """positions (num_tokens,) -> cos and sin, each (num_tokens, 1, 1, head_dim): the same for
+        all heads, which come in sets of KV heads (`HeadNorm`).
 
         Both in float32 whatever the model's dtype: bfloat16 can't tell position 4095 from 4096.
         """

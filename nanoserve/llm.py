@@ -466,7 +466,7 @@ def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     return list(prompts) if many else [prompts]
 
 
-def one_for_each(value, count: int, name: str) -> list:
+def one_for_each(value: object, count: int, name: str) -> list:
     """Broadcast a single value; a list must have one entry for each prompt."""
     if not isinstance(value, (list, tuple)):
         return [value] * count

@@ -40,7 +40,7 @@ from nanoserve.parallel import Span, share_heads
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see kv_cache.py
-Slots = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # see `slots_of` of ops or kernels
+Places = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # see `places_of` of ops or kernels
 
 
 class Decoder(nn.Module):
@@ -83,11 +83,11 @@ class Decoder(nn.Module):
         global_rope = local_rope = self.rotary(positions)  # cos and sin
         if self.rotary_local is not None:
             local_rope = self.rotary_local(positions)
-        slots = self.ops.slots_of(batch.slot_mapping, kv_cache[0][0].shape[1])
+        places = self.ops.places_of(batch.slot_mapping, kv_cache[0][0].shape[1])
         residual = None  # the stream is `hidden`, or the sum of both where there are two
         for i in layers:
             cos, sin = global_rope if self.config.windows[i] is None else local_rope
-            hidden, residual = self.layers[i](hidden, residual, cos, sin, slots, kv_cache[i],
+            hidden, residual = self.layers[i](hidden, residual, cos, sin, places, kv_cache[i],
                                               batch, wanted if i == len(self.layers) - 1 else None)
             if taps is not None and i in taps:
                 taps[i] = hidden + residual
@@ -130,11 +130,11 @@ class DecoderLayer(nn.Module):
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor,
-                sin: torch.Tensor, slots: Slots, kv: tuple[torch.Tensor, torch.Tensor],
+                sin: torch.Tensor, places: Places, kv: tuple[torch.Tensor, torch.Tensor],
                 batch: Batch, wanted: torch.Tensor | None = None,
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self.self_attn(normed, cos, sin, slots, kv, batch, wanted)
+        attended = self.self_attn(normed, cos, sin, places, kv, batch, wanted)
         if wanted is not None:
             residual = residual[wanted]
         if self.pre_feedforward_layernorm is None:
@@ -165,12 +165,12 @@ class Attention(nn.Module):
         self.qk_norm = None if not config.qk_norm else HeadNorm(
             self.head_dim, heads.size // kv_heads.size + 1, self.eps, on, config.norm_offset)
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: Slots,
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: Places,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # heads of q, k and v
         weight = None if self.qk_norm is None else self.qk_norm.weight
-        q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, slots)
+        q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, places)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj((out if wanted is None else out[wanted]).flatten(1))
 

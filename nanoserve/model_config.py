@@ -267,8 +267,8 @@ def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | No
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
                          f"sliding_attention for each of {num_layers} layers")
-    use = read_flag("use_sliding_window", config.get("use_sliding_window", True))
-    if not use or config.get("sliding_window") is None or "sliding_window" not in family:
+    if "sliding_window" not in family or config.get("sliding_window") is None or (
+            not read_flag("use_sliding_window", config.get("use_sliding_window", True))):
         return (None,) * num_layers
     window = _size(config, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -314,7 +314,7 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
         name = "hidden_activation" if "hidden_activation" in config else "hidden_act"
         raise ValueError(f"config.json: {name}={_activation(config)!r} is not supported: choose "
                          f"one of {', '.join(ACTIVATIONS)}")
-    if config.get("use_bidirectional_attention"):
+    if read_flag("use_bidirectional_attention", config.get("use_bidirectional_attention", False)):
         raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
                          "generated causally")
     if "quantization_config" in config:

@@ -11,7 +11,7 @@ the kernels are tested against it, and a layer is given one module or the other 
     hidden ─ add_rms_norm ─ qkv_proj ─ norm_rope_store ─ paged_attention ─ o_proj ─ add_rms_norm ─
     gate_up_proj ─ act_and_mul ─ down_proj ─►                  (or `experts` for the last three)
 
-`new_caches` and `slots_of` are here because the order of memory belongs to whoever reads it.
+`new_caches` and `places_of` are here because the order of memory belongs to whoever reads it.
 
 Invariant: results are rounded to the tensors' dtype after each step that is a step below, in both
 modules. A function's memory is its own: arguments are left as they are, but for the KV cache.
@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.attention import paged_attention
-from nanoserve.kv_cache import Slots, new_caches, slots_of, store_kv
+from nanoserve.kv_cache import Places, new_caches, places_of, store_kv
 
 __all__ = ["act_and_mul", "add_rms_norm", "experts", "new_caches", "norm_rope_store",
-           "paged_attention", "rms_norm", "slots_of"]
+           "paged_attention", "rms_norm", "places_of"]
 
 SLICE = 256  # tokens whose float32 numbers a CPU keeps in its cache from one operator to the next
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -70,26 +70,26 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
 
 def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
                     cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
-                    v_cache: torch.Tensor, slots: Slots) -> torch.Tensor:
+                    v_cache: torch.Tensor, places: Places) -> torch.Tensor:
     """Normalise queries and keys, turn them to their positions, and put K and V into the cache.
 
     qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), the heads of queries, keys and values
     in this order, num_heads a multiple of num_kv_heads; weight: (num_heads / num_kv_heads + 1, 1,
     head_dim), the queries' repeated and then the keys' (`HeadNorm` says why), None for no norm;
-    cos, sin: (num_tokens, 1, 1, head_dim) in float32; caches and slots: see `store_kv`. Returns the
-    new q, (num_tokens, num_heads, head_dim). Queries and keys are computed in float32 and rounded
-    once; values are copied.
+    cos, sin: (num_tokens, 1, 1, head_dim) in float32; caches and places: see `store_kv`. Returns
+    the new q, (num_tokens, num_heads, head_dim). Queries and keys are computed in float32 and
+    rounded once; values are copied.
     """
     if len(qkv) > SLICE:
-        parts = zip(*(x.split(SLICE) for x in (qkv, cos, sin, *slots)), strict=True)
-        return torch.cat([norm_rope_store(qkv, weight, eps, cos, sin, k_cache, v_cache, slots)
-                          for qkv, cos, sin, *slots in parts])
+        parts = zip(*(x.split(SLICE) for x in (qkv, cos, sin, *places)), strict=True)
+        return torch.cat([norm_rope_store(qkv, weight, eps, cos, sin, k_cache, v_cache, (b, o))
+                          for qkv, cos, sin, b, o in parts])
     (num_tokens, all_heads, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     qk, v = qkv.split((all_heads - num_kv_heads, num_kv_heads), dim=1)
     x = qk.float().view(num_tokens, qk.shape[1] // num_kv_heads, num_kv_heads, head_dim)  # last: k
     qk = _norm_turn(x, weight, eps, cos, sin).view(qk.shape).to(qkv.dtype)
     q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-    store_kv(k, v, k_cache, v_cache, slots)
+    store_kv(k, v, k_cache, v_cache, places)
     return q
 
 

@@ -113,15 +113,16 @@ def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
         torch._C._set_mkldnn_enabled(True)
 
 
-def weighted_sums(lines: torch.Tensor, numbers: torch.Tensor, starts: torch.Tensor,
+def weighted_sums(memory: torch.Tensor, numbers: torch.Tensor, starts: torch.Tensor,
                   weights: torch.Tensor) -> torch.Tensor:
-    """Sums of some lines, each times its weight, as an embedding bag takes them up.
+    """Sums of some lines of memory, each times its weight: attention's to single queries, too.
 
-    lines: (all lines, width); numbers: those that are summed, one sum behind the other; starts:
-    where in `numbers` each sum begins; weights: one for each of `numbers`. Returns (sums, width).
+    memory: (all lines, width); numbers: the lines that are summed, one sum behind the other;
+    starts: where in `numbers` each sum begins; weights: one for each of `numbers`. Returns (sums,
+    width).
     """
     # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
-    return torch.embedding_bag(lines, numbers, starts, False, 0, False, weights)[0]
+    return torch.embedding_bag(memory, numbers, starts, False, 0, False, weights)[0]
 
 
 class Lines:

@@ -157,7 +157,7 @@ def read_number(name: str, value: object) -> float:
 
 
 def read_flag(name: str, value: object) -> bool:
-    """True or false, and not "no", which Python would take for true."""
+    """True or false, or 1 or 0; and not "no", which Python would take for true."""
     if value not in (True, False):
         raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
     return bool(value)

@@ -158,7 +158,8 @@ class Checkpoints(dict):
         self.root = root
 
     def __missing__(self, name: str) -> Path:
-        model = AutoModelForCausalLM.from_config((CHECKPOINTS | TINY_CHECKPOINTS)[name]())
+        with torch.random.fork_rng(devices=[]):  # whoever asks first draws what others draw
+            model = AutoModelForCausalLM.from_config((CHECKPOINTS | TINY_CHECKPOINTS)[name]())
         options = dict(max_shard_size="100KB") if name.endswith("-sharded") else {}
         folder = self[name] = save(model, self.root / name, **options)
         assert (folder / "model.safetensors.index.json").exists() == bool(options)

@@ -26,7 +26,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from nanoserve import LLM, SamplingParams, attention, kv_cache, ops
 from nanoserve.attention import paged_attention
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.kv_cache import new_caches, slots_of, store_kv
+from nanoserve.kv_cache import new_caches, places_of, store_kv
 from nanoserve.layers import (
     Embedding,
     HeadNorm,
@@ -330,7 +330,7 @@ def test_new_caches_are_read_where_they_lie(monkeypatch):
     k_cache, v_cache = new_caches((6, 4, 2, 8), torch.float32, CPU)
     assert k_cache.shape == v_cache.shape == (6, 4, 2, 8)
     store_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8) + 1, k_cache, v_cache,
-             slots_of(torch.tensor([9]), 4))
+             places_of(torch.tensor([9]), 4))
     assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
     assert v_cache[2, 1].eq(2).all() and v_cache.sum() == 32
     seen = []
@@ -450,7 +450,7 @@ def test_what_rows_share_is_copied_anew_when_a_step_writes_there(monkeypatch, ro
             written = builder.build(write)
             for k_cache, v_cache in layers:
                 store_kv(*torch.randn(2, 4, 2, 8, generator=generator), k_cache, v_cache,
-                         slots_of(written.slot_mapping, k_cache.shape[1]))
+                         places_of(written.slot_mapping, k_cache.shape[1]))
             batch = decode_step(builder, tables, seq_len)
         q = torch.randn(len(tables), 4, 8, generator=generator)
         for k_cache, v_cache in layers:
@@ -492,8 +492,8 @@ def test_a_chunk_attends_to_its_own_end_and_not_to_the_prompts():
 def test_store_kv_writes_the_slots_of_the_mapping_and_nothing_else():
     k_cache, v_cache = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6)
     k, v = torch.randn(3, 2, 6), torch.randn(3, 2, 6)
-    slots = slots_of(torch.tensor([9, 0, 7], dtype=torch.int32), block_size=4)
-    store_kv(k, v, k_cache, v_cache, slots)
+    places = places_of(torch.tensor([9, 0, 7], dtype=torch.int32), block_size=4)
+    store_kv(k, v, k_cache, v_cache, places)
     for cache, new in ((k_cache, k), (v_cache, v)):
         expected = torch.zeros(3, 4, 2, 6)
         # Slot 9 is block 2, offset 1; slot 7 is block 1, offset 3.
@@ -660,7 +660,7 @@ def test_rope_equals_transformers(dtype):
     cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions)
     caches = [torch.zeros(3, 2, 2, 16, dtype=dtype) for _ in "kv"]
     turned = norm_rope_store(torch.cat((q, k, k), dim=1), None, 0, cos, sin, *caches,
-                             slots_of(torch.arange(6), 2))
+                             places_of(torch.arange(6), 2))
     tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8  # half of the last bit
     for got, exact in zip((turned, caches[0].view(6, 2, 16)), expected, strict=True):
         assert got.dtype == dtype
@@ -688,10 +688,10 @@ def test_norm_and_rope_of_heads_equal_transformers(dtype):
     exact = [x[0].transpose(0, 1) for x in apply_rotary_pos_emb(*exact, *angles)]
     cos, sin = RotaryEmbedding(16, RopeConfig(theta=10000.0), CPU)(positions)
     caches, before = [torch.zeros(3, 2, 2, 16, dtype=dtype) for _ in "kv"], qkv.clone()
-    slots = slots_of(torch.arange(6), 2)
-    q = norm_rope_store(qkv, norm.weight, 1e-6, cos, sin, *caches, slots)
+    places = places_of(torch.arange(6), 2)
+    q = norm_rope_store(qkv, norm.weight, 1e-6, cos, sin, *caches, places)
     assert norm_rope_store(qkv[:0], norm.weight, 1e-6, cos[:0], sin[:0], *caches,
-                           slots_of(torch.arange(0), 2)).shape == (0, 4, 16)
+                           places_of(torch.arange(0), 2)).shape == (0, 4, 16)
     tolerance = 1e-6 if dtype == torch.float32 else 2 ** -8  # half of the last bit
     for got, expected in zip((q, caches[0].view(6, 2, 16)), exact, strict=True):
         assert_close(got.float(), expected.float(), rtol=tolerance, atol=5e-6)
@@ -711,12 +711,12 @@ def test_many_tokens_turn_in_slices(monkeypatch):
     qkv = torch.randn(601, 8, 16, generator=generator)
     cos, sin = RotaryEmbedding(16, RopeConfig(), CPU)(torch.arange(601))
     weight = torch.rand(3, 1, 16, generator=generator)
-    slots = slots_of(torch.randperm(800)[:601], 16)
+    places = places_of(torch.randperm(800)[:601], 16)
     results = []
     for size in (ops.SLICE, 10 ** 6):
         monkeypatch.setattr(ops, "SLICE", size)
         caches = [torch.zeros(50, 16, 2, 16) for _ in "kv"]
-        results.append((norm_rope_store(qkv, weight, 1e-6, cos, sin, *caches, slots), *caches))
+        results.append((norm_rope_store(qkv, weight, 1e-6, cos, sin, *caches, places), *caches))
     assert all(map(torch.equal, *results))
 
 

@@ -317,7 +317,7 @@ def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
 
     def step(module, attend, rows, batch, caches):
         q = module.norm_rope_store(qkv[:rows], weight, 1e-6, cos[:rows], sin[:rows], *caches,
-                                   module.slots_of(slots[:rows], 16))
+                                   module.places_of(slots[:rows], 16))
         return attend(q, *caches, batch, 0.2)
 
     expected = step(ops, ops.paged_attention, 3, make_batch(tables, [1] * 3, seq_lens), copies)

@@ -9,6 +9,7 @@ from conftest import Reference
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanoserve import LLM, SamplingParams, ops
+from nanoserve.kv_cache import places_of
 from nanoserve.layers import Placement
 from nanoserve.loader import load_dummy_weights
 from nanoserve.model import Decoder
@@ -69,6 +70,17 @@ def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
     for tensor, before in zip(cache[-1], written, strict=True):
         assert before.any()
         torch.testing.assert_close(tensor, before)
+
+
+def test_new_tokens_places_are_found_once_a_step(qwen3, monkeypatch):
+    """And not in each layer, which asks for code that weights have pushed out of the cache."""
+    calls = []
+    monkeypatch.setattr(ops, "places_of", lambda *args: calls.append(args) or places_of(*args))
+    llm = LLM(qwen3, block_size=4)
+    del calls[:]  # of the step that measures memory
+    llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert [args[0].tolist() for args in calls] == [[0, 1, 2, 3, 4], [5], [6]]
+    assert {args[1] for args in calls} == {4}
 
 
 def test_a_step_copies_blocks_before_it_runs(qwen3):

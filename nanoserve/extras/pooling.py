@@ -39,7 +39,6 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig
 from nanoserve.extras.pooler import Pooler
-from nanoserve.llm import as_list, one_for_each
 from nanoserve.model_config import ModelConfig
 from nanoserve.request import InputProcessor, Prompt
 from nanoserve.sampling_params import SamplingParams
@@ -262,6 +261,7 @@ class PoolingInputs(InputProcessor):
         if pooling_task is None:
             raise ValueError("encode() needs pooling_task: choose one of "
                              f"{', '.join(self.pooler.tasks)}")
+        from nanoserve.llm import as_list, one_for_each  # here: it imports this file in its turn
         prompts = as_list(prompts)
         params = [_with_task(one, pooling_task)
                   for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
@@ -298,6 +298,7 @@ class PoolingInputs(InputProcessor):
         embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
         with a "query" and a "document".
         """
+        from nanoserve.llm import as_list  # here, as above
         first, second = as_list(data_1), as_list(data_2)
         if len(first) not in (1, len(second)):
             raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "

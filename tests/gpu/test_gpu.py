@@ -167,7 +167,7 @@ def test_norm_rope_store(heads, kv_heads, head_dim, dtype):
     got = kernels.norm_rope_store(qkv, weight, 1e-6, cos, sin, *caches,
                                   torch.where(real, slots, -1))
     expected = ops.norm_rope_store(qkv[real].float(), weight.float(), 1e-6, cos[real], sin[real],
-                                   *exact, ops.slots_of(slots[real], 16))
+                                   *exact, ops.places_of(slots[real], 16))
     assert_near(got[real], expected, dtype)
     for cache, right in zip(caches, exact, strict=True):
         assert torch.equal(cache.isnan(), right.isnan())
