@@ -432,8 +432,12 @@ def test_ctrl_c_prints_what_was_measured(toy, tmp_path, capsys, monkeypatch):
 def test_the_ladder(toy, tmp_path, capsys, monkeypatch):
     path = tmp_path / "ladder.json"
     real, taken = bench.serve, iter([5, 1, 1, 1, 3, 2, 2, 2, 4, 3, 3, 3])  # seconds, row after row
-    monkeypatch.setattr(bench, "serve", lambda *args: (
-        dict((served := real(*args))[0], seconds=next(taken)), served[1]))
+
+    def serve(llm, requests, temperature, label=None):
+        run, meter = real(llm, requests, temperature, label)
+        return (run if label is None else dict(run, seconds=next(taken))), meter  # None: warming up
+
+    monkeypatch.setattr(bench, "serve", serve)
     code, out, _ = run(capsys, toy, "--ladder", "--output-len", "3", "6", "--num-prompts", "8",
                        "--output-json", str(path))
     assert code == 0 and next(taken, None) is None  # three rounds by default
