@@ -265,7 +265,10 @@ class Bench:
             usual["load_format"] = "dummy"
         start = time.perf_counter()
         llm = LLM(self.folder, **usual | options | self.options)
-        serve(llm, [Request(r.prompt[:64], 4) for r in requests[:2]], self.temperature)  # warm up
+        warm_up, _ = serve(llm, [Request(r.prompt[:64], 4) for r in requests[:2]], self.temperature)
+        if warm_up["interrupted"]:
+            llm.shutdown()
+            raise KeyboardInterrupt
         self.startup_seconds = time.perf_counter() - start
         return llm
 
@@ -357,17 +360,20 @@ class Bench:
         rounds, runs = self.args.rounds, {name: [] for name, _ in rungs}
         results = dict(self.describe(), workload=describe_requests(name, requests), rounds=rounds)
         print_description(results)
-        for turn in range(rounds):
-            print_rungs_head(f"round {turn + 1} of {rounds}")
-            switched = dict(options)
-            for name, change in rungs:
-                switched |= change
-                with self.make_engine(requests, **switched) as llm:
-                    run, _ = serve(llm, requests, self.temperature, name)
-                if run["interrupted"]:
-                    return results | dict(interrupted=True, rows=middle_of_each(runs))
-                runs[name].append(dict(run, name=name))
-                print_rung(runs[name][-1])
+        try:
+            for turn in range(rounds):
+                print_rungs_head(f"round {turn + 1} of {rounds}")
+                switched = dict(options)
+                for name, change in rungs:
+                    switched |= change
+                    with self.make_engine(requests, **switched) as llm:
+                        run, _ = serve(llm, requests, self.temperature, name)
+                    if run["interrupted"]:
+                        raise KeyboardInterrupt
+                    runs[name].append(dict(run, name=name))
+                    print_rung(runs[name][-1])
+        except KeyboardInterrupt:  # in a row, or while the next one's engine is made
+            return results | dict(interrupted=True, rows=middle_of_each(runs))
         results["rows"] = middle_of_each(runs)
         if rounds > 1:
             print_rungs_head(f"medians of {rounds}")
@@ -450,8 +456,8 @@ def parse_options(settings: list[str]) -> dict:
 
 
 def middle_of_each(runs: dict[str, list[dict]]) -> list[dict]:
-    """Of each row's runs the one that half of the others were slower than."""
-    return [sorted(some, key=lambda run: run["seconds"])[len(some) // 2]
+    """Of each row's runs the one in the middle by its seconds, of two in the middle the faster."""
+    return [sorted(some, key=lambda run: run["seconds"])[(len(some) - 1) // 2]
             for some in runs.values() if some]
 
 

@@ -452,6 +452,41 @@ def test_the_ladder(toy, tmp_path, capsys, monkeypatch):
     assert result["workload"]["name"] == "mixed"
 
 
+@pytest.mark.parametrize("where", ["its engine is made", "it warms up", "it is measured"])
+def test_ctrl_c_on_the_ladder_keeps_the_rows_that_were_done(toy, tmp_path, capsys, monkeypatch,
+                                                            where):
+    """Pressed in the third row, while ..."""
+    made, path = [], tmp_path / "ladder.json"
+
+    class Interrupted(LLM):
+        def __init__(self, *args, **options):
+            made.append(self)
+            if len(made) == 3 and where == "its engine is made":
+                raise KeyboardInterrupt
+            super().__init__(*args, **options)
+
+        def step(self):
+            measured = len(self.requests) > 2  # a warm-up has two at most
+            if len(made) == 3 and measured == (where == "it is measured"):
+                raise KeyboardInterrupt
+            return super().step()
+
+    monkeypatch.setattr(bench, "LLM", Interrupted)
+    code, out, _ = run(capsys, toy, "--ladder", "--output-len", "3", "6", "--num-prompts", "8",
+                       "--output-json", str(path))
+    result = json.loads(path.read_text())
+    assert code == 130 and result["interrupted"] and len(made) == 3
+    assert [row["name"] for row in result["rows"]] == ["one request at a time",
+                                                       "+ continuous batching"]
+    assert "medians" not in out
+
+
+def test_the_run_in_the_middle():
+    runs = {"odd": [3, 1, 2], "even": [4, 1, 2, 3], "one": [5], "none": []}
+    runs = {name: [dict(seconds=s) for s in some] for name, some in runs.items()}
+    assert [row["seconds"] for row in bench.middle_of_each(runs)] == [2, 2, 5]
+
+
 def test_against_transformers(toy, tmp_path, capsys):
     path = tmp_path / "against.json"
     code, out, _ = run(capsys, toy, "--against", "hf", "--rounds", "2", "--num-prompts", "3",

@@ -548,6 +548,7 @@ def embedder(checkpoints):
     (lambda llm: llm.classify("a"), "task='classify'.*convert"),
     (lambda llm: llm.encode("a", PoolingParams(task="embed"), pooling_task="token_embed"), "task"),
     (lambda llm: llm.embed("a", pooling_params=SamplingParams()), "PoolingParams"),
+    (lambda llm: llm.embed("a", pooling_params={}), "must be PoolingParams, got {}"),
     (lambda llm: llm.embed(["a", "b"], pooling_params=[None]), "1 entries for 2 prompts"),
     (lambda llm: llm.embed(["a", ""]), "prompt 1: .*empty"),
     (lambda llm: llm.embed(["a", []]), "prompt 1: .*empty"),

@@ -350,7 +350,7 @@ class PoolingInputs(InputProcessor):
 
 
 def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
-    params = params or PoolingParams()
+    params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
         raise ValueError(f"pooling_params must be PoolingParams, got {params!r}")
     if params.task not in (None, task):
