@@ -336,8 +336,8 @@ class Bench:
         all rows. On a CPU few sequences run, and from chunked prefill on the budget is small: with
         room for all prompts in a step there would be nothing to schedule, and nothing to see.
 
-        All rows are run in turns, `rounds` times, and of each the run in the middle counts: what an
-        idea brings may be less than what a machine is slower for a minute.
+        All rows are run in turns, `rounds` times, and of each the run in the middle counts: some
+        ideas bring less than a machine that others use as well loses in a bad minute.
         """
         name, requests = self.args.workload, self.requests
         if name == "batch":  # which neither has a common prefix nor long prompts
