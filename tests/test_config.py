@@ -200,6 +200,8 @@ def test_one_token_is_no_room_for_an_answer(dummy):
         start(dummy, num_gpu_blocks_override=1, block_size=1)
     (output,) = start(dummy, max_model_len=2).generate([[1]], use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 1
+    pooler = start(dummy, runner="pooling", num_gpu_blocks_override=1, block_size=1)
+    assert len(pooler.embed([1], use_tqdm=False)[0].outputs.embedding) > 0  # has none to make
 
 
 def test_an_open_max_model_len_is_lowered_and_said(dummy, capsys):
