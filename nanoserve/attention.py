@@ -131,36 +131,69 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
                  num_heads: int) -> list[Group]:
     """Rows of similar length are a piece, the longest first, so that padding is short."""
-    block_size, put = k_cache.shape[1], put_on(k_cache.device)
+    if not batch.num_decodes:
+        return []
+    block_size, slots_of_run = _block_size(batch, k_cache), k_cache.shape[1]
+    put, in_run, shared = put_on(k_cache.device), slots_of_run // block_size, None
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[:batch.num_decodes]
     seq_lens = np.array(batch.seq_lens_host[:batch.num_decodes], dtype=np.int64)
-    num_shared = 0 if window is not None else _num_shared(tables, (seq_lens - 1) // block_size)
+    last = seq_lens - 1  # the query's own
+    num_shared = 0 if window is not None else _num_shared(tables, last // block_size)
+    num_shared -= num_shared % in_run  # keys are counted in runs, whichever they lie in
     first = np.full_like(seq_lens, num_shared)  # the block with a row's first own key
     if window is not None:
         first = np.maximum(seq_lens - window, 0) // block_size
-    widths = (seq_lens - 1) // block_size + 1 - first
-    shared = None
     if num_shared:  # by the same rows in the next step, too, most probably
-        shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache, keep=True)
+        shared = Copy.of(tables[:1, :num_shared], block_size, batch.scratch, k_cache, keep=True)
+    runs, widths, blocks_at = _runs_of(tables, first, last // block_size + 1, in_run)
+    last_slots = _slots(tables, last[:, None], block_size)
     pieces, longest_first = [], np.argsort(-widths, kind="stable")
     while len(longest_first):
         width = int(widths[longest_first[0]])
-        padded = (width - widths[longest_first]).cumsum() * block_size
-        fit = min(int((padded <= MAX_PADDED_KEYS).sum()), max(1, MAX_KEYS // (width * block_size)))
+        padded = (width - widths[longest_first]).cumsum() * slots_of_run
+        fit = min(int((padded <= MAX_PADDED_KEYS).sum()),
+                  max(1, MAX_KEYS // (width * slots_of_run)))
         rows, longest_first = np.sort(longest_first[:fit]), longest_first[fit:]
-        keys = first[rows, None] * block_size + np.arange(width * block_size)  # (rows, keys)
-        last = seq_lens[rows, None] - 1  # the query's own
-        hidden = keys > last
+        blocks = blocks_at[rows, :width].reshape(len(rows), -1, 1)
+        keys = (blocks * block_size + np.arange(block_size)).reshape(len(rows), -1)
+        hidden = (keys < 0) | (keys > last[rows, None])
         if window is not None:
-            hidden |= keys <= last - window
-        blocks = tables[rows[:, None], np.minimum(keys[:, ::block_size], last) // block_size]
+            hidden |= keys <= last[rows, None] - window
+        slots = runs[rows, :width, None] * slots_of_run + np.arange(slots_of_run)
         # 0 * inf is NaN: in place of what a row must not see it gets its own token's, times 0.
-        slots = _slots(tables[rows], np.where(hidden, last, keys), block_size)
+        slots = np.where(hidden, last_slots[rows], slots.reshape(hidden.shape))
         in_one = rows[-1] - rows[0] + 1 == len(rows)
         pieces.append(Group(slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
-                            InPlace.of(blocks, widths[rows], slots, num_heads, k_cache, num_shared),
+                            InPlace.of(runs[rows, :width], widths[rows], slots, num_heads, k_cache,
+                                       num_shared // in_run),
                             put(hidden[:, None]), shared, k_cache.shape[2]))
     return pieces
+
+
+def _runs_of(tables: np.ndarray, first: np.ndarray, end: np.ndarray,
+             in_run: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The runs in which each row's blocks first..end-1 lie, (rows, width), of which `widths`,
+    (rows,), count; and which of the row's blocks lies where in them, (rows, width, in_run), below
+    zero if none of these does. first, end: (rows,).
+
+    Example: runs of 4, blocks [9, 10, 2] of a row: runs [0, 2], [[-1, -1, 2, -1], [-1, 0, 1, -1]].
+    """
+    numbers = np.arange(tables.shape[1])
+    rows, numbers = np.nonzero((numbers >= first[:, None]) & (numbers < end[:, None]))
+    blocks = tables[rows, numbers].astype(np.int64)
+    num_runs = int(blocks.max()) // in_run + 1
+    found, at = np.unique(rows * num_runs + blocks // in_run, return_inverse=True)
+    widths = np.bincount(found // num_runs, minlength=len(tables))
+    at -= (widths.cumsum() - widths)[rows]  # each row's runs are counted from 0
+    runs = np.zeros((len(tables), widths.max()), dtype=np.int64)
+    runs[np.arange(runs.shape[1]) < widths[:, None]] = found % num_runs
+    blocks_at = np.full((*runs.shape, in_run), -1)
+    blocks_at[rows, at, blocks % in_run] = numbers
+    return runs, widths, blocks_at
+
+
+def _block_size(batch: Batch, k_cache: torch.Tensor) -> int:
+    return batch.block_size or k_cache.shape[1]
 
 
 def _num_shared(tables: np.ndarray, full: np.ndarray) -> int:
@@ -191,7 +224,8 @@ def _cut_sharing(batch: Batch, k_cache: torch.Tensor,
     """
     if batch.num_rows - batch.num_decodes < 2:
         return [], set()
-    block_size, tables = k_cache.shape[1], batch.host["block_tables"].reshape(batch.num_rows, -1)
+    block_size = _block_size(batch, k_cache)
+    tables = batch.host["block_tables"].reshape(batch.num_rows, -1)
     query_lens, seq_lens = np.array(batch.query_lens), np.array(batch.seq_lens_host)
     full = (seq_lens - query_lens) // block_size  # blocks that lie wholly before a row's queries
     some = np.nonzero((query_lens > 1) & (query_lens <= TILE) & (full >= MIN_SHARED_BLOCKS))[0]
@@ -222,7 +256,7 @@ def _cut_sharing(batch: Batch, k_cache: torch.Tensor,
 def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
                      k_cache: torch.Tensor) -> Group:
     """Copies of what the rows share, and of what each has for itself."""
-    block_size, put = k_cache.shape[1], put_on(k_cache.device)
+    block_size, put = _block_size(batch, k_cache), put_on(k_cache.device)
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[rows]
     ends = np.cumsum(batch.query_lens)[rows, None]  # of the rows' tokens
     query_lens, seq_lens = (np.array(lens)[rows, None] for lens in (
@@ -237,8 +271,8 @@ def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
     slots = _slots(tables, seen, block_size)
     tokens = (ends - 1 - back).ravel()
     in_order = (np.diff(tokens) == 1).all()
-    shared = Copy.of(tables[:1, :num_shared], batch.scratch, k_cache)
-    own = Copy.of(slots[:, ::block_size] // block_size, batch.scratch, k_cache, slots)
+    shared = Copy.of(tables[:1, :num_shared], block_size, batch.scratch, k_cache)
+    own = Copy.of(slots[:, ::block_size] // block_size, block_size, batch.scratch, k_cache, slots)
     return Group(slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else put(tokens), own,
                  put(hidden.reshape(len(tokens), 1, -1)), shared, k_cache.shape[2])
 
@@ -280,7 +314,7 @@ def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor,
 def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
                   k_cache: torch.Tensor) -> Chunk:
     """What any of a row's queries sees is copied once; a tile takes its part."""
-    block_size, put = k_cache.shape[1], put_on(k_cache.device)
+    block_size, put = _block_size(batch, k_cache), put_on(k_cache.device)
     query_len, seq_len = batch.query_lens[row], batch.seq_lens_host[row]
     begin, tiles = seq_len - query_len, []
     # Window 20, block size 16: position 55 sees 36 and what follows, from block 2 on.
@@ -302,7 +336,7 @@ def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
     blocks = table[None, first_block:(seq_len - 1) // block_size + 1]
     fused = window is None and not begin and _is_fused_faster(k_cache, query_len)
     return Chunk(slice(first_token, first_token + query_len),
-                 Copy.of(blocks, batch.scratch, k_cache), tiles, fused)
+                 Copy.of(blocks, block_size, batch.scratch, k_cache), tiles, fused)
 
 
 def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, scale: float,

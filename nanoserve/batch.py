@@ -107,6 +107,7 @@ class Batch:
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
     by_draft_model: bool = False  # another network computes it, see Step
+    block_size: int | None = None  # of the tables; None: that of the cache, see `paged_attention`
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
@@ -209,7 +210,7 @@ class BatchBuilder:
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
         batch = Batch.unpack(buffer.numpy(), device)
-        batch.scratch = self.scratch
+        batch.block_size, batch.scratch = self.block_size, self.scratch
         batch.scratch.forget(batch.host["slot_mapping"] // self.block_size)
         batch.scratch.forget(batch.host["block_copies"])
         return batch

@@ -49,20 +49,92 @@ class CacheEntry:
     parent: "CacheEntry | None"
 
 
+class FreeBlocks:
+    """The blocks that nobody holds, and which of them is taken next.
+
+    Blank ones come first, in which there is nothing to find, then the least recently used. But
+    neighbours are to go to one sequence, because a CPU's attention reads the keys of a *run*, of
+    `in_run` blocks that lie side by side, in the time that it takes for one of them. So a sequence
+    gets another block of the run in which its last one lies, or else the first of the run that was
+    touched longest ago, whose other blocks then wait for it at the end of the queue:
+
+        runs of 4    [A0 A1 A2 --]  [B0 B1 -- --]  [-- -- -- --]    A's next is the fourth block, C
+                                                                    starts with the third run
+
+    Recency counts by runs therefore, and within a run by blocks. What nobody used as long as blanks
+    were left is not touched before they are: a blank of somebody else's run is taken instead.
+    """
+
+    def __init__(self, num_blocks: int, in_run: int):
+        self.num_blocks, self.in_run, self.count = num_blocks, in_run, num_blocks
+        # An ordered dict is a linked list with an index: pop, append and remove are all O(1).
+        self.blank = OrderedDict.fromkeys(range(num_blocks))
+        self.runs: OrderedDict[int, OrderedDict[int, None]] = OrderedDict()  # and their free blocks
+        for block_id in range(num_blocks):
+            self.runs.setdefault(block_id // in_run, OrderedDict())[block_id] = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self.runs.get(block_id // self.in_run, ())
+
+    def take(self, last: int | None) -> int:
+        """A block for a sequence whose last one is `last`. There must be one."""
+        near = None if last is None else self.runs.get(last // self.in_run)
+        for run in filter(None, (near, next(iter(self.runs.values())))):
+            block_id = next(iter(run))  # a blank one, if the run has any
+            if block_id in self.blank or not self.blank:
+                break
+        else:
+            block_id = next(iter(self.blank))
+        self.remove(block_id)
+        return block_id
+
+    def remove(self, block_id: int) -> None:
+        """`block_id` is held by somebody now."""
+        number = block_id // self.in_run
+        del self.runs[number][block_id]
+        self.blank.pop(block_id, None)
+        self.count -= 1
+        if self.runs[number]:
+            self.runs.move_to_end(number)  # who holds it comes back for the others
+        else:
+            del self.runs[number]
+
+    def add(self, block_id: int, blank: bool) -> None:
+        """Nobody holds `block_id` any more. blank: and nothing is to be found in it."""
+        number = block_id // self.in_run
+        self.runs.setdefault(number, OrderedDict())[block_id] = None
+        self.runs.move_to_end(number)
+        self.count += 1
+        if blank:
+            self.forget(block_id)
+
+    def forget(self, block_id: int) -> None:
+        """Nothing is to be found in `block_id` any more."""
+        number = block_id // self.in_run
+        self.blank[block_id] = None
+        self.runs[number].move_to_end(block_id, last=False)
+        first = number * self.in_run
+        if all(i in self.blank for i in range(first, min(first + self.in_run, self.num_blocks))):
+            self.runs.move_to_end(number, last=False)
+
+
 class BlockManager:
     """Hands out block ids, counts references, and remembers full blocks by content.
 
-    num_blocks: how many blocks the KV cache has. block_size: tokens each holds.
+    num_blocks: how many blocks the KV cache has. block_size: tokens each holds. in_run: how many
+    neighbours go to one sequence where possible, see `FreeBlocks`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 in_run: int = 1):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
-        # Free blocks in the order of reuse: those that hold nothing first, then the least recently
-        # used. An ordered dict is a linked list with an index: pop, append and remove are all O(1).
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free_blocks = FreeBlocks(num_blocks, in_run)
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
         self.on_evict: Callable[[bytes], None] | None = None  # told each key that is forgotten
@@ -132,7 +204,7 @@ class BlockManager:
         assert not seq.block_table, f"sequence {seq.name} already has blocks: free them first"
         for entry in hits:
             if self.ref_counts[entry.block_id] == 0:
-                del self.free_blocks[entry.block_id]
+                self.free_blocks.remove(entry.block_id)
             self.ref_counts[entry.block_id] += 1
             seq.block_table.append(entry.block_id)
         seq.num_committed_blocks = len(hits)
@@ -144,7 +216,7 @@ class BlockManager:
         if num_missing > len(self.free_blocks):
             return False
         for _ in range(num_missing):
-            block_id, _ = self.free_blocks.popitem(last=False)
+            block_id = self.free_blocks.take(seq.block_table[-1] if seq.block_table else None)
             self._forget(block_id)
             self.ref_counts[block_id] = 1
             seq.block_table.append(block_id)
@@ -207,9 +279,7 @@ class BlockManager:
     def _dereference(self, block_id: int) -> None:
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
-            self.free_blocks[block_id] = None
-            if self.entry_of[block_id] is None:
-                self.free_blocks.move_to_end(block_id, last=False)
+            self.free_blocks.add(block_id, blank=self.entry_of[block_id] is None)
 
     def _forget(self, block_id: int) -> None:
         """Drop the block's cache entry, if it has one."""
@@ -217,6 +287,8 @@ class BlockManager:
         if entry is not None:
             self.entry_of[block_id] = None
             del self.cached[entry.key]
+            if block_id in self.free_blocks:
+                self.free_blocks.forget(block_id)
             if self.on_evict:
                 self.on_evict(entry.key)
 
@@ -227,6 +299,7 @@ class BlockManager:
             return False
         for entry in list(self.cached.values()):
             self._forget(entry.block_id)
+        self.free_blocks = FreeBlocks(self.num_blocks, self.free_blocks.in_run)
         return True
 
     # ------------------------------------------------------------- the audit
@@ -248,6 +321,8 @@ class BlockManager:
             names = holders.get(block_id, [])
             if block_id in self.free_blocks:
                 assert not names, f"block {block_id} is free but sequence {names[0]} points at it"
+                assert (block_id in self.free_blocks.blank) == (self.entry_of[block_id] is None), (
+                    f"block {block_id} is free and must be blank exactly if nobody can find it")
             assert (block_id in self.free_blocks) == (count == 0), (
                 f"block {block_id} has {count} references and must be free exactly at 0")
             assert count == len(names), (

@@ -25,6 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "triton", "torch")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
+RUN_TOKENS = 64  # what a run of neighbouring blocks holds: the keys that a CPU reads as one line
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -102,6 +103,12 @@ class EngineConfig:
             raise ValueError("speculative_config must be a dict such as {'method': 'ngram', "
                              f"'num_speculative_tokens': 5}}, got {self.speculative_config!r}")
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+
+    @property
+    def blocks_in_run(self) -> int:
+        """How many neighbouring blocks are a run, which goes to one sequence where possible. With
+        blocks of 16 4; with blocks of 48 or 100 1, and so nothing is to be kept together."""
+        return max(1, RUN_TOKENS // self.block_size)
 
     @property
     def num_drafts(self) -> int:

@@ -69,7 +69,7 @@ def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
             torch.zeros(shape, dtype=dtype, device=device))
 
 
-def places_of(slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
+def places_of(slot_mapping: torch.Tensor, slots_of_run: int) -> torch.Tensor:
     """`ops.places_of` for these kernels, whose caches have a row for each slot."""
     return slot_mapping
 

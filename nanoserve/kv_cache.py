@@ -1,11 +1,12 @@
 """Where keys and values lie in memory, and the two ways in which plain torch operators read them.
 
 A layer's cache is blocks of `block_size` slots, one for each token, which are found through block
-tables: slot = block id * block_size + offset. What order a block's numbers have is up to who reads
-them. Attention multiplies a query with each key, and adds values up by their weights:
+tables: slot = block id * block_size + offset. Neighbouring blocks are a *run*, which the block
+manager mostly gives to one sequence. What order a run's numbers have is up to who reads them.
+Attention multiplies a query with each key, and adds values up by their weights:
 
-    K of a block and head (head_dim, block_size)    scores = sum over d of q[d] * K[d]
-    V of a block and head (block_size, head_dim)    result = sum over t of weight[t] * V[t]
+    K of a run and head (head_dim, slots)    scores = sum over d of q[d] * K[d]
+    V of a run and head (slots, head_dim)    result = sum over t of weight[t] * V[t]
 
 Stored like this both are weighted sums of lines, and a line is in one piece. `InPlace` adds them up
 where they lie (torch's `embedding_bag`): for a query whose keys are its alone copying would cost
@@ -13,7 +14,7 @@ more than multiplying. `Copy` puts blocks side by side, for matrix products of m
 decode rows share, a system prompt, stays copied for the next steps.
 
 Invariant: both are made of integers on the host, once a step, and serve all layers of one shape.
-The cache's lines are known here only; who attends speaks of blocks and slots. Not known here:
+The cache's lines are known here only; who attends speaks of blocks, runs and slots. Not known here:
 scores, masks, whose tokens they are. The kernels read another order, see their `new_caches`.
 """
 
@@ -25,55 +26,57 @@ import torch
 from nanoserve.batch import Scratch
 from nanoserve.packing import weighted_sums
 
-Places = tuple[torch.Tensor, torch.Tensor]  # tokens' blocks and their offsets in these
+Places = tuple[torch.Tensor, torch.Tensor]  # tokens' runs and their offsets in these
 MAX_KEPT_BYTES = 2 ** 28  # of copies that are kept: of Qwen3-0.6B in bfloat16 some 2,300 tokens
 
 
 def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
                device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's K and V caches of `shape`, (num_blocks, block_size, num_kv_heads, head_dim), zeros.
+    """A layer's K and V caches of `shape`, (runs, slots of a run, num_kv_heads, head_dim), zeros.
     Their memory is in the order in which it is read here:
 
-        K   block, head, dimension, slot    a dimension of a block's keys is one line
-        V   head, block, slot, dimension    a value is one line
+        K   run, head, dimension, slot      a dimension of a run's keys is one line
+        V   head, run, slot, dimension      a value is one line
 
-    So a head's values of neighbouring blocks, as prompts mostly get them, are in one piece. With
-    blocks first a sum over them took a quarter longer (AMD EPYC, bfloat16); K, of which all heads
-    read a block before the next one, gains nothing. The price of K's lines: a new key goes to
-    head_dim places. Any other order gives the same answers, but each call copies the whole cache.
+    So a head's values of neighbouring runs, as prompts mostly get them, are in one piece. With
+    runs first a sum over them took a quarter longer (AMD EPYC, bfloat16); K, of which all heads
+    read a run before the next one, gains nothing. But a line of 16 keys takes as long as one of 64,
+    because each addition waits for the one before it: with runs of 64 slots a decoding step of 10
+    or 16 rows takes 0.9 of the time that it takes with runs of one block. The price of K's lines: a
+    new key goes to head_dim places; of runs: who has one block of them reads all. Any other order
+    gives the same answers, but each call copies the whole cache.
     """
-    num_blocks, block_size, num_kv_heads, head_dim = shape
-    k = torch.zeros(num_blocks, num_kv_heads, head_dim, block_size, dtype=dtype, device=device)
-    v = torch.zeros(num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
+    num_runs, slots, num_kv_heads, head_dim = shape
+    k = torch.zeros(num_runs, num_kv_heads, head_dim, slots, dtype=dtype, device=device)
+    v = torch.zeros(num_kv_heads, num_runs, slots, head_dim, dtype=dtype, device=device)
     return k.permute(0, 3, 1, 2), v.permute(1, 2, 0, 3)
 
 
-def places_of(slot_mapping: torch.Tensor, block_size: int) -> Places:
-    """Where the step's new tokens go: their slots' blocks, and the offsets in these, (num_tokens,)
+def places_of(slot_mapping: torch.Tensor, slots_of_run: int) -> Places:
+    """Where the step's new tokens go: their slots' runs, and the offsets in these, (num_tokens,)
     in int64. slot_mapping: (num_tokens,), block id * block_size + offset.
 
     Once a step and not once a layer: three small operators, but each runs code that weights have
     pushed out of the core's cache: 1 to 3% of a decoding step (AMD EPYC, Qwen3-0.6B).
     """
     slots = slot_mapping.long()
-    return slots // block_size, slots % block_size
+    return slots // slots_of_run, slots % slots_of_run
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
              places: Places) -> None:
     """Write the new tokens' keys and values to their slots.
 
-    k, v: (num_tokens, num_kv_heads, head_dim). Caches: (num_blocks, block_size, num_kv_heads,
-    head_dim). places: see `places_of`.
+    k, v: (num_tokens, num_kv_heads, head_dim). Caches: see `new_caches`. places: see `places_of`.
     """
     k_cache.index_put_(places, k)
     v_cache.index_put_(places, v)
 
 
 def as_lines(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K (num_blocks * num_kv_heads * head_dim, block_size) and V (num_kv_heads * num_blocks *
-    block_size, head_dim). Block b, head h, dimension d of K is line (b * num_kv_heads + h) *
-    head_dim + d; block b, head h, slot s of V is line (h * num_blocks + b) * block_size + s."""
+    """K (runs * num_kv_heads * head_dim, slots of a run), V (num_kv_heads * all slots, head_dim).
+    Run r, head h, dimension d of K is line (r * num_kv_heads + h) * head_dim + d; head h, slot s of
+    V, counted through all runs, is line h * all slots + s."""
     return (k_cache.permute(0, 2, 3, 1).reshape(-1, k_cache.shape[1]),
             v_cache.permute(2, 0, 1, 3).reshape(-1, k_cache.shape[3]))
 
@@ -84,23 +87,25 @@ class Copy:
     pieces, layers and steps share, or to memory that is kept. Where to read is worked out once a
     step."""
 
-    key_lines: torch.Tensor  # (num_kv_heads * rows * head_dim * blocks,) in K
+    key_lines: torch.Tensor  # (num_kv_heads * rows * head_dim * blocks,) parts of lines, in K
     values_at: torch.Tensor  # (num_kv_heads * rows * blocks,) blocks of a head, or lines for slots
     keys: torch.Tensor  # (num_kv_heads * rows, head_dim, num_keys), a view of the scratch memory
     values: torch.Tensor  # (num_kv_heads * rows, num_keys, head_dim), another one, behind it
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # see `Scratch.keep`
 
     @classmethod
-    def of(cls, blocks: np.ndarray, scratch: Scratch, cache: torch.Tensor,
+    def of(cls, blocks: np.ndarray, block_size: int, scratch: Scratch, cache: torch.Tensor,
            slots: np.ndarray | None = None, keep: bool = False) -> "Copy":
         """blocks: (rows, blocks) ids. slots: (rows, keys) those that values are copied from, where
         not all slots of the blocks hold some. keep: for the next steps, of a single row."""
-        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+        num_runs, slots_of_run, num_kv_heads, head_dim = cache.shape
+        in_run = slots_of_run // block_size  # parts of a line of K
         heads = np.arange(num_kv_heads)[:, None, None]
-        first = blocks * num_kv_heads + heads  # (kv_heads, rows, blocks)
+        first = blocks // in_run * num_kv_heads + heads  # (kv_heads, rows, blocks)
         lines = first[:, :, None] * head_dim + np.arange(head_dim)[:, None]
-        values_at = heads * num_blocks + blocks if slots is None else (
-            heads * num_blocks * block_size + slots)
+        lines = lines * in_run + (blocks % in_run)[:, None]
+        values_at = heads * num_runs * in_run + blocks if slots is None else (
+            heads * num_runs * slots_of_run + slots)
         size = 2 * lines.size * block_size
         if scratch.memory.numel() < size:
             scratch.memory = cache.new_empty(size)
@@ -181,42 +186,42 @@ class InPlace:
     Threads get equally many bags each, so these should be equally much work, whatever the rows'
     lengths. K's have equally many lines; V's are sorted by KV head first, so that each of two
     threads has half of every row. Memory should be read in its own order: all heads read their keys
-    of a block before anybody reads the next block, and the scores are sorted afterwards.
+    of a run before anybody reads the next run, and the scores are sorted afterwards.
     """
 
-    keys: Bags  # for each (row, block of it, query head) head_dim lines of K
-    key_rows: torch.Tensor  # for each (row, block of it) the row: its query is K's weights
-    bags: torch.Tensor  # for each (KV head, row, query head of it, block) its bag; in padding any
+    keys: Bags  # for each (row, run of it, query head) head_dim lines of K
+    key_rows: torch.Tensor  # for each (row, run of it) the row: its query is K's weights
+    bags: torch.Tensor  # for each (KV head, row, query head of it, run) its bag; in padding any
     values: Bags  # for each (KV head, row, query head of it) lines of V, without padding
-    weights_at: torch.Tensor | None  # block by block where V's weights stand; None: all in order
-    block_size: int
+    weights_at: torch.Tensor | None  # run by run where V's weights stand; None: all in order
+    slots_of_run: int
 
     @classmethod
-    def of(cls, blocks: np.ndarray, widths: np.ndarray, slots: np.ndarray, num_heads: int,
+    def of(cls, runs: np.ndarray, widths: np.ndarray, slots: np.ndarray, num_heads: int,
            cache: torch.Tensor, num_before: int = 0) -> "InPlace":
-        """blocks: (rows, width), of which the first `widths` (rows,) of each row count. slots:
-        (rows, width * block_size) those of the values. num_before: blocks of other keys, whose
-        weights stand before these."""
-        num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-        (num_rows, width), put = blocks.shape, put_on(cache.device)
-        dtype = index_dtype(cache, blocks.size * num_heads * max(head_dim, block_size))
+        """runs: (rows, width), of which the first `widths` (rows,) of each row count. slots:
+        (rows, width * slots of a run) those of the values. num_before: runs' worth of other keys,
+        whose weights stand before these."""
+        num_runs, slots_of_run, num_kv_heads, head_dim = cache.shape
+        (num_rows, width), put = runs.shape, put_on(cache.device)
+        dtype = index_dtype(cache, runs.size * num_heads * max(head_dim, slots_of_run))
         heads = np.arange(num_heads).reshape(num_kv_heads, 1, -1, 1)  # KV head, -, head of it, -
         kv_heads = (heads // heads.shape[2]).astype(dtype)
         real = np.arange(width) < widths[:, None]
-        first = (blocks[real] * num_kv_heads).astype(dtype)[:, None] + kv_heads.ravel()
+        first = (runs[real] * num_kv_heads).astype(dtype)[:, None] + kv_heads.ravel()
         keys = first.reshape(-1, 1) * head_dim + np.arange(head_dim, dtype=dtype)  # a bag each
         bags = (real.cumsum() - 1).reshape(num_rows, 1, width) * num_heads + heads
-        slots = slots.reshape(num_rows, 1, width, block_size).astype(dtype)
-        # (kv_heads, rows, query heads of each, width, block_size)
-        values = slots + (kv_heads * (num_blocks * block_size))[..., None]
+        slots = slots.reshape(num_rows, 1, width, slots_of_run).astype(dtype)
+        # (kv_heads, rows, query heads of each, width, slots of a run)
+        values = slots + (kv_heads * (num_runs * slots_of_run))[..., None]
         weights_at = np.arange(num_heads * num_rows * (num_before + width))
         weights_at = weights_at.reshape(*bags.shape[:3], -1)[..., num_before:]
         everywhere = np.broadcast_to(real[:, None], bags.shape)  # the same for all heads
         return cls(Bags.of(keys, np.full(len(keys), head_dim), put), put(np.nonzero(real)[0]),
                    put(bags.ravel()),
-                   Bags.of(values[everywhere], everywhere.sum(-1).ravel() * block_size, put),
+                   Bags.of(values[everywhere], everywhere.sum(-1).ravel() * slots_of_run, put),
                    put(weights_at[everywhere]) if num_before or not real.all() else None,
-                   block_size)
+                   slots_of_run)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         by_row = q.transpose(0, 1).reshape(q.shape[1], -1)
@@ -226,7 +231,7 @@ class InPlace:
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         of_own = weights.view(-1)
         if self.weights_at is not None:
-            of_own = weights.view(-1, self.block_size).index_select(0, self.weights_at).view(-1)
+            of_own = weights.view(-1, self.slots_of_run).index_select(0, self.weights_at).view(-1)
         return self.values(v, of_own).view(*weights.shape[:3], -1)
 
 

@@ -25,6 +25,7 @@ and samples. Only what the others can't know travels: the step, and with overlap
 Not known here: the queue, text, users.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -157,7 +158,8 @@ class ModelRunner:
                 f"no room for one KV block: {self.block_bytes:,} bytes are needed, {budget:,} are "
                 f"to be had ({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, "
                 "lower block_size, or end other programs that use the memory")
-        return num_blocks
+        in_run = 1 if self.kernels else self.config.blocks_in_run
+        return num_blocks // in_run * in_run if num_blocks >= 64 * in_run else num_blocks
 
     def _kv_budget(self) -> tuple[int, str]:
         """Bytes for KV on this rank, negative when others have taken more than there was; and how
@@ -197,12 +199,12 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
-        # One shape everywhere; the memory's order is whichever that module's attention reads.
-        new_caches = (self.kernels or ops).new_caches
+        # The kernels read block by block, the others runs: in a small cache as long as divide it.
+        in_run = 1 if self.kernels else math.gcd(num_blocks, config.blocks_in_run)
+        shape, module = (num_blocks // in_run, in_run * config.block_size), self.kernels or ops
         try:
-            self.kv_cache = [
-                new_caches((num_blocks, config.block_size, *layer), self.dtype, self.device)
-                for layer in self._kv_layers()]
+            self.kv_cache = [module.new_caches((*shape, *layer), self.dtype, self.device)
+                             for layer in self._kv_layers()]
         except RuntimeError as error:
             raise ValueError(
                 f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
@@ -319,7 +321,9 @@ class ModelRunner:
 
     def _copy_blocks(self, batch: Batch) -> None:
         if batch.block_copies.numel():
-            source, target = batch.block_copies
+            size, of_run = self.config.block_size, self.kv_cache[0][0].shape[1]
+            slots = batch.block_copies[..., None] * size + torch.arange(size, device=self.device)
+            source, target = zip(slots // of_run, slots % of_run)
             for k, v in self.kv_cache:
                 k[target], v[target] = k[source], v[source]
 

@@ -38,8 +38,7 @@ from nanoserve.sequence import Sequence, Step
 class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
-    config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: how many keys a
-    query sees at most, if that is so in every layer.
+    config: a resolved one. num_blocks: of KV. window: the most keys that any layer's query sees.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):
@@ -48,7 +47,8 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.by_priority = config.scheduling_policy == "priority"
-        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
+                                   config.blocks_in_run)
         # A heap, because preempted sequences come back into the middle of the order. One that was
         # aborted stays in it as a dead entry, until it surfaces or the dead are the majority.
         self.waiting: list[tuple[tuple[int, int, int], Sequence]] = []

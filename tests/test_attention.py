@@ -137,20 +137,31 @@ def assert_equals_twin(tables, query_lens, seq_lens, num_blocks, heads=(4, 2), h
     caches = poisoned_cache(num_blocks, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
     plain = [cache.to(dtype) for cache in caches]
-    before = [cache.clone() for cache in plain]
-    own = new_caches(plain[0].shape, dtype, CPU)
     q = torch.randn(sum(query_lens), heads[0], head_dim,
                     generator=torch.Generator().manual_seed(seed + 1)).to(dtype)
     scale = 0.3  # not head_dim ** -0.5, which torch would take by itself
     expected = naive_attention(q, *plain, tables, query_lens, seq_lens, scale, window, softcap)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for caches in (plain, [cache.copy_(x) for cache, x in zip(own, plain)]):
-        got = paged_attention(q, *caches, make_batch(tables, query_lens, seq_lens), scale, window,
-                              softcap)
+    for caches in (plain, *(in_runs(plain, in_run) for in_run in (1, 3, 4))):
+        before = [cache.clone() for cache in caches]
+        batch = make_batch(tables, query_lens, seq_lens)
+        batch.block_size = block_size
+        got = paged_attention(q, *caches, batch, scale, window, softcap)
         assert got.dtype == dtype
         assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
         for cache, x in zip(caches, before, strict=True):  # attention reads; store_kv writes
             assert_close(cache, x, rtol=0, atol=0, equal_nan=True)
+
+
+def in_runs(caches, in_run):
+    """The same blocks in the order of memory that is the engine's, as many as that side by side;
+    what the last run lacks is poison."""
+    missing = -len(caches[0]) % in_run
+    poison = [torch.full_like(cache[:1], torch.nan).expand(missing, -1, -1, -1) for cache in caches]
+    filled = [torch.cat(pair).view(-1, in_run * caches[0].shape[1], *caches[0].shape[2:])
+              for pair in zip(caches, poison)]
+    return [cache.copy_(x) for cache, x in zip(new_caches(filled[0].shape, caches[0].dtype, CPU),
+                                               filled)]
 
 
 # ---------------------------------------------------------- paged attention
@@ -228,6 +239,28 @@ def test_decodes_in_several_pieces_keep_their_windows(monkeypatch):
         assert len(attention._cut_decodes(batch, None, cache, 4)) == num_pieces
         for window in (1, 6, 8, None):
             assert_equals_twin(tables, [1] * 5, seq_lens, 40, window=window, softcap=2.0)
+
+
+def test_blocks_are_found_in_their_runs():
+    """The order in which a row has its blocks doesn't matter to a sum, so runs are read as they
+    lie; each row's own blocks in them are counted, and no other's."""
+    tables = np.array([[9, 10, 2, 0], [4, 0, 0, 0], [8, 3, 1, 2]])
+    runs, widths, blocks_at = attention._runs_of(tables, np.array([0, 0, 1]), np.array([3, 1, 4]), 4)
+    assert runs[0].tolist() == [0, 2] and widths.tolist() == [2, 1, 1]
+    assert runs[1:, 0].tolist() == [1, 0]
+    assert blocks_at[0].tolist() == [[-1, -1, 2, -1], [-1, 0, 1, -1]]
+    assert blocks_at[1].tolist() == [[0, -1, -1, -1], [-1] * 4]
+    assert blocks_at[2].tolist() == [[-1, 2, 3, 1], [-1] * 4]
+
+
+def test_a_run_is_read_once_for_all_of_its_blocks():
+    """Four blocks side by side are one bag for a head and row, and four that lie apart are four."""
+    cache = torch.zeros(5, 16, 2, 8)
+    for table, bags in (([4, 5, 6, 7], 1), ([7, 5, 6, 4], 1), ([3, 4, 5, 6], 2), ([0, 4, 8, 12], 4)):
+        batch = make_batch([table], [1], [16])
+        batch.block_size = 4
+        [piece] = attention._cut_decodes(batch, None, cache, 4)
+        assert len(piece.own.keys.starts) == 4 * bags
 
 
 def test_a_cap_and_a_window_matter():
@@ -492,7 +525,7 @@ def test_a_chunk_attends_to_its_own_end_and_not_to_the_prompts():
 def test_store_kv_writes_the_slots_of_the_mapping_and_nothing_else():
     k_cache, v_cache = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6)
     k, v = torch.randn(3, 2, 6), torch.randn(3, 2, 6)
-    places = places_of(torch.tensor([9, 0, 7], dtype=torch.int32), block_size=4)
+    places = places_of(torch.tensor([9, 0, 7], dtype=torch.int32), 4)
     store_kv(k, v, k_cache, v_cache, places)
     for cache, new in ((k_cache, k), (v_cache, v)):
         expected = torch.zeros(3, 4, 2, 6)

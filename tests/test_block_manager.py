@@ -163,9 +163,71 @@ def test_looking_up_takes_nothing_and_renews_nothing():
     blocks = BlockManager(2, SIZE)
     for start in (0, 10):
         blocks.free(compute(blocks, range(start, start + 4)))
-    before = list(blocks.free_blocks)
+    before = list(blocks.free_blocks.runs)
     assert hits(blocks, range(5)) and hits(blocks, range(5))
-    assert list(blocks.free_blocks) == before and blocks.ref_counts == [0, 0]
+    assert list(blocks.free_blocks.runs) == before and blocks.ref_counts == [0, 0]
+
+
+# ------------------------------------------------------- neighbours
+
+
+def grow(blocks, seq, num_blocks=1):
+    assert blocks.allocate(seq, (len(seq.block_table) + num_blocks) * SIZE)
+    return seq.block_table
+
+
+def test_neighbours_go_to_one_sequence_however_sequences_take_turns():
+    """Blocks that were handed out in turn lay in everybody's runs: after some hundred requests no
+    row had two that were neighbours, and attention read each key's line for one block of it."""
+    blocks = BlockManager(16, SIZE, in_run=4)
+    first, second, third = (sequence([], name) for name in "abc")
+    for _ in range(3):
+        for seq in (first, second, third):
+            grow(blocks, seq)
+    assert [seq.block_table for seq in (first, second, third)] == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert grow(blocks, second, 3) == [4, 5, 6, 7, 12, 13], "a full run is followed by a free one"
+    fourth = sequence([], "d")
+    assert grow(blocks, fourth, 2) == [3, 11], "others' blanks are for all, when no run is free"
+    assert grow(blocks, first) == [0, 1, 2, 14]
+    blocks.check([first, second, third, fourth])
+
+
+def test_what_may_be_found_is_kept_while_blanks_are_left_in_anybodys_run():
+    blocks = BlockManager(8, SIZE, in_run=4)
+    for start in (0, 10):  # one block that may be found, one that is blank again, and two blanks
+        blocks.free(compute(blocks, range(start, start + 5)))
+    taker = sequence([])
+    table = grow(blocks, taker, 6)
+    assert hits(blocks, range(5)) and hits(blocks, range(10, 15)) and not {0, 4} & set(table)
+    assert grow(blocks, taker)[-1] == table[-1] // 4 * 4, "then its own run's"
+    blocks.check([taker])
+
+
+def test_runs_are_reused_least_recently_used_first():
+    """A hit counts as a use of its run; in a run the tail goes before the head."""
+    blocks = BlockManager(12, SIZE, in_run=4)
+    first, second, third = (compute(blocks, range(start, start + 16)) for start in (0, 20, 40))
+    for seq in (first, second, third):
+        blocks.free(seq)
+    seq = sequence(range(5))
+    blocks.share(seq, blocks.find_prefix(seq))
+    blocks.free(seq)
+    assert order_of_reuse(blocks) == [7, 6, 5, 4, 11, 10, 9, 8, 3, 2, 1, 0]
+
+
+def test_a_run_of_blanks_is_taken_before_one_in_which_something_may_be_found():
+    blocks = BlockManager(12, SIZE, in_run=4)
+    first, second = compute(blocks, range(16)), sequence([], "b")
+    grow(blocks, second, 4)
+    blocks.free(second)
+    blocks.free(first)
+    third = sequence([], "c")
+    assert set(grow(blocks, third, 4)) == {4, 5, 6, 7}, "the one that was used last, still near"
+    blocks.check([third])
+    blocks.free(third)
+    assert blocks.reset_prefix_cache()
+    blocks.check([])
+    assert order_of_reuse(blocks) == list(range(12)), "as in the beginning"
 
 
 # ------------------------------------------------------------ finding a prefix
@@ -358,7 +420,7 @@ def test_what_lies_wholly_before_a_position_is_given_back(position, num_released
         blocks.release(seq, position)
         assert (seq.num_released_blocks, blocks.num_free_blocks) == (num_released, 4 + num_released)
         assert seq.block_table == table, "the others must stay in their places"
-        assert set(table[:num_released]) <= blocks.free_blocks.keys()
+        assert all(block_id in blocks.free_blocks for block_id in table[:num_released])
         blocks.check([seq])
     blocks.free(seq)
     assert (blocks.num_free_blocks, seq.num_released_blocks, seq.block_table) == (8, 0, [])
@@ -585,11 +647,11 @@ def test_each_forgotten_key_is_reported_once_when_it_is_forgotten():
 
 
 def corrupt_free_list(blocks, a, b):
-    blocks.free_blocks[a.block_table[0]] = None
+    blocks.free_blocks.add(a.block_table[0], blank=False)
 
 
 def corrupt_lost_block(blocks, a, b):
-    blocks.free_blocks.popitem()
+    blocks.free_blocks.take(None)
 
 
 def corrupt_ref_count(blocks, a, b):
@@ -691,8 +753,8 @@ OPERATIONS = st.lists(st.one_of(
 class Twin:
     """Remembers what was written to every block: the whole prefix whose KV the block holds."""
 
-    def __init__(self, num_blocks: int):
-        self.blocks = BlockManager(num_blocks, block_size=2)
+    def __init__(self, num_blocks: int, in_run: int):
+        self.blocks = BlockManager(num_blocks, block_size=2, in_run=in_run)
         self.blocks.on_evict = lambda key: setattr(self, "evicted", True)
         self.evicted = False
         self.written: dict[int, tuple] = {}
@@ -752,14 +814,15 @@ class Twin:
 
 @pytest.mark.parametrize("digest", DIGESTS)
 @settings(derandomize=True, deadline=None, max_examples=150)
-@given(operations=OPERATIONS, num_blocks=st.integers(1, 24), prompt=TOKENS)
-def test_random_lives_against_the_twin(digest, operations, num_blocks, prompt):
+@given(operations=OPERATIONS, num_blocks=st.integers(1, 24), in_run=st.integers(1, 5),
+       prompt=TOKENS)
+def test_random_lives_against_the_twin(digest, operations, num_blocks, in_run, prompt):
     """Whatever happens, a hit holds the KV of exactly that prefix and nobody's block is written by
     another. As long as nothing was evicted and no keys collide, every computed prefix is found."""
     with pytest.MonkeyPatch.context() as patch:
         if DIGESTS[digest]:
             collide(patch, DIGESTS[digest])
-        twin = Twin(num_blocks)
+        twin = Twin(num_blocks, in_run)
         for name, *arguments in operations:
             if twin.live or name in ("start", "reset"):
                 getattr(twin, name)(*arguments)
