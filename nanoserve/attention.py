@@ -11,8 +11,9 @@ and this step's tokens are no different from each other (Kwon et al. 2023).
     cache block 9 |▪▪▪▪▪▪..........|    32..37; the rest is whatever its last owner left there
                       └┴┴ the 3 queries stand at positions 35, 36, 37 and see 36, 37, 38 keys
 
-Invariant: only positions below a row's `seq_len` can influence it. What lies behind them in a
-block, another request's numbers or an infinity, must not leak in, not even multiplied by zero.
+Invariant: only positions below a row's `seq_len` can influence it. What else lies in its blocks, or
+in others of their runs (kv_cache.py), must not leak in, not even multiplied by zero: it may be
+another request's numbers, or an infinity.
 
 This is the plain torch version: the specification, and what a CPU runs. Once a step, for each kind
 of layer, the rows are cut into pieces, by what they have in common:
@@ -53,8 +54,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     q: (num_tokens, num_heads, head_dim), scaled by `scale`. Returns the same shape. Query heads are
     shared out evenly over the KV heads (grouped-query attention; Ainslie et al. 2023).
 
-    window: a query sees this many keys, its own included; blocks that lie wholly before them are
-    not touched. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+    window: a query sees this many keys, its own included; runs that lie wholly before them are not
+    touched. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
     """
     kind = (window, k_cache.shape, q.shape[1])
     if kind not in batch.pieces:  # the first layer of its kind; the others find them here
@@ -99,7 +100,7 @@ class Group:
 
     tokens: slice | torch.Tensor  # the queries; one that fills places up is there again, and alike
     own: InPlace | Copy
-    hidden: torch.Tensor  # (queries, 1, keys) True for what isn't seen: padding, old or later keys
+    hidden: torch.Tensor  # (queries, 1, keys) True for padding, and old, later and others' keys
     shared: Copy | None
     num_kv_heads: int
 
@@ -130,16 +131,17 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
 
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
                  num_heads: int) -> list[Group]:
-    """Rows of similar length are a piece, the longest first, so that padding is short."""
+    """Rows of similar length are a piece, the longest first, so that padding is short. Their keys
+    are in the order of memory, and not of positions: run by run, with what is not theirs hidden."""
     if not batch.num_decodes:
         return []
-    block_size, slots_of_run = _block_size(batch, k_cache), k_cache.shape[1]
+    block_size, slots_of_run = batch.block_size, k_cache.shape[1]
     put, in_run, shared = put_on(k_cache.device), slots_of_run // block_size, None
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[:batch.num_decodes]
     seq_lens = np.array(batch.seq_lens_host[:batch.num_decodes], dtype=np.int64)
     last = seq_lens - 1  # the query's own
     num_shared = 0 if window is not None else _num_shared(tables, last // block_size)
-    num_shared -= num_shared % in_run  # keys are counted in runs, whichever they lie in
+    num_shared -= num_shared % in_run  # weights of own keys, behind these, are picked by runs
     first = np.full_like(seq_lens, num_shared)  # the block with a row's first own key
     if window is not None:
         first = np.maximum(seq_lens - window, 0) // block_size
@@ -173,8 +175,8 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
 def _runs_of(tables: np.ndarray, first: np.ndarray, end: np.ndarray,
              in_run: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The runs in which each row's blocks first..end-1 lie, (rows, width), of which `widths`,
-    (rows,), count; and which of the row's blocks lies where in them, (rows, width, in_run), below
-    zero if none of these does. first, end: (rows,).
+    (rows,), count; and which of the row's blocks lies where in them, (rows, width, in_run), -1 for
+    none of these. first, end: (rows,).
 
     Example: runs of 4, blocks [9, 10, 2] of a row: runs [0, 2], [[-1, -1, 2, -1], [-1, 0, 1, -1]].
     """
@@ -190,10 +192,6 @@ def _runs_of(tables: np.ndarray, first: np.ndarray, end: np.ndarray,
     blocks_at = np.full((*runs.shape, in_run), -1)
     blocks_at[rows, at, blocks % in_run] = numbers
     return runs, widths, blocks_at
-
-
-def _block_size(batch: Batch, k_cache: torch.Tensor) -> int:
-    return batch.block_size or k_cache.shape[1]
 
 
 def _num_shared(tables: np.ndarray, full: np.ndarray) -> int:
@@ -224,7 +222,7 @@ def _cut_sharing(batch: Batch, k_cache: torch.Tensor,
     """
     if batch.num_rows - batch.num_decodes < 2:
         return [], set()
-    block_size = _block_size(batch, k_cache)
+    block_size = batch.block_size
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)
     query_lens, seq_lens = np.array(batch.query_lens), np.array(batch.seq_lens_host)
     full = (seq_lens - query_lens) // block_size  # blocks that lie wholly before a row's queries
@@ -256,7 +254,7 @@ def _cut_sharing(batch: Batch, k_cache: torch.Tensor,
 def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
                      k_cache: torch.Tensor) -> Group:
     """Copies of what the rows share, and of what each has for itself."""
-    block_size, put = _block_size(batch, k_cache), put_on(k_cache.device)
+    block_size, put = batch.block_size, put_on(k_cache.device)
     tables = batch.host["block_tables"].reshape(batch.num_rows, -1)[rows]
     ends = np.cumsum(batch.query_lens)[rows, None]  # of the rows' tokens
     query_lens, seq_lens = (np.array(lens)[rows, None] for lens in (
@@ -314,7 +312,7 @@ def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor,
 def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
                   k_cache: torch.Tensor) -> Chunk:
     """What any of a row's queries sees is copied once; a tile takes its part."""
-    block_size, put = _block_size(batch, k_cache), put_on(k_cache.device)
+    block_size, put = batch.block_size, put_on(k_cache.device)
     query_len, seq_len = batch.query_lens[row], batch.seq_lens_host[row]
     begin, tiles = seq_len - query_len, []
     # Window 20, block size 16: position 55 sees 36 and what follows, from block 2 on.

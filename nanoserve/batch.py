@@ -106,15 +106,15 @@ class Batch:
     num_unknown: int  # inputs below zero
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
+    block_size: int  # of the tables; the cache may be runs of such blocks
     by_draft_model: bool = False  # another network computes it, see Step
-    block_size: int | None = None  # of the tables; None: that of the cache, see `paged_attention`
     # What attention works out once a step for all layers, and the memory that it gathers into. A
     # batch is therefore one thread's; `replace(batch)` is one for another.
     pieces: dict = field(default_factory=dict, init=False)
     scratch: Scratch = field(default_factory=Scratch, init=False, repr=False)
 
     @classmethod
-    def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
+    def unpack(cls, host: np.ndarray, device: torch.Tensor, block_size: int) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
         views, host_views, at = {}, {}, HEADER
         for name, length in zip(SECTIONS, host[:len(SECTIONS)].tolist(), strict=True):
@@ -128,7 +128,7 @@ class Batch:
         views["block_tables"] = views["block_tables"].view(num_rows, -1) if num_rows else (
             views["block_tables"].view(0, 0))
         return cls(**views, host=host_views, num_decodes=int(host[NUM_DECODES]),
-                   num_unknown=int(host[NUM_UNKNOWN]),
+                   num_unknown=int(host[NUM_UNKNOWN]), block_size=block_size,
                    by_draft_model=bool(host[BY_DRAFT_MODEL]),
                    query_lens=np.diff(host_views["cu_seqlens_q"]).tolist(),
                    seq_lens_host=host_views["seq_lens"].tolist())
@@ -209,8 +209,8 @@ class BatchBuilder:
             device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
-        batch = Batch.unpack(buffer.numpy(), device)
-        batch.block_size, batch.scratch = self.block_size, self.scratch
+        batch = Batch.unpack(buffer.numpy(), device, self.block_size)
+        batch.scratch = self.scratch
         batch.scratch.forget(batch.host["slot_mapping"] // self.block_size)
         batch.scratch.forget(batch.host["block_copies"])
         return batch

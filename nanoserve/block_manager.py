@@ -52,26 +52,28 @@ class CacheEntry:
 class FreeBlocks:
     """The blocks that nobody holds, and which of them is taken next.
 
-    Blank ones come first, in which there is nothing to find, then the least recently used. But
-    neighbours are to go to one sequence, because a CPU's attention reads the keys of a *run*, of
-    `in_run` blocks that lie side by side, in the time that it takes for one of them. So a sequence
-    gets another block of the run in which its last one lies, or else the first of the run that was
-    touched longest ago, whose other blocks then wait for it at the end of the queue:
+    Nothing that can be found is given up while a *blank* block is free anywhere, in which there is
+    nothing to find. Apart from that neighbours are to go to one sequence, because a CPU's attention
+    reads the keys of a *run*, `in_run` blocks side by side, in the time that it takes for one. So a
+    sequence gets another block of the run in which its last one lies, or else the first of the run
+    that was touched longest ago, which then waits for it at the end of the queue:
 
         runs of 4    [A0 A1 A2 --]  [B0 B1 -- --]  [-- -- -- --]    A's next is the fourth block, C
                                                                     starts with the third run
 
-    Recency counts by runs therefore, and within a run by blocks. What nobody used as long as blanks
-    were left is not touched before they are: a blank of somebody else's run is taken instead.
+    Where no blanks are left, the run that was touched longest ago is used up in the same way, its
+    blocks in the order in which they were freed. Confessed: so recency is counted by runs; what is
+    left of one that somebody began to use up lives as long as what he does not need.
     """
 
     def __init__(self, num_blocks: int, in_run: int):
         self.num_blocks, self.in_run, self.count = num_blocks, in_run, num_blocks
         # An ordered dict is a linked list with an index: pop, append and remove are all O(1).
-        self.blank = OrderedDict.fromkeys(range(num_blocks))
+        self.blanks = OrderedDict.fromkeys(range(num_blocks))
         self.runs: OrderedDict[int, OrderedDict[int, None]] = OrderedDict()  # and their free blocks
         for block_id in range(num_blocks):
             self.runs.setdefault(block_id // in_run, OrderedDict())[block_id] = None
+        self.used_up: set[int] = set()  # runs, of which something was given up, and nothing found
 
     def __len__(self) -> int:
         return self.count
@@ -81,44 +83,64 @@ class FreeBlocks:
 
     def take(self, last: int | None) -> int:
         """A block for a sequence whose last one is `last`. There must be one."""
-        near = None if last is None else self.runs.get(last // self.in_run)
-        for run in filter(None, (near, next(iter(self.runs.values())))):
-            block_id = next(iter(run))  # a blank one, if the run has any
-            if block_id in self.blank or not self.blank:
+        oldest = next(iter(self.runs))
+        for run in (oldest if last is None else last // self.in_run, oldest):
+            block_id = next(iter(self.runs.get(run, ())), None)  # a blank one, if there are any
+            if block_id in self.blanks:
+                break
+            if not self.blanks and block_id is not None and (run == oldest or run in self.used_up):
                 break
         else:
-            block_id = next(iter(self.blank))
+            block_id = next(iter(self.blanks))
+        found = block_id not in self.blanks
         self.remove(block_id)
+        if found:
+            self.used_up.add(run)
         return block_id
 
     def remove(self, block_id: int) -> None:
         """`block_id` is held by somebody now."""
-        number = block_id // self.in_run
-        del self.runs[number][block_id]
-        self.blank.pop(block_id, None)
+        run = block_id // self.in_run
+        self.blanks.pop(block_id, None)
+        self.used_up.discard(run)
+        del self.runs[run][block_id]
         self.count -= 1
-        if self.runs[number]:
-            self.runs.move_to_end(number)  # who holds it comes back for the others
+        if self.runs[run]:
+            self.runs.move_to_end(run)  # who holds it comes back for the others
         else:
-            del self.runs[number]
+            del self.runs[run]
 
     def add(self, block_id: int, blank: bool) -> None:
         """Nobody holds `block_id` any more. blank: and nothing is to be found in it."""
-        number = block_id // self.in_run
-        self.runs.setdefault(number, OrderedDict())[block_id] = None
-        self.runs.move_to_end(number)
+        run = block_id // self.in_run
+        if run not in self.runs:
+            self.runs[run] = OrderedDict()
+        self.runs[run][block_id] = None
+        self.runs.move_to_end(run)
+        self.used_up.discard(run)
         self.count += 1
         if blank:
             self.forget(block_id)
 
     def forget(self, block_id: int) -> None:
         """Nothing is to be found in `block_id` any more."""
-        number = block_id // self.in_run
-        self.blank[block_id] = None
-        self.runs[number].move_to_end(block_id, last=False)
-        first = number * self.in_run
-        if all(i in self.blank for i in range(first, min(first + self.in_run, self.num_blocks))):
-            self.runs.move_to_end(number, last=False)
+        run = block_id // self.in_run
+        self.blanks[block_id] = None
+        self.runs[run].move_to_end(block_id, last=False)
+        first = run * self.in_run
+        if all(i in self.blanks for i in range(first, min(first + self.in_run, self.num_blocks))):
+            self.runs.move_to_end(run, last=False)
+
+    def check(self) -> None:
+        """Audit the lists against each other. O(free blocks): for tests."""
+        assert self.count == sum(map(len, self.runs.values())), "the count is of all runs' blocks"
+        for run, blocks in self.runs.items():
+            assert blocks, f"run {run} has no free block and must not be listed"
+            assert {block_id // self.in_run for block_id in blocks} == {run}, (
+                f"run {run} lists a block of another one: {list(blocks)}")
+            blank = [block_id in self.blanks for block_id in blocks]
+            assert blank == sorted(blank, reverse=True), f"run {run}: blank blocks come first"
+        assert all(block_id in self for block_id in self.blanks), "a blank block is not free"
 
 
 class BlockManager:
@@ -307,6 +329,7 @@ class BlockManager:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Audit everything against the sequences that may hold blocks. O(pool): for tests."""
         sequences = list(sequences)  # gone through twice: an iterator would be empty by then
+        self.free_blocks.check()
         holders: dict[int, list[str]] = {}
         for seq in sequences:
             held = seq.block_table[seq.num_released_blocks:]
@@ -321,7 +344,7 @@ class BlockManager:
             names = holders.get(block_id, [])
             if block_id in self.free_blocks:
                 assert not names, f"block {block_id} is free but sequence {names[0]} points at it"
-                assert (block_id in self.free_blocks.blank) == (self.entry_of[block_id] is None), (
+                assert (block_id in self.free_blocks.blanks) == (self.entry_of[block_id] is None), (
                     f"block {block_id} is free and must be blank exactly if nobody can find it")
             assert (block_id in self.free_blocks) == (count == 0), (
                 f"block {block_id} has {count} references and must be free exactly at 0")

@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "triton", "torch")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
-RUN_TOKENS = 64  # what a run of neighbouring blocks holds: the keys that a CPU reads as one line
+RUN_TOKENS = 64  # at most, in blocks that are a run: their keys are what a CPU reads as one line
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -106,9 +106,9 @@ class EngineConfig:
 
     @property
     def blocks_in_run(self) -> int:
-        """How many neighbouring blocks are a run, which goes to one sequence where possible. With
-        blocks of 16 4; with blocks of 48 or 100 1, and so nothing is to be kept together."""
-        return max(1, RUN_TOKENS // self.block_size)
+        """How many neighbouring blocks are a run, which goes to one sequence where possible: with
+        blocks of 16 4, of 5 12 (60 tokens), of 48 or 100 1. The kernels read block by block."""
+        return 1 if self.kernels == "triton" else max(1, RUN_TOKENS // self.block_size)
 
     @property
     def num_drafts(self) -> int:

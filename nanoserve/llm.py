@@ -385,7 +385,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
-        with self.lock:
+        with self.lock, ctrl_c_held():
             self._check_open()
             return self.scheduler.blocks.reset_prefix_cache()
 

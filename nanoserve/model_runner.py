@@ -158,8 +158,7 @@ class ModelRunner:
                 f"no room for one KV block: {self.block_bytes:,} bytes are needed, {budget:,} are "
                 f"to be had ({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, "
                 "lower block_size, or end other programs that use the memory")
-        in_run = 1 if self.kernels else self.config.blocks_in_run
-        return num_blocks // in_run * in_run if num_blocks >= 64 * in_run else num_blocks
+        return num_blocks
 
     def _kv_budget(self) -> tuple[int, str]:
         """Bytes for KV on this rank, negative when others have taken more than there was; and how
@@ -199,9 +198,10 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
-        # The kernels read block by block, the others runs: in a small cache as long as divide it.
-        in_run = 1 if self.kernels else math.gcd(num_blocks, config.blocks_in_run)
-        shape, module = (num_blocks // in_run, in_run * config.block_size), self.kernels or ops
+        in_run, module = config.blocks_in_run, self.kernels or ops
+        if num_blocks < 64 * in_run:  # a small cache has shorter runs, and not a block too many
+            in_run = math.gcd(num_blocks, in_run)
+        shape = -(-num_blocks // in_run), in_run * config.block_size  # a large one is filled up
         try:
             self.kv_cache = [module.new_caches((*shape, *layer), self.dtype, self.device)
                              for layer in self._kv_layers()]

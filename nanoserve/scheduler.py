@@ -3,8 +3,7 @@
 Every step the scheduler hands out `max_num_batched_tokens` tokens: to the running sequences in
 order of priority and arrival, then to waiting ones. A decoding sequence asks for 1 token, a prompt
 for all of its tokens, and a prompt that gets fewer simply asks again next step (chunked prefill;
-Agrawal et al. 2023, "SARATHI"). Batches change from step to step (continuous batching; Yu et al.
-2022, "Orca").
+Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 2022, "Orca").
 
     budget 8      step 0        step 1        step 2        step 3
     A (5 tokens)  ●●●●● ↦ a     ○ ↦ a         ○ ↦ a         ○ ↦ a       ● prompt token
@@ -38,7 +37,8 @@ from nanoserve.sequence import Sequence, Step
 class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
-    config: a resolved one. num_blocks: of KV. window: the most keys that any layer's query sees.
+    config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: how many keys a
+    query sees at most, if that is so in every layer.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):

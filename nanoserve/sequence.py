@@ -17,7 +17,7 @@ The glossary. These words mean one thing each, everywhere:
     num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob, or
                            (pooling) their hidden state
     num_new_tokens       how many tokens a step computes for a sequence
-    block_size           tokens a KV block holds
+    block_size           tokens a KV block holds; a run is `in_run` neighbouring blocks
     block_table          the ids of a sequence's KV blocks, in order of position
     slot                 a place for one token's KV: block id * block_size + offset in the block
     slot_mapping         the slot of every token of a step

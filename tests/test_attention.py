@@ -72,7 +72,7 @@ def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, wi
     return out
 
 
-def make_batch(tables, query_lens, seq_lens) -> Batch:
+def make_batch(tables, query_lens, seq_lens, block_size=4) -> Batch:
     """A batch as the attention sees it; decode rows must come first. Padding points at block 0."""
     width = max(map(len, tables))
     cu_seqlens_q = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -83,7 +83,7 @@ def make_batch(tables, query_lens, seq_lens) -> Batch:
         slot_mapping=nothing, cu_seqlens_q=cu_seqlens_q, logits_indices=nothing,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32), prompt_logprob_indices=nothing,
         sample_rows=nothing, block_copies=nothing, seeds=nothing, temperature=nothing,
-        top_k=nothing, top_p=nothing, min_p=nothing, num_unknown=0,
+        top_k=nothing, top_p=nothing, min_p=nothing, num_unknown=0, block_size=block_size,
         host=dict(block_tables=block_tables.numpy().ravel()), block_tables=block_tables,
         num_decodes=sum(n == 1 for n in query_lens),
         query_lens=list(query_lens), seq_lens_host=list(seq_lens))
@@ -144,8 +144,7 @@ def assert_equals_twin(tables, query_lens, seq_lens, num_blocks, heads=(4, 2), h
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for caches in (plain, *(in_runs(plain, in_run) for in_run in (1, 3, 4))):
         before = [cache.clone() for cache in caches]
-        batch = make_batch(tables, query_lens, seq_lens)
-        batch.block_size = block_size
+        batch = make_batch(tables, query_lens, seq_lens, block_size)
         got = paged_attention(q, *caches, batch, scale, window, softcap)
         assert got.dtype == dtype
         assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
@@ -258,7 +257,6 @@ def test_a_run_is_read_once_for_all_of_its_blocks():
     cache = torch.zeros(5, 16, 2, 8)
     for table, bags in (([4, 5, 6, 7], 1), ([7, 5, 6, 4], 1), ([3, 4, 5, 6], 2), ([0, 4, 8, 12], 4)):
         batch = make_batch([table], [1], [16])
-        batch.block_size = 4
         [piece] = attention._cut_decodes(batch, None, cache, 4)
         assert len(piece.own.keys.starts) == 4 * bags
 
@@ -298,6 +296,15 @@ def test_decodes_attend_once_to_a_beginning_they_share(monkeypatch, dtype, softc
         batch = make_batch(tables, [1] * 4, seq_lens)
         pieces = attention._cut_decodes(batch, None, torch.zeros(15, 4, 2, 8), 6)
         assert len(pieces) == {0: 4, 4: 2}.get(keys, 1) and all(p.shared for p in pieces)
+        pieces = attention._cut_decodes(batch, None, torch.zeros(4, 16, 2, 8), 6)
+        assert all(p.shared.keys.shape[2] == 16 for p in pieces), "whole runs' worth of them"
+
+
+def test_a_block_that_was_given_back_may_be_the_rows_own_again():
+    """The table keeps the ids of blocks that no window reaches any more, for the others' places."""
+    for window in (1, 4, 6):  # the query at position 15 sees 10 and what follows, from block 2 on
+        assert_equals_twin([[5, 6, 5, 7], [2, 1, 2]], [1, 1], [16, 11], 8, window=min(window, 4))
+        assert_equals_twin([[5, 6, 5, 7]], [1], [16], 8, window=window)
 
 
 def test_what_is_shared_is_found_by_full_blocks_alone():
@@ -456,12 +463,14 @@ def decode_step(builder: BatchBuilder, tables: list[list[int]], seq_len: int) ->
 
 
 @pytest.mark.parametrize("room", [2 ** 28, 2 ** 12, 0])
-def test_what_rows_share_is_copied_anew_when_a_step_writes_there(monkeypatch, room):
+@pytest.mark.parametrize("in_run", [1, 2, 4])
+def test_what_rows_share_is_copied_anew_when_a_step_writes_there(monkeypatch, in_run, room):
     """Block 2 is freed, another row writes to it, and it comes to be shared again; a step that
     shares less, or more, or nothing, does no harm. Room for some of the copies gives the same."""
     monkeypatch.setattr(kv_cache, "MAX_KEPT_BYTES", room)
     generator = torch.Generator().manual_seed(0)
-    layers = [new_caches((20, 4, 2, 8), torch.float32, CPU) for _ in range(3)]
+    shape = 20 // in_run, 4 * in_run, 2, 8
+    layers = [new_caches(shape, torch.float32, CPU) for _ in range(3)]
     for cache in (cache for layer in layers for cache in layer):
         cache.copy_(torch.randn(cache.shape, generator=generator))
     builder = BatchBuilder(4, 64, 64, 4, CPU)
@@ -487,7 +496,8 @@ def test_what_rows_share_is_copied_anew_when_a_step_writes_there(monkeypatch, ro
             batch = decode_step(builder, tables, seq_len)
         q = torch.randn(len(tables), 4, 8, generator=generator)
         for k_cache, v_cache in layers:
-            expected = naive_attention(q, k_cache, v_cache, tables, [1] * len(tables),
+            blocks = [cache.reshape(20, 4, 2, 8) for cache in (k_cache, v_cache)]
+            expected = naive_attention(q, *blocks, tables, [1] * len(tables),
                                        [seq_len] * len(tables), 0.5)
             assert_close(paged_attention(q, k_cache, v_cache, batch, 0.5), expected.float())
 

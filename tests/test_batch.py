@@ -191,7 +191,7 @@ def test_a_copy_of_the_buffer_says_everything():
     step = scheduler.schedule()
     batch = builder.build(step)
     received = builder.buffers[0].clone()
-    again = Batch.unpack(received.numpy(), received)
+    again = Batch.unpack(received.numpy(), received, batch.block_size)
     assert received.dtype == torch.int32
     for name in SECTIONS:
         assert torch.equal(getattr(again, name), getattr(batch, name)), name

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.block_manager import BlockManager
+from nanoserve.block_manager import BlockManager, FreeBlocks
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
@@ -199,8 +199,37 @@ def test_what_may_be_found_is_kept_while_blanks_are_left_in_anybodys_run():
     taker = sequence([])
     table = grow(blocks, taker, 6)
     assert hits(blocks, range(5)) and hits(blocks, range(10, 15)) and not {0, 4} & set(table)
-    assert grow(blocks, taker)[-1] == table[-1] // 4 * 4, "then its own run's"
+    assert len(grow(blocks, taker)) == 7
+    assert len(hits(blocks, range(5))) + len(hits(blocks, range(10, 15))) == 1
     blocks.check([taker])
+
+
+def test_a_neighbour_that_may_be_found_is_no_nearer_than_what_was_used_long_ago():
+    """B begins as A did and goes on otherwise: A's fourth block lay beside the third, and was given
+    up for that, and with it all that follows, while something older was left alone."""
+    blocks = BlockManager(12, SIZE, in_run=4)
+    blocks.free(compute(blocks, range(100, 116)))  # the oldest: run 0
+    blocks.free(compute(blocks, range(32)))  # A: runs 1 and 2
+    second = sequence([*range(12), 99, 99])
+    blocks.share(second, blocks.find_prefix(second))
+    second.num_computed_tokens = 12
+    assert grow(blocks, second) == [4, 5, 6, 3]
+    assert len(hits(blocks, range(33))) == 8
+    assert grow(blocks, second, 3) == [4, 5, 6, 3, 2, 1, 0], "what was begun is used up"
+    assert len(hits(blocks, range(33))) == 8
+    blocks.check([second])
+
+
+def test_a_hit_ends_the_using_up_of_its_run():
+    blocks = BlockManager(8, SIZE, in_run=4)
+    for start in (0, 20):
+        blocks.free(compute(blocks, range(start, start + 16)))
+    taker, finder = sequence([], "taker"), sequence(range(9), "finder")
+    assert grow(blocks, taker) == [3]
+    blocks.share(finder, blocks.find_prefix(finder))
+    finder.num_computed_tokens = 8
+    assert grow(blocks, taker) == [3, 7], "and not 2, beside it, which belongs to what was found"
+    blocks.check([taker, finder])
 
 
 def test_runs_are_reused_least_recently_used_first():
@@ -654,6 +683,10 @@ def corrupt_lost_block(blocks, a, b):
     blocks.free_blocks.take(None)
 
 
+def corrupt_blank(blocks, a, b):
+    del blocks.free_blocks.blanks[5]
+
+
 def corrupt_ref_count(blocks, a, b):
     blocks.ref_counts[a.block_table[0]] += 1
 
@@ -705,6 +738,7 @@ def corrupt_tokens(blocks, a, b):
 @pytest.mark.parametrize("corrupt, message", [
     (corrupt_free_list, "block 0 is free but sequence a points at it"),
     (corrupt_lost_block, "block 5 has 0 references and must be free exactly at 0"),
+    (corrupt_blank, "block 5 is free and must be blank exactly if nobody can find it"),
     (corrupt_ref_count, r"block 0 counts 2 references but is held by \['a'\]"),
     (corrupt_forgotten_owner, r"block 2 counts 1 references but is held by \['a', 'b'\]"),
     (corrupt_table, "sequence a lists a block twice"),
@@ -729,6 +763,24 @@ def test_the_audit_names_each_kind_of_corruption(corrupt, message, container):
     corrupt(blocks, a, b)
     with pytest.raises(AssertionError, match=message):
         blocks.check(container([a, b]))
+
+
+@pytest.mark.parametrize("corrupt, message", [
+    (lambda free: setattr(free, "count", 4), "the count is of all runs' blocks"),
+    (lambda free: free.runs.update({9: {}}), "run 9 has no free block"),
+    (lambda free: free.runs.update({9: free.runs.pop(1)}), r"run 9 lists .* another one: \[2, 3\]"),
+    (lambda free: free.runs[0].move_to_end(1), "run 0: blank blocks come first"),
+    (lambda free: free.blanks.update({4: None}), "a blank block is not free"),
+], ids=["count", "empty", "run", "order", "blanks"])
+def test_the_audit_of_free_blocks_names_each_kind_of_corruption(corrupt, message):
+    free = FreeBlocks(6, 2)
+    free.remove(4)
+    free.remove(0)
+    free.add(0, blank=False)
+    free.check()
+    corrupt(free)
+    with pytest.raises(AssertionError, match=message):
+        free.check()
 
 
 # ------------------------------------------------------------ the naive twin
@@ -757,9 +809,23 @@ class Twin:
         self.blocks = BlockManager(num_blocks, block_size=2, in_run=in_run)
         self.blocks.on_evict = lambda key: setattr(self, "evicted", True)
         self.evicted = False
+        self.watch()
         self.written: dict[int, tuple] = {}
         self.computed: set[tuple] = set()  # every prefix of full blocks that was ever computed
         self.live: list[Sequence] = []
+
+    def watch(self) -> None:
+        """Nothing that may be found is given up while a blank block is left."""
+        take = self.blocks.free_blocks.take
+
+        def watched(last):
+            blank = {i for i, entry in enumerate(self.blocks.entry_of)
+                     if entry is None and not self.blocks.ref_counts[i]}
+            block_id = take(last)
+            assert not blank or block_id in blank
+            return block_id
+
+        self.blocks.free_blocks.take = watched
 
     def write(self, seq: Sequence, start: int) -> None:
         """Compute everything from `start` on, like a step. Blocks before it are only read."""
@@ -801,6 +867,7 @@ class Twin:
         assert self.blocks.reset_prefix_cache() is (not self.live)
         if not self.live:
             self.computed.clear()
+            self.watch()
 
     def check(self) -> None:
         self.blocks.check(self.live)

@@ -228,18 +228,19 @@ def test_kv_cache_memory_bytes_is_met_to_the_block(dummy):
     assert half.scheduler.blocks.num_blocks == 20  # half the bytes a number, half the tokens
 
 
-def test_a_large_cache_consists_of_whole_runs_and_a_small_one_of_all_blocks_there_are(dummy):
-    """A run is four blocks of 16, which one sequence gets where possible. What is left over is lost
-    where that is less than 2%; otherwise runs are as long as divide the blocks."""
-    for bought, num_blocks, runs in ((259, 256, (64, 64)), (255, 255, (255, 16)),
-                                     (254, 254, (127, 32)), (4, 4, (1, 64))):
-        llm = start(dummy, kv_cache_memory_bytes=bought * BLOCK_BYTES)
+def test_a_large_cache_consists_of_whole_runs_and_a_small_one_of_no_block_too_many(dummy):
+    """A run is four blocks of 16, which one sequence gets where possible. The last one of 257
+    blocks is filled up; fewer than 256 are cut into runs as long as divide them."""
+    for num_blocks, runs in ((257, (65, 64)), (256, (64, 64)), (255, (255, 16)), (254, (127, 32)),
+                             (4, (1, 64))):
+        llm = start(dummy, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES)
         assert llm.scheduler.blocks.num_blocks == num_blocks
         assert llm.runner.kv_cache[0][0].shape[:2] == runs
         assert llm.scheduler.blocks.free_blocks.in_run == 4
         assert_serves(llm)
     for block_size, in_run in ((1, 64), (5, 12), (48, 1), (64, 1), (100, 1)):
         assert EngineConfig(model="m", block_size=block_size).blocks_in_run == in_run
+    assert EngineConfig(model="m", kernels="triton").blocks_in_run == 1  # they gain nothing by it
 
 
 def test_no_room_for_one_block_is_refused_with_the_numbers(dummy):

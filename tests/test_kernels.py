@@ -137,7 +137,7 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
     before = k_cache.clone(), v_cache.clone()
     q = torch.randn(sum(query_lens), heads[0], head_dim, device=DEVICE,
                     generator=torch.Generator(DEVICE).manual_seed(seed + 1)).to(dtype)
-    batch, scale = make_batch(tables, query_lens, seq_lens), 1.3 * head_dim ** -0.5
+    batch, scale = make_batch(tables, query_lens, seq_lens, block_size), 1.3 * head_dim ** -0.5
     expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, scale, window, softcap)
     for row, seq_len in enumerate(seq_lens):
         batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
@@ -195,7 +195,7 @@ def test_blocks_that_a_window_has_left_behind_are_not_read(attend):
     tables, num_blocks = cut_tables(rng, seq_lens, 16, spare=0)
     caches = poisoned_cache(num_blocks + 1, 16, 1, 32, tables, query_lens, seq_lens)
     q = torch.randn(40, 2, 32, device=DEVICE)
-    batch = make_batch(tables, query_lens, seq_lens)
+    batch = make_batch(tables, query_lens, seq_lens, 16)
     expected = twin(q.cpu(), *caches, batch, 0.2, window)
     batch.block_tables[0, :16] = num_blocks  # its query sees 256 to 299: from block 16 on
     batch.block_tables[1, :13] = num_blocks  # its first query stands at 251, sees from 208 on
@@ -242,7 +242,7 @@ def test_large_scores_do_not_overflow(attend):
                                                              [1, 150], [150, 150]))
     k_cache = k_cache.mul(8).round().div(8)
     q = torch.randn(151, 1, 32, device=DEVICE).mul(8).round().mul(1024)
-    batch = make_batch(tables, [1, 150], [150, 150])
+    batch = make_batch(tables, [1, 150], [150, 150], 16)
     expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, 1.0)
     to_device(batch)
     for splits in (1, 2):
@@ -258,7 +258,7 @@ def test_a_cache_of_more_than_2_31_numbers(attend):
     cache = torch.frombuffer(memory, dtype=torch.float16).view(-1, 16, 1, 64)
     cache[[7, 2_100_000]] = torch.randn(2, 16, 1, 64).half()
     q = torch.randn(10, 2, 64).half()
-    batch = make_batch([[2_100_000, 7], [7, 2_100_000]], [1, 9], [20, 30])
+    batch = make_batch([[2_100_000, 7], [7, 2_100_000]], [1, 9], [20, 30], 16)
     expected = twin(q, cache, cache, batch, 0.2)
     assert_close(attend(q, cache, cache, batch, 0.2), expected, rtol=4e-3, atol=4e-3)
 
@@ -270,7 +270,7 @@ def test_queries_may_be_a_slice_of_a_wider_product(attend):
                                                      [90, 33])]
     wide = POISON[torch.zeros(34, 8, 32, dtype=torch.int64)].to(DEVICE)
     wide[:, :4] = torch.randn(34, 4, 32, device=DEVICE)
-    batch = make_batch(tables, [1, 33], [90, 33])
+    batch = make_batch(tables, [1, 33], [90, 33], 16)
     to_device(batch)
     for splits in (1, 2):
         got = attend(wide[:, :4], *caches, batch, 0.2, splits=splits)
@@ -287,9 +287,9 @@ def test_rows_of_padding_yield_zeros_and_disturb_nobody(attend, splits):
     tables, num_blocks = cut_tables(random.Random(1), seq_lens, 16)
     caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1] * 3,
                                                      seq_lens)]
-    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
+    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5, 16)
     padded.cu_seqlens_q.fill_(-1)  # not read for decodes
-    small = make_batch(tables, [1] * 3, seq_lens)
+    small = make_batch(tables, [1] * 3, seq_lens, 16)
     q = torch.full((8, 4, 32), torch.nan, device=DEVICE)
     q[:3] = torch.randn(3, 4, 32, device=DEVICE)
     to_device(padded), to_device(small)
@@ -320,8 +320,9 @@ def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
                                    module.places_of(slots[:rows], 16))
         return attend(q, *caches, batch, 0.2)
 
-    expected = step(ops, ops.paged_attention, 3, make_batch(tables, [1] * 3, seq_lens), copies)
-    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
+    small = make_batch(tables, [1] * 3, seq_lens, 16)
+    expected = step(ops, ops.paged_attention, 3, small, copies)
+    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5, 16)
     to_device(padded)
     got = step(kernels, partial(attend, splits=splits), 8, padded, caches)
     assert_close(got[:3], expected, rtol=2e-5, atol=2e-5)
@@ -339,7 +340,7 @@ def test_a_launch_does_not_depend_on_lengths(monkeypatch):
         monkeypatch.setattr(kernels, name, Recorder(name, launches))
     q, cache = torch.zeros(4, 4, 32), torch.zeros(20, 16, 2, 32)
     for seq_lens in ([1, 1, 1, 1], [64, 3, 5, 0], [0, 0, 0, 64]):
-        batch = make_batch([[1, 2, 3, 4]] * 4, [1] * 4, seq_lens)
+        batch = make_batch([[1, 2, 3, 4]] * 4, [1] * 4, seq_lens, 16)
         kernels.paged_attention(q, cache, cache, batch, 0.2)
     assert len(launches) == 6 and launches[:2] == launches[2:4] == launches[4:]
 
