@@ -62,8 +62,8 @@ class FreeBlocks:
                                                                     starts with the third run
 
     Where no blanks are left, the run that was touched longest ago is used up in the same way, its
-    blocks in the order in which they were freed. Confessed: so recency is counted by runs; what is
-    left of one that somebody began to use up lives as long as what he does not need.
+    blocks in the order in which they were freed. Confessed: recency is counted by runs, so what is
+    left of a run that a sequence began to use up counts as new, though nobody found it.
     """
 
     def __init__(self, num_blocks: int, in_run: int):
@@ -73,7 +73,7 @@ class FreeBlocks:
         self.runs: OrderedDict[int, OrderedDict[int, None]] = OrderedDict()  # and their free blocks
         for block_id in range(num_blocks):
             self.runs.setdefault(block_id // in_run, OrderedDict())[block_id] = None
-        self.used_up: set[int] = set()  # runs, of which something was given up, and nothing found
+        self.used_up: set[int] = set()  # runs from which what could be found is being given up
 
     def __len__(self) -> int:
         return self.count
