@@ -125,7 +125,7 @@ def comparison(found: dict) -> str:
             f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
             for pairs in columns)])
     rows.append(["nanoserve, share of the roofline"])
-    for name in runs:  # of a whole run: once for a workload with two columns
+    for name in runs:  # of a whole run: once for a workload with several columns
         share = statistics.median(run["roofline"]["share"] for run in runs[name]["nanoserve"])
         rows[-1] += [f"{share:.0%}", *[""] * (len(HEADLINES[name]) - 1)]
     counts = {name: len(runs[name]["nanoserve"]) for name in runs}

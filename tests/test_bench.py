@@ -541,15 +541,15 @@ def test_the_readmes_tables_come_from_a_measurement(toy, tmp_path, capsys):
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     titles = [title for title in rows[0][1:]]
     assert titles == ["batch: output tok/s", "single: TTFT s", "single: decode tok/s",
-                      "long-prompt: TTFT s", "shared-prefix: total s"]
+                      "single: total s", "long-prompt: TTFT s", "shared-prefix: total s"]
     found = {row[0]: row[1:] for row in rows}
     count = sum(request.max_tokens for request in workloads.generate(SMALL["batch"], 300))
-    assert found["another engine"] == [f"{count / 2:.3g}", "0.5", "42", "0.5", "2"]
+    assert found["another engine"] == [f"{count / 2:.3g}", "0.5", "42", "2", "0.5", "2"]
     ours = data["comparisons"][0]["rounds"]["shared-prefix"]["nanoserve"]
     assert found["nanoserve"][-1] == f"{sum(run['seconds'] for run in ours) / 2:.3g}"
     ratio = [2 / run["seconds"] for run in ours]
     assert found["times as good as another engine"][-1].startswith(f"{sum(ratio) / 2:.2f} (")
-    assert len(found["nanoserve, share of the roofline"]) == 5
+    assert len(found["nanoserve, share of the roofline"]) == 6
     assert "one request at a time" in found and "+ prefix caching" in found
     assert "`shared-prefix`: 16 requests of 512 common and 32 tokens in, 32 out" in text
 
@@ -615,7 +615,7 @@ def test_ratios_say_how_many_times_as_good_we_are():
 
     ours, theirs = [one(6, 2, 1, 5), one(8, 4, 3, 4)], [one(3, 3, 4, 10), one(2, 4, 1.5, 2)]
     assert peers.ratios("batch", ours, theirs) == [[2, 4]]
-    assert peers.ratios("single", ours, theirs) == [[4, 0.5], [0.5, 2]]
+    assert peers.ratios("single", ours, theirs) == [[4, 0.5], [0.5, 2], [1.5, 1]]
     assert peers.ratios("long-prompt", ours, theirs) == [[4, 0.5]]
     assert peers.ratios("shared-prefix", ours, theirs) == [[1.5, 1]]
     assert peers.ratios("mixed", ours, theirs) == [[2, 4]]

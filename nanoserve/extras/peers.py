@@ -28,7 +28,8 @@ from nanoserve.extras.workloads import Request, summarize
 # What a workload is about, as (title, key, part of it), and whether more is better.
 HEADLINES = {
     "batch": [("output tok/s", "output_tok_s", None, True)],
-    "single": [("TTFT s", "ttft", "mean", False), ("decode tok/s", "decode_tok_s", None, True)],
+    "single": [("TTFT s", "ttft", "mean", False), ("decode tok/s", "decode_tok_s", None, True),
+               ("total s", "seconds", None, False)],
     "long-prompt": [("TTFT s", "ttft", "mean", False)],
     "shared-prefix": [("total s", "seconds", None, False)],
 }
