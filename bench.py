@@ -8,21 +8,21 @@
     python bench.py --against hf                       transformers does the same, in turns
     python bench.py --scheduler | --observers          the host's bookkeeping alone
 
-A run goes through three hands, and with `--against` through a fourth. Each is a file of
-`nanoserve/extras`:
+A run is made of three files of `nanoserve/extras`, with `--against` of four:
 
     workloads   who asks for what, and when         the same token ids for whoever is measured
     roofline    what this machine can do, now       a copy of memory, a matrix product
     meter       one run of the engine               every step, every token's time, parts of a step
     peers       others on the same requests         in turns: a ratio for each pair of runs
 
-A single run prints hardware, engine and workload; vLLM's line; latencies; then the roofline, the
-least that the hardware needs for the very steps that were scheduled, part by part beside what they
-took. Where a part takes much more than its minimum there is something to gain.
+A single run prints hardware, engine and workload; the throughput in a line as vLLM's own benchmark
+prints it; latencies; then the roofline, the least that the hardware needs for the very steps that
+were scheduled, part by part beside what they took. Where a part takes much more than its minimum
+there is something to gain.
 
-Without `--model` a GPU gets the community workload on Qwen3-0.6B's shapes. A CPU gets as many of
-its 16 requests as its own roofline promises to do in 20 s; where those are fewer than 4, the
-bundled model is taken.
+Without `--model` a GPU gets the community workload (nano-vllm's) on Qwen3-0.6B's shapes. A CPU gets
+as many of its 16 requests as its own roofline promises to do in 20 s; where those are fewer than 4,
+the bundled model is taken.
 
 A request's clock starts when it arrives, also where the engine was too busy to take it. `host` is
 wall time outside of the forward; on a GPU it overlaps with the device, whose parts aren't timed.
@@ -36,6 +36,7 @@ server and clients that load it, as vLLM's benchmark has them; there is no serve
 import argparse
 import ast
 import json
+import math
 import os
 import platform
 import sys
@@ -245,7 +246,7 @@ class Bench:
         """Raises `ValueError` where a request is longer than `max_model_len`. The engine would find
         it as well, but only after it has made up its weights, a minute for eight billion."""
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
-        limit = self.options.get("max_model_len", self.config.max_position_embeddings)
+        limit = self.options.get("max_model_len") or self.config.max_position_embeddings
         if longest > limit:
             raise ValueError(f"the longest request has {longest} tokens, prompt and output, and "
                              f"max_model_len is {limit}: lower --input-len or --output-len, or "
@@ -438,7 +439,7 @@ class Bench:
 def parse_options(settings: list[str]) -> dict:
     """["block_size=32", "kernels=torch"] -> what `LLM` takes. Values are Python literals; anything
     else is a string. Raises `ValueError` for what is not OPTION=VALUE, what the engine doesn't
-    have, and what the roofline and peers must know, too, and has an option of its own for that."""
+    have or can't take, and what the roofline and peers must know, too, and has its own option."""
     options = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
@@ -452,6 +453,7 @@ def parse_options(settings: list[str]) -> dict:
             options[name] = text
     if unknown := sorted(set(options) - {field.name for field in fields(EngineConfig)}):
         raise ValueError(f"--set: the engine has no option {', '.join(unknown)}")
+    EngineConfig(model="checked here, before anything is measured", **options)
     return options
 
 
@@ -494,7 +496,7 @@ def print_rungs_head(title: str) -> None:
 
 def print_rung(row: dict) -> None:
     """One row of the ladder."""
-    gap = row["inter_token"]
+    gap = row["inter_token"] or dict(mean=math.nan, p99=math.nan)  # of single tokens
     print(f"{row['name']:24}{row['seconds']:9.2f}{row['output_tok_s']:9.1f}"
           f"{row['ttft']['mean']:9.2f}{1e3 * gap['mean']:19.1f} ms{1e3 * gap['p99']:8.1f}")
 

@@ -1,7 +1,7 @@
-"""nanoserve: an LLM inference engine to read, run and change. Start with `llm.py` or the README.
+"""nanoserve: an LLM inference engine to read, run and change. Start with the README.
 
 The names are loaded when they are first used (PEP 562), so that `import nanoserve.scheduler` does
-not import torch: the scheduler and everything below it run without.
+not import torch: the scheduler and everything that it imports run without.
 """
 
 from importlib import import_module

@@ -51,8 +51,10 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                     softcap: float | None = None) -> torch.Tensor:
     """Causal attention of each row's queries to its sequence.
 
-    q: (num_tokens, num_heads, head_dim), scaled by `scale`. Returns the same shape. Query heads are
-    shared out evenly over the KV heads (grouped-query attention; Ainslie et al. 2023).
+    q: (num_tokens, num_heads, head_dim); scores are q * k * scale. k_cache, v_cache: see
+    `kv_cache.new_caches`; the step's own keys and values are in them already. Returns q's shape.
+    Query heads are shared out evenly over the KV heads (grouped-query attention; Ainslie et al.
+    2023).
 
     window: a query sees this many keys, its own included; runs that lie wholly before them are not
     touched. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
@@ -100,7 +102,7 @@ class Group:
 
     tokens: slice | torch.Tensor  # the queries; one that fills places up is there again, and alike
     own: InPlace | Copy
-    hidden: torch.Tensor  # (queries, 1, keys) True for padding, and old, later and others' keys
+    masked: torch.Tensor  # (queries, 1, keys) True for padding, and old, later and others' keys
     shared: Copy | None
     num_kv_heads: int
 
@@ -120,7 +122,7 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
         scores[..., num_shared:] = own
     scores = _capped(scores, softcap)
     of_own = scores if shared is None else scores[..., num_shared:]
-    of_own.masked_fill_(piece.hidden, float("-inf"))
+    of_own.masked_fill_(piece.masked, float("-inf"))
     weights = scores.softmax(-1)
     out = piece.own.sums(weights, v)
     if shared is not None:
@@ -158,17 +160,17 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         rows, longest_first = np.sort(longest_first[:fit]), longest_first[fit:]
         blocks = blocks_at[rows, :width].reshape(len(rows), -1, 1)
         keys = (blocks * block_size + np.arange(block_size)).reshape(len(rows), -1)
-        hidden = (keys < 0) | (keys > last[rows, None])
+        masked = (keys < 0) | (keys > last[rows, None])
         if window is not None:
-            hidden |= keys <= last[rows, None] - window
+            masked |= keys <= last[rows, None] - window
         slots = runs[rows, :width, None] * slots_of_run + np.arange(slots_of_run)
         # 0 * inf is NaN: in place of what a row must not see it gets its own token's, times 0.
-        slots = np.where(hidden, last_slots[rows], slots.reshape(hidden.shape))
+        slots = np.where(masked, last_slots[rows], slots.reshape(masked.shape))
         in_one = rows[-1] - rows[0] + 1 == len(rows)
         pieces.append(Group(slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
                             InPlace.of(runs[rows, :width], widths[rows], slots, num_heads, k_cache,
                                        num_shared // in_run),
-                            put(hidden[:, None]), shared, k_cache.shape[2]))
+                            put(masked[:, None]), shared, k_cache.shape[2]))
     return pieces
 
 
@@ -264,7 +266,7 @@ def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
     first, last = num_shared * block_size, seq_lens - 1
     num_blocks = int(last.max()) // block_size + 1 - num_shared
     keys = first + np.arange(num_blocks * block_size)
-    hidden = keys > (last - back)[..., None]  # (rows, queries, keys)
+    masked = keys > (last - back)[..., None]  # (rows, queries, keys)
     seen = np.minimum(keys, last)  # behind the end of a row its last token takes the place
     slots = _slots(tables, seen, block_size)
     tokens = (ends - 1 - back).ravel()
@@ -272,7 +274,7 @@ def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
     shared = Copy.of(tables[:1, :num_shared], block_size, batch.scratch, k_cache)
     own = Copy.of(slots[:, ::block_size] // block_size, block_size, batch.scratch, k_cache, slots)
     return Group(slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else put(tokens), own,
-                 put(hidden.reshape(len(tokens), 1, -1)), shared, k_cache.shape[2])
+                 put(masked.reshape(len(tokens), 1, -1)), shared, k_cache.shape[2])
 
 
 # -------------------------------------------------------------- chunks of prompts
@@ -324,10 +326,10 @@ def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
         tile_first = first if window is None else max(first, start - window + 1)
         mask_first = start if window is None else tile_first  # all queries see the keys before
         keys = np.arange(mask_first, positions[-1] + 1)
-        hidden = keys > positions[:, None]
+        masked = keys > positions[:, None]
         if window is not None:
-            hidden |= keys <= positions[:, None] - window
-        mask = k_cache.new_full(hidden.shape, torch.inf).masked_fill_(put(hidden), -torch.inf)
+            masked |= keys <= positions[:, None] - window
+        mask = k_cache.new_full(masked.shape, torch.inf).masked_fill_(put(masked), -torch.inf)
         tiles.append(Tile(slice(start - begin, start - begin + len(positions)),
                           slice(tile_first - first, int(positions[-1]) + 1 - first), mask))
     table = batch.host["block_tables"].reshape(batch.num_rows, -1)[row]

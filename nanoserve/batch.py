@@ -3,7 +3,7 @@
 Prefill and decode share one batch. The new tokens of all rows lie one behind the other without
 padding, decode rows (one token each) first; `cu_seqlens_q` says where each row starts:
 
-    rows            A decodes    B decodes    C prefills 0..5         row r is tokens
+    rows            A decodes    B decodes    C prefills 0..4         row r is tokens
     input_ids       [ a9       |   b4       |  c0  c1  c2  c3  c4 ]   cu_seqlens_q[r] : [r + 1]
     positions       [  9           4           0   1   2   3   4  ]
     slot_mapping    [ 41          20          64  65  66  67  68  ]   where each token's KV goes
@@ -37,8 +37,9 @@ import torch
 
 from nanoserve.sequence import Sequence, Step
 
-# The header: the length of each section, in this order. Those that a batch for a graph has with a
-# size of their own come last. Seeds come first: 64 bits have to begin at an even place.
+# The header: the length of each section, in this order. Those whose size does not follow from the
+# number of rows in a step of decodes, which a graph records, come last. Seeds come first: 64 bits
+# have to begin at an even place.
 SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "positions",
             "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices", "sample_rows",
             "prompt_logprob_indices", "block_copies", "block_tables")
@@ -53,13 +54,12 @@ MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before th
 
 @dataclass
 class Scratch:
-    """Memory that attention copies to, as large as it has been needed. It outlives its batch,
-    because memory that is new to a process costs more than what is written to it.
+    """Memory to which attention gathers keys and values, as large as it has been needed. It
+    outlives its batch, because memory that is new to a process costs more than what is written.
 
-    A copy of blocks with which several rows begin is good for later steps, too, as long as no step
-    writes to one of them. That is what `forget` is told of every step; who owns a block and why is
-    not asked, and so cannot be answered wrongly. What is kept last stays until then, or until rows
-    share something else.
+    On a CPU a copy of the blocks with which several rows begin, a system prompt, is kept for later
+    steps, until a step writes to one of these blocks or rows share something else. `forget` is told
+    every block that a step writes; who owns it and why is not asked, and so can't be wrong.
     """
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -86,7 +86,7 @@ class Scratch:
 class Batch:
     """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples."""
 
-    seeds: torch.Tensor  # (s,) int64, and what else a sample depends on: see SamplingParams
+    seeds: torch.Tensor  # (s,) int64; this and the next four: see SamplingParams
     temperature: torch.Tensor  # (s,) float32
     top_k: torch.Tensor  # (s,)
     top_p: torch.Tensor  # (s,) float32
@@ -142,11 +142,6 @@ class Batch:
         return len(self.query_lens)
 
 
-# What a row asks of the sampler, and as what its bits are to be read. A seed is two int32.
-SAMPLING = {"seeds": np.uint64, "temperature": np.float32, "top_k": np.int32, "top_p": np.float32,
-            "min_p": np.float32}
-
-
 class BatchBuilder:
     """Writes steps into persistent buffers, which take turns so that one may still be in use.
 
@@ -162,7 +157,9 @@ class BatchBuilder:
                  staged: bool = False, num_drafts: int = 0):
         self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
-        # Each running sequence may copy a block, which is two numbers.
+        # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
+        # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index, sample row,
+        # and a block to copy from and to. A draft is another sample: 8 of these.
         size = HEADER + 4 * max_num_batched_tokens + 12 * max_num_seqs + 1 + max_num_seqs * width
         size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
         size = max(size, MIN_BUFFER)

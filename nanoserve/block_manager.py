@@ -3,8 +3,9 @@
 KV memory is cut into blocks of `block_size` tokens, as an operating system cuts memory into pages
 (Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention"). A sequence's
 `block_table` lists its blocks in order, so a sequence can grow without moving and two sequences can
-share a block. Sharing is automatic: a block that is full, computed and *committed* gets a key that
-chains its parent's key with its own tokens, and whoever has the same prefix finds it.
+share a block. Sharing is automatic: a full block's key is a hash that chains its parent's key with
+its own tokens. Once its KV is computed the block is *committed*, that is entered in the cache under
+its key, and whoever has the same prefix finds it.
 
     tokens   the cat sat on | a mat and then | it fell
     keys     A = h(root,·)  | B = h(A,·)     | (not full: no key)
@@ -16,8 +17,9 @@ chains its parent's key with its own tokens, and whoever has the same prefix fin
                                                  reused oldest first: the key is forgotten *then*
 
 Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
-count equals the number of tables that hold the block; the cache names only committed blocks; a
-block that is handed out again has lost its old key *before* its new owner can write to it.
+count equals the number of tables that hold the block, and have not released it; the cache names
+only committed blocks; a block that is handed out again has lost its old key *before* its new owner
+can write to it.
 
 A hash can collide, and a wrong hit is another user's text. So a hit also compares the block's
 tokens and the *identity of its parent's entry*: two different chains can never be taken for one.
@@ -52,11 +54,12 @@ class CacheEntry:
 class FreeBlocks:
     """The blocks that nobody holds, and which of them is taken next.
 
-    Nothing that can be found is given up while a *blank* block is free anywhere, in which there is
-    nothing to find. Apart from that neighbours are to go to one sequence, because a CPU's attention
-    reads the keys of a *run*, `in_run` blocks side by side, in the time that it takes for one. So a
-    sequence gets another block of the run in which its last one lies, or else the first of the run
-    that was touched longest ago, which then waits for it at the end of the queue:
+    Two wishes, in this order. What can be found is kept: nothing of it is given up while a *blank*
+    block, in which nothing can be found, is free anywhere. And a sequence's blocks lie side by
+    side in *runs* of `in_run`, because a CPU's attention reads the keys of a run in little more
+    time than those of one block. So a sequence gets another block of the run in which its last one
+    lies, or else the first of the run that was touched longest ago, which then waits for it at the
+    end of the queue:
 
         runs of 4    [A0 A1 A2 --]  [B0 B1 -- --]  [-- -- -- --]    A's next is the fourth block, C
                                                                     starts with the third run
@@ -84,17 +87,16 @@ class FreeBlocks:
     def take(self, last: int | None) -> int:
         """A block for a sequence whose last one is `last`. There must be one."""
         oldest = next(iter(self.runs))
-        for run in (oldest if last is None else last // self.in_run, oldest):
-            block_id = next(iter(self.runs.get(run, ())), None)  # a blank one, if there are any
-            if block_id in self.blanks:
-                break
-            if not self.blanks and block_id is not None and (run == oldest or run in self.used_up):
-                break
+        own = oldest if last is None else last // self.in_run
+        if self.blanks:  # a run's first block is blank, if any of its blocks is
+            firsts = [next(iter(self.runs.get(run, ())), None) for run in (own, oldest)]
+            block_id = next((first for first in firsts if first in self.blanks),
+                            next(iter(self.blanks)))
+            self.remove(block_id)
         else:
-            block_id = next(iter(self.blanks))
-        found = block_id not in self.blanks
-        self.remove(block_id)
-        if found:
+            run = own if own in self.used_up and own in self.runs else oldest
+            block_id = next(iter(self.runs[run]))
+            self.remove(block_id)
             self.used_up.add(run)
         return block_id
 

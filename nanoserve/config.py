@@ -1,7 +1,8 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)` in vLLM's words.
 
 A frozen record, checked once and handed down by value. It is what a user asks for; `resolved()`
-fills in what was left open, for a device and a model, so that nothing behind it meets a `None`.
+settles what was left open and depends on the device or the model. What is `None` after that is not
+wanted (a trace, speculation), or measured elsewhere (the KV cache's size).
 What a checkpoint *is* can't be chosen: that is `model_config.ModelConfig`.
 
 Invariant: a config is never written to after construction. What is only known later (how many KV
@@ -26,7 +27,8 @@ KERNELS = ("auto", "triton", "torch")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 RUN_TOKENS = 64  # at most, in blocks that are a run: their keys are what a CPU reads as one line
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a repository; and weights, and code
+HUB_CODE = ["*.py", "*.tiktoken"]  # what `trust_remote_code` allows to run, and its vocabularies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,8 @@ class EngineConfig:
 
     @property
     def blocks_in_run(self) -> int:
-        """How many neighbouring blocks are a run, which goes to one sequence where possible: with
-        blocks of 16 4, of 5 12 (60 tokens), of 48 or 100 1. The kernels read block by block."""
+        """How many neighbouring blocks are a run, which goes to one sequence where possible: 4 for
+        blocks of 16 tokens, 12 for blocks of 5, 1 for 48 or 100. The kernels read by blocks."""
         return 1 if self.kernels == "triton" else max(1, RUN_TOKENS // self.block_size)
 
     @property
@@ -133,8 +135,8 @@ class EngineConfig:
                              f"{num_seqs}: raise the first or lower the second")
 
     def check_ranks(self, model_config: ModelConfig) -> None:
-        """Whether the ranks can share this model. Shares may be uneven, but each rank needs a head,
-        and KV heads that several ranks keep must be kept equally often."""
+        """Raises `ValueError` if the ranks can't share this model. Shares may be uneven, but each
+        rank needs a head, and KV heads that several ranks keep must be kept equally often."""
         size, kv_heads = self.tensor_parallel_size, model_config.num_key_value_heads
         heads = model_config.num_attention_heads
         if self.expert_parallel and not any(model_config.moe_layers):
@@ -147,7 +149,8 @@ class EngineConfig:
                 f"KV heads: choose one of {', '.join(map(str, sizes))}")
 
     def resolved(self, device: str, model_config: ModelConfig) -> "EngineConfig":
-        """A copy without open choices, for `device` "cpu" or "cuda".
+        """A copy with what was left open settled, for `device` "cpu" or "cuda". Raises `ValueError`
+        for what this model can't do.
 
         A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep
         the time between two tokens short. An explicit budget pulls the number of sequences down
@@ -222,10 +225,12 @@ class EngineConfig:
         return replace(self, max_model_len=capacity), [said]
 
 
-def find_model(model: str | Path, option: str = "model") -> Path:
+def find_model(model: str | Path, option: str = "model", weights: bool = True,
+               code: bool = False) -> Path:
     """The folder of a model: a local one, or a hub id's (fetched, or from the offline cache).
 
-    Raises `ValueError` when it is neither, naming the option that it was given with.
+    weights, code: whether these are wanted from the hub, too. Raises `ValueError` when it is
+    neither, naming the option that it was given with.
     """
     if not isinstance(model, (str, Path)) or not str(model).strip():
         raise ValueError(f"{option}={model!r}: name a folder or a hub id")
@@ -237,7 +242,8 @@ def find_model(model: str | Path, option: str = "model") -> Path:
     # Imported here because only a hub id needs it: a local folder works without the package.
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(str(model), allow_patterns=HUB_FILES))
+        return Path(snapshot_download(str(model), allow_patterns=[
+            *HUB_FILES, *["*.safetensors"] * weights, *HUB_CODE * code]))
     except Exception as error:  # a network can fail in a dozen ways; the remedy is the same
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(f"{option}={str(model)!r} is not a local folder, and as a hub id it could "

@@ -17,9 +17,15 @@ does not contain.
 
 Invariant: the pieces that were emitted, put together, are the final text.
 
-Not known here: where the tokens come from, and what ends a request otherwise.
+Not known here: where the tokens come from, and what ends a request otherwise. The tokenizer itself
+is transformers', any that AutoTokenizer can load.
 """
 
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from nanoserve.config import EngineConfig, find_model
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
@@ -114,3 +120,23 @@ class Detokenizer:
             end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at
             self.text = self.text[:end]
         return self.stop_string
+
+
+def load_tokenizer(config: EngineConfig, folder: Path):
+    """The tokenizer beside the model, or the one that was named; None if it is not wanted, or if
+    random weights come without one. Raises `ValueError` when it can't be loaded."""
+    if config.skip_tokenizer_init:
+        return None
+    source = folder if not config.tokenizer else find_model(
+        config.tokenizer, "tokenizer", weights=False, code=config.trust_remote_code)
+    if config.load_format == "dummy" and not any(source.glob("*token*")):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code)
+        if len(tokenizer) < 2:  # transformers makes an empty one up where there is none
+            raise ValueError("it is empty: its files are missing")
+        return tokenizer
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ValueError(f"{source}: the tokenizer can't be loaded ({error}): name another with "
+                         "tokenizer=, or use skip_tokenizer_init=True and token ids") from error

@@ -39,7 +39,7 @@ from nanoserve.kernels_fused import (
     table_line,
 )
 
-# What the engine calls. All but four come from kernels_fused, which it needs not know of.
+# What the engine calls. All but four come from kernels_fused, which the engine need not know.
 __all__ = ["INTERPRETED", "new_caches", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
            "find_floors", "norm_rope_store", "rms_norm", "sample_tokens", "places_of"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides

@@ -64,9 +64,9 @@ def line_of(major: int, minor: int) -> str:
 
 
 @triton.jit
-def _norm_turn(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.constexpr,
-               HALF: tl.constexpr):
-    """Normalise and turn a tile of heads of one token: x and out point at the token's first."""
+def _norm_rotate(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.constexpr,
+                 HALF: tl.constexpr):
+    """Normalise and rotate a tile of heads of one token: x and out point at the token's first."""
     dtype: tl.constexpr = x.dtype.element_ty
     i = tl.arange(0, HALF)  # of the pair (i, i + head_dim / 2)
     inside = i < HEAD_DIM // 2
@@ -99,14 +99,14 @@ def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_c
     q_tiles = tl.cdiv(num_heads, HEADS)
     head = tl.arange(0, HEADS)
     if tile < q_tiles:
-        _norm_turn(q + token * qkv_stride, out + token * out_stride, tile * HEADS + head, num_heads,
-                   q_weight, eps, cos, sin, HEAD_DIM, HALF)
+        _norm_rotate(q + token * qkv_stride, out + token * out_stride, tile * HEADS + head,
+                     num_heads, q_weight, eps, cos, sin, HEAD_DIM, HALF)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
             head += (tile - q_tiles) * HEADS
-            _norm_turn(k + token * qkv_stride, k_cache + slot * slot_stride, head, num_kv_heads,
-                       k_weight, eps, cos, sin, HEAD_DIM, HALF)
+            _norm_rotate(k + token * qkv_stride, k_cache + slot * slot_stride, head, num_kv_heads,
+                         k_weight, eps, cos, sin, HEAD_DIM, HALF)
             i = tl.arange(0, 2 * HALF)
             at = head[:, None] * HEAD_DIM + i[None, :]
             mask = (head < num_kv_heads)[:, None] & (i < HEAD_DIM)[None, :]

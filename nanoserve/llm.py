@@ -6,7 +6,7 @@
                         next step                       │ tokens, on the device
                             └───────────── Scheduler.update() ──► Request.output()
 
-`LLM.step()` is that picture; `generate`, `chat` and `stream` are loops around it. With
+`LLM._advance()` is that picture; `step` runs it once, `generate`, `chat` and `stream` loop. With
 `async_scheduling` a step is launched before the previous one's tokens are looked at (overlap depth
 1), otherwise after (depth 0). Both give the same tokens.
 
@@ -33,16 +33,18 @@ from dataclasses import fields
 from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import (
     LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
 from nanoserve.parallel import Ranks
-from nanoserve.processes import Turns, ctrl_c_held, start_ranks
-from nanoserve.request import InputProcessor, Prompt, Request, is_token_id, load_tokenizer
+from nanoserve.processes import start_ranks
+from nanoserve.request import InputProcessor, Prompt, Request, as_list, one_for_each
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestOutput, Sequence, Step
+from nanoserve.turns import Turns, ctrl_c_held, in_turn
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
@@ -60,7 +62,8 @@ class LLM:
             raise TypeError(f"LLM() got unexpected keyword arguments {', '.join(unknown)}; it "
                             f"takes {', '.join(sorted(known))}")
         asked = EngineConfig(model=str(model), **options)
-        folder = find_model(model)
+        folder = find_model(model, weights=asked.load_format != "dummy",
+                            code=asked.trust_remote_code)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
@@ -113,12 +116,14 @@ class LLM:
     # ----------------------------------------------------------- the engine
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the outputs of requests that were added by hand: what got on, or
-        only what has ended where `output_kind` is FINAL_ONLY."""
+        """Run one step. Returns a `RequestOutput` for each request of `add_request` that got tokens
+        or ended; with `output_kind` FINAL_ONLY only where it ended."""
         with self.lock:
             self._advance()
-            return _emptied(self.inbox)
+            outputs, self.inbox[:] = self.inbox[:], []
+        return outputs
 
+    @in_turn
     def _advance(self) -> None:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead."""
         self._check_open()
@@ -149,8 +154,8 @@ class LLM:
     def _take_result(self) -> None:
         """Wait for the oldest step in flight and take its tokens into account.
 
-        Up to `tolist` a step can be dropped as if it had never been; from `popleft` on it counts,
-        and Ctrl-C waits until its outputs lie in an inbox.
+        Until `fetch` returns a step can be dropped as if it had never been; from `popleft` on it
+        counts, and Ctrl-C waits until its outputs lie in an inbox.
         """
         if not self.in_flight:
             assert not self.requests, f"stuck: nothing can be scheduled for {list(self.requests)}"
@@ -215,17 +220,30 @@ class LLM:
         ignored. The next `step()` returns what it has generated, with `finish_reason` "abort"."""
         if not isinstance(request_id, (str, Iterable)):
             raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
-        for one in [request_id] if isinstance(request_id, str) else request_id:
-            with self.lock, ctrl_c_held():
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self.lock.run(lambda: self._abort(request_ids))
+
+    @in_turn
+    def _abort(self, request_ids: list[str]) -> None:
+        """A tokenizer that fails at the rest of a text keeps nothing running, and no output back:
+        it is heard of when all of them have ended."""
+        errors: list[Exception] = []
+        with ctrl_c_held():
+            for one in request_ids:
                 request = self.requests.pop(one, None)
                 if request is None:
                     continue
-                for seq in request.sequences:  # before its text, whose making may fail
+                for seq in request.sequences:
                     self.scheduler.finish(seq, "abort")
-                request.flush()
+                try:
+                    request.flush()
+                except Exception as error:
+                    errors.append(error)
                 for observer in self.observers:
                     observer.ended(request.sequences)
                 request.inbox.append(request.output())
+        if errors:
+            raise errors[0]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
@@ -243,8 +261,10 @@ class LLM:
         self._check_open()
         return self.inputs.process(request_id, prompt, sampling_params, priority)
 
+    @in_turn
     def _submit(self, request: Request, inbox: list[RequestOutput]) -> None:
-        with self.lock, ctrl_c_held():
+        with ctrl_c_held():
+            self._check_open()
             if request.request_id in self.requests:
                 raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
             sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
@@ -266,9 +286,10 @@ class LLM:
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
-        summarize: end with a line of what it took. Raises `ValueError` before any work starts.
-        After Ctrl-C the engine stays usable.
+        priority: one for each, the lowest first. summarize: end with a line of what it took.
+        Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
+        self.inputs.check_generates()
         requests = self._make_requests(prompts, sampling_params, priority)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -289,6 +310,7 @@ class LLM:
         string. With `output_kind` DELTA each output carries only what is new. Closing the iterator
         aborts what is left.
         """
+        self.inputs.check_generates()
         return self._drive(self._make_requests(prompts, sampling_params, priority))
 
     def chat(self, messages: list, sampling_params: SamplingParams | list | None = None, *,
@@ -348,24 +370,28 @@ class LLM:
                 with self.lock:
                     if not inbox:
                         self._advance()
-                    outputs = _emptied(inbox)
+                    outputs, inbox[:] = inbox[:], []  # the list stays: requests hold on to it
                 for output in outputs:
                     num_unfinished -= output.finished
                     yield output
         finally:
-            with self.lock, ctrl_c_held():
-                for request in requests:
-                    if self.requests.get(request.request_id) is request:
-                        self.abort_request(request.request_id)
-                try:
-                    while self.in_flight:  # a step with a wasted token may still hold blocks
-                        self._take_result()
-                except BaseException:
-                    self._drop_in_flight()
-                    raise
-                finally:
-                    if self.trace:
-                        self.trace.write()
+            self.lock.run(lambda: self._give_up(requests))
+
+    @in_turn
+    def _give_up(self, requests: list[Request]) -> None:
+        """Abort those that still run, and end the steps in flight, which may hold their blocks."""
+        with ctrl_c_held():
+            try:
+                self._abort([request.request_id for request in requests
+                             if self.requests.get(request.request_id) is request])
+                while self.in_flight:
+                    self._take_result()
+            except BaseException:
+                self._drop_in_flight()
+                raise
+            finally:
+                if self.trace:
+                    self.trace.write()
 
     # -------------------------------------------------------------- the rest
 
@@ -383,9 +409,10 @@ class LLM:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
         return self.inputs.default_sampling_params()
 
+    @in_turn
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
-        with self.lock, ctrl_c_held():
+        with ctrl_c_held():
             self._check_open()
             return self.scheduler.blocks.reset_prefix_cache()
 
@@ -412,18 +439,19 @@ class LLM:
                              "it with runner='pooling'")
         return getattr(self.inputs, method)(self, *args, **options)
 
+    @in_turn
     def shutdown(self) -> None:
-        """Give back all memory. The engine can't be used afterwards; calling it twice is fine."""
-        with self.lock:  # another thread's step is waited for
-            self.requests.clear()
-            self.in_flight.clear()
-            try:
-                if self.trace is not None:
-                    self.trace.close()
-            finally:  # also when Ctrl-C comes while it writes
-                if self.runner is not None:
-                    self.runner.close()
-                self.runner = self.scheduler = None
+        """Give back all memory. The engine can't be used afterwards; calling it twice is fine.
+        Another thread's step is waited for."""
+        self.requests.clear()
+        self.in_flight.clear()
+        try:
+            if self.trace is not None:
+                self.trace.close()
+        finally:  # also when Ctrl-C comes while it writes
+            if self.runner is not None:
+                self.runner.close()
+            self.runner = self.scheduler = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -449,31 +477,6 @@ class LLM:
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
                 f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
-
-
-def _emptied(inbox: list[RequestOutput]) -> list[RequestOutput]:
-    """What was in it. The list itself stays: requests hold on to it."""
-    outputs = inbox[:]
-    inbox.clear()
-    return outputs
-
-
-def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """One prompt alone is a list of one; a list of token ids is one prompt."""
-    if not isinstance(prompts, (str, dict, list, tuple)):
-        raise ValueError(f"prompts must be a str, a dict or a list, got {type(prompts).__name__}")
-    many = isinstance(prompts, (list, tuple)) and not (prompts and is_token_id(prompts[0]))
-    return list(prompts) if many else [prompts]
-
-
-def one_for_each(value: object, count: int, name: str) -> list:
-    """Broadcast a single value; a list must have one entry for each prompt."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
-                         "or a single one for all")
-    return list(value)
 
 
 def _start_ranks(config: EngineConfig, folder: Path, pooler) -> Ranks:

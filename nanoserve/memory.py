@@ -16,8 +16,8 @@ Linux says what is available without swapping, and a container may be allowed le
 freed is kept for the next one (`keep_freed_memory`): memory that is new to a process costs more
 than what is computed in it.
 
-Not known here: blocks, models. Road not taken: sizing the cache by trial until memory is exhausted;
-a laptop that swaps is worse than a small cache.
+Not known here: models, who owns a block. Road not taken: sizing the cache by trial until memory is
+exhausted; a laptop that swaps is worse than a small cache.
 """
 
 import ctypes

@@ -12,8 +12,8 @@ Invariant: no hidden inputs. What a forward pass reads stands in its signature: 
 batch dimension and no padding, because rows are told apart by attention alone.
 
 With tensor parallelism every rank runs this same code on its share of the heads, of the MLP's width
-and of the vocabulary, and has the whole residual stream. What is shared how is said here, where the
-layers are made; only `Linear`, `Embedding`, `MoE` and `compute_logits` ask the others for the rest.
+and of the vocabulary, and has the whole residual stream. How a matrix is cut is decided here, where
+the layers are made; only `Linear`, `Embedding`, `MoE` and `compute_logits` communicate.
 
 A flag may switch a line on or off (qk-norm, biases, a second norm). Anything that needs another
 algorithm is another class, as `MoE` is. Road not taken: one file for each family, as transformers
@@ -75,9 +75,9 @@ class Decoder(nn.Module):
         """Run `layers` (all of them by default); the last one's output is normalised.
 
         hidden: (num_tokens, hidden_size), positions: (num_tokens,). Where `taps` has a layer's
-        number as a key, its value becomes that layer's output. wanted: the tokens whose output the
-        last layer gives, as indices, None for all. Of the others nobody reads more there than keys
-        and values: most of that layer is left out for them.
+        number as a key, its value becomes that layer's output. wanted: (k,) indices of the tokens
+        whose output is needed, None for all. The others still write their keys and values in the
+        last layer, but skip its output projection and MLP. Returns (k or num_tokens, hidden_size).
         """
         layers = range(len(self.layers)) if layers is None else layers
         global_rope = local_rope = self.rotary(positions)  # cos and sin
@@ -109,7 +109,8 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
 
     The last addition is left to the norm that follows, in this layer or the next, which reads the
-    sum anyway: a layer takes and returns the stream as two terms. `wanted`: see `Decoder.forward`.
+    sum anyway: a layer takes and returns the stream as two terms, each (num_tokens, hidden_size).
+    `wanted`: see `Decoder.forward`.
 
     `post_attention_layernorm` is a name with two meanings: for most families the norm in front of
     the MLP, which Gemma calls `pre_feedforward_layernorm` because it has one behind attention, too.
@@ -168,7 +169,8 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: Places,
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # heads of q, k and v
+        # (num_tokens, heads of q, k and v, head_dim); q and out: (num_tokens, num_heads, head_dim)
+        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         weight = None if self.qk_norm is None else self.qk_norm.weight
         q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, places)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)

@@ -182,7 +182,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """Keys further back than this are never read again, in no layer; None: all may be."""
+        """The widest layer's: no layer reads keys further back. None: some layer reads all."""
         return None if None in self.windows else max(self.windows)
 
 
@@ -252,8 +252,8 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
 def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer. A file names the layers' types, or a rule: every n-th sees
     everything (Gemma), the first n do (Qwen 2 and 3). Others have one for all layers, or none, and
-    what their files say about single layers is ignored, as transformers does; but that a Mistral's
-    which names types is a Ministral, and its types count."""
+    what their files say about single layers is ignored, as transformers does. The exception: a
+    Mistral's file that names types is a Ministral's, and they count."""
     kinds, every, first = None, num_layers + 1, 0
     if "sliding_window_pattern" in family or "max_window_layers" in family:
         every = _size(config, "sliding_window_pattern", every)

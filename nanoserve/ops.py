@@ -87,15 +87,15 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     (num_tokens, all_heads, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
     qk, v = qkv.split((all_heads - num_kv_heads, num_kv_heads), dim=1)
     x = qk.float().view(num_tokens, qk.shape[1] // num_kv_heads, num_kv_heads, head_dim)  # last: k
-    qk = _norm_turn(x, weight, eps, cos, sin).view(qk.shape).to(qkv.dtype)
+    qk = _norm_rotate(x, weight, eps, cos, sin).view(qk.shape).to(qkv.dtype)
     q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
     store_kv(k, v, k_cache, v_cache, places)
     return q
 
 
-def _norm_turn(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
-               sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of the norm. x: (num_tokens, sets, num_kv_heads, head_dim), see `HeadNorm`. A turn is
+def _norm_rotate(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
+                 sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of the norm. x: (num_tokens, sets, num_kv_heads, head_dim), see `HeadNorm`. RoPE is
     linear, so the norm's factors may come in it or behind it: the weights go into cos and sin,
     which have num_kv_heads times fewer numbers, and 1 / rms into the result, in place."""
     if weight is None:
@@ -110,12 +110,12 @@ def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     Pairs are (i, i + head_dim / 2), as in Llama's Hugging Face checkpoints, not (2i, 2i + 1) as in
     the paper.
     """
-    turned = x * cos
+    rotated = x * cos
     (a, b), (sin_a, sin_b) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
-    to_a, to_b = turned.chunk(2, dim=-1)
+    to_a, to_b = rotated.chunk(2, dim=-1)
     to_a.addcmul_(b, sin_b, value=-1)
     to_b.addcmul_(a, sin_a)
-    return turned
+    return rotated
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -106,8 +106,8 @@ class Product:
 
 def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
                     bias: torch.Tensor | None) -> torch.Tensor:
-    torch._C._set_mkldnn_enabled(False)  # for the process: others' products go on, but slower
-    try:
+    try:  # Ctrl-C may come behind any call, and that one must not be left without the other
+        torch._C._set_mkldnn_enabled(False)  # for the process: others' products go on, but slower
         return F.linear(x, weight, bias)
     finally:
         torch._C._set_mkldnn_enabled(True)

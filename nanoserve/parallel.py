@@ -1,4 +1,4 @@
-"""Tensor parallelism: one network on several ranks, each with its share of every matrix.
+"""Tensor parallelism: one network on several ranks, each with its share (shard) of every matrix.
 
 How a weight reaches its rank:
 
@@ -56,7 +56,7 @@ class Span(NamedTuple):
         return self.size == self.total
 
     def times(self, n: int) -> "Span":
-        """The same share in smaller units. Heads 1..2 of 4, 64 numbers each: 64..128 of 256."""
+        """The same share in smaller units. Head 1 of 4, 64 numbers each: 64..127 of 256."""
         return Span(self.start * n, self.stop * n, self.total * n)
 
 

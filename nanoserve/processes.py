@@ -17,21 +17,17 @@ Invariants: when a rank dies, the others end within half a minute and name it; n
 shared memory outlives the engine. Between requests nobody waits with a time-out, so that an engine
 may idle for hours.
 
-What else keeps signals and threads apart stands at the end: `ctrl_c_held` and `Turns`.
-
 Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
 user's script again in every child and so wants a `__main__` guard in it.
 """
 
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 
@@ -39,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.parallel import Ranks
+from nanoserve.turns import ctrl_c_held
 
 START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
@@ -303,50 +300,6 @@ class Watch(threading.Thread):
             _kill(self.children)
         elif not self.stopped.wait(GRACE_SECONDS) and (ranks.busy or ranks.rank > 0):
             _end(ranks.rank, reason)
-
-
-@contextmanager
-def ctrl_c_held():
-    """Let Ctrl-C wait until the block is done, so that it never meets half-changed books.
-
-    Signals reach only the main thread; elsewhere nothing is done. Blocks may be nested: the inner
-    one hands the signal on to the outer one.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    seen = []
-    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if seen:
-            handler(*seen[0])
-
-
-class Turns:
-    """A reentrant lock whose waiting threads get their turn.
-
-    A plain lock goes to whoever is awake: the thread that gave it back a moment ago takes it again,
-    hundreds of times, and one that waits wakes up too late each time. Here who waits stands in a
-    doorway with room for one, and whoever comes back has to wait behind it.
-
-    Confessed: Ctrl-C in the very moment of taking it or giving it back can leave it with the main
-    thread, which may enter again, but nobody else.
-    """
-
-    def __init__(self):
-        self.lock, self.doorway = threading.RLock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        inside = self.lock._is_owned()  # no public name; threading.Condition asks like this, too
-        with nullcontext() if inside else self.doorway:
-            self.lock.acquire()
-
-    def __exit__(self, *exc_info) -> None:
-        self.lock.release()
 
 
 def _kill(children: list[subprocess.Popen]) -> None:

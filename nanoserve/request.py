@@ -12,19 +12,17 @@ that never change, so a server can have one of its own, with its own tokenizer, 
 elsewhere while one thread owns the steps. What depends on the order of arrival (ties of priority,
 the seed of a request that names none) is settled in `start`, when the request is submitted.
 
-Not known here: the queue, blocks, steps. (vLLM V1 has an input and an output processor for the two
-directions; here they share a file, because a request's two ends are easiest understood together.)
+Not known here: the queue, blocks, steps. Road not taken: two files as in vLLM V1, for the way in
+and the way out; a request's two ends are easiest understood together.
 """
 
 import time
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from pathlib import Path
 
 import xxhash
-from transformers import AutoTokenizer
 
-from nanoserve.config import EngineConfig, find_model
+from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.logprobs import LogprobHistory
 from nanoserve.model_config import ModelConfig
@@ -117,6 +115,7 @@ class Request:
 
     def flush(self) -> None:
         """The request ends early, by an abort: text that was held back comes out as it is."""
+        self.history.decode()  # of a prompt that is cut short, too
         for detokenizer in self.detokenizers:
             detokenizer.flush()
 
@@ -169,6 +168,9 @@ class InputProcessor:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
+
+    def check_generates(self) -> None:
+        """Raises `ValueError` where requests don't become text (extras/pooling)."""
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0) -> Request:
@@ -235,8 +237,7 @@ class InputProcessor:
             bare = self._encode(word.lstrip(), what, add_special_tokens=False)
             spaced = self._encode(" " + word.lstrip(), what, add_special_tokens=False)
             if not bare or max(bare + spaced) >= self.model_config.vocab_size:
-                raise ValueError(f"bad_words={words!r}: {word!r} is no text of the model's tokens, "
-                                 "leave it out")
+                raise ValueError(f"{what}: {word!r} is no text of the model's tokens, leave it out")
             found.append(bare)
             if spaced[-len(bare):] != bare:
                 found.append(spaced)
@@ -361,20 +362,19 @@ def _content(message: dict) -> str | None:
     return content
 
 
-def load_tokenizer(config: EngineConfig, folder: Path):
-    """The tokenizer beside the model, or the one that was named; None if it is not wanted, or if
-    random weights come without one. Raises `ValueError` when it can't be loaded."""
-    if config.skip_tokenizer_init:
-        return None
-    source = find_model(config.tokenizer, "tokenizer") if config.tokenizer else folder
-    if config.load_format == "dummy" and not any(source.glob("*token*")):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code)
-        if len(tokenizer) < 2:  # transformers makes an empty one up where there is none
-            raise ValueError("it is empty: its files are missing")
-        return tokenizer
-    except Exception as error:  # transformers raises whatever its parsers raise
-        raise ValueError(f"{source}: the tokenizer can't be loaded ({error}): name another with "
-                         "tokenizer=, or use skip_tokenizer_init=True and token ids") from error
+def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """One prompt alone is a list of one; a list of token ids is one prompt."""
+    if not isinstance(prompts, (str, dict, list, tuple)):
+        raise ValueError(f"prompts must be a str, a dict or a list, got {type(prompts).__name__}")
+    many = isinstance(prompts, (list, tuple)) and not (prompts and is_token_id(prompts[0]))
+    return list(prompts) if many else [prompts]
+
+
+def one_for_each(value: object, count: int, name: str) -> list:
+    """Broadcast a single value; a list must have one entry for each prompt."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
+                         "or a single one for all")
+    return list(value)

@@ -50,10 +50,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # taken off a token as often as it is in the output
     repetition_penalty: float = 1.0  # divides the logits of the prompt's tokens and the output's
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # only the likeliest tokens that together have this probability
     top_k: int = 0  # 0 or -1: all tokens
-    min_p: float = 0.0
-    seed: int | None = None
+    min_p: float = 0.0  # none less likely than the likeliest times this
+    seed: int | None = None  # None: made of the engine's and the order of arrival
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False

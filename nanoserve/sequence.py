@@ -14,8 +14,8 @@ The glossary. These words mean one thing each, everywhere:
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_draft_tokens     guesses of what follows that a launched step computes and checks
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
-    num_prompt_logprobs    how many leading prompt positions are to give a prompt logprob, or
-                           (pooling) their hidden state
+    num_prompt_logprobs  how many leading prompt positions are to give a prompt logprob, or
+                         (pooling) their hidden state
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds; a run is `in_run` neighbouring blocks
     block_table          the ids of a sequence's KV blocks, in order of position
@@ -128,7 +128,7 @@ class Step:
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: list[Sequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to); none made yet
     pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
 
     @property
@@ -164,7 +164,7 @@ class Step:
         return result
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:
-        """What some of `samples()` came with, given by their place among them."""
+        """Results of some of `samples()`, given by index there: each sequence's, in order."""
         samples, found = self.samples(), {}
         for place, result in results.items():
             found.setdefault(samples[place], []).append(result)

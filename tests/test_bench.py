@@ -609,6 +609,19 @@ def test_min_seconds_reach_the_comparison(toy, capsys, monkeypatch):
     assert asked == [(2, 7.0), (2, 0)]
 
 
+def test_single_tokens_have_no_rate(toy, tmp_path, capsys):
+    """A comparison of them ended in a division by zero behind its last round, a ladder in a
+    TypeError behind its first row."""
+    script = tmp_path / "peer.py"
+    script.write_text(PEER)
+    one = "--num-prompts", "1", "--input-len", "8", "--output-len", "1"
+    code, out, _ = run(capsys, toy, "--against", str(script), "--workload", "single",
+                       "--rounds", "1", *one)
+    assert code == 0 and "decode tok/s nan" in out
+    code, out, _ = run(capsys, toy, "--ladder", "--rounds", "1", "--output-len", "1")
+    assert code == 0 and "+ prefix caching" in out and "nan ms" in out
+
+
 def test_ratios_say_how_many_times_as_good_we_are():
     def one(tok_s, seconds, ttft, decode):
         return dict(output_tok_s=tok_s, seconds=seconds, ttft=dict(mean=ttft), decode_tok_s=decode)
@@ -643,6 +656,8 @@ def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
     (["--output-len", "50000"], "the longest request has"),
     (["--set", "max_model_len=64"], "max_model_len is 64"),
     (["--set", "block_size"], "write OPTION=VALUE"),
+    (["--set", "device=gpu"], "device='gpu' is not supported"),
+    (["--set", "max_model_len=4k"], "max_model_len"),
     (["--set", "colour=blue"], "the engine has no option colour"),
     (["--set", "model=elsewhere"], "write --model elsewhere"),
     (["--set", "dtype=bfloat16"], "write --dtype bfloat16"),

@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from tqdm import tqdm
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Detokenizer
-from nanoserve.processes import Turns
 from nanoserve.sampler import SamplerOutput
+from nanoserve.turns import Turns, in_turn
 
 MAX_MODEL_LEN = 64
 TOKENIZER = byte_tokenizer()
@@ -972,10 +973,10 @@ def test_the_tokenizer_is_at_hand(llm):
 def test_shutting_down(qwen3):
     with make(qwen3) as llm:
         run(llm, "Hello", greedy())
-        unfinished = llm.stream("Hello", greedy())
+        unfinished, unbegun = llm.stream("Hello", greedy()), llm.stream("Hello", greedy())
         next(unfinished)
     for call in (lambda: run(llm, "Hello"), lambda: llm.add_request("r", "Hello"), llm.step,
-                 lambda: llm.stream("Hello"), lambda: next(unfinished)):
+                 lambda: llm.stream("Hello"), lambda: next(unfinished), lambda: next(unbegun)):
         with pytest.raises(RuntimeError, match="shut down"):
             call()
     assert not llm.has_unfinished_requests()
@@ -1167,6 +1168,57 @@ def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
     assert errors == ["this engine was shut down: make a new LLM"]
 
 
+@pytest.mark.parametrize("method", ["_schedule_running", "schedule", "update"])
+def test_a_stream_that_is_closed_in_the_middle_of_a_step(llm, expected, monkeypatch, method):
+    """The garbage collector may do that at any line, in the thread that steps: the lock let it in,
+    and aborting took a row away from a step that was being made. It waits for the step's end now;
+    so does an abort by a signal's handler."""
+    iterator = llm.stream(["a", "b", [7] * 40], greedy(20))
+    next(iterator)
+    llm.add_request("its handler's", "world", greedy(20))
+    inner, called = getattr(llm.scheduler, method), []
+
+    def closes(*args):
+        result = inner(*args)
+        if not called:
+            called.append(len(llm.requests))
+            iterator.close()
+            llm.abort_request("its handler's")
+            assert len(llm.requests) == called[0], "not in the middle of the step"
+        return result
+
+    monkeypatch.setattr(llm.scheduler, method, closes)
+    assert tokens(run(llm, ["Hello"], greedy(12))) == [expected("Hello", 12)]
+    assert called and not llm.requests
+    llm.scheduler.check()
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+    *_, output = llm.step()
+    assert output.request_id == "its handler's" and output.aborted
+    assert_serves(llm, expected)
+
+
+def test_what_was_put_off_fails_for_itself(capsys):
+    """Whoever gives the lock back has nothing to do with it; and it runs once, at the very end."""
+    engine, ran = SimpleNamespace(lock=Turns()), []
+
+    @in_turn
+    def inner(engine):
+        engine.lock.run(lambda: ran.append(1))
+        engine.lock.run(lambda: 1 / 0)
+        engine.lock.run(lambda: ran.append(2))
+
+    @in_turn
+    def outer(engine):
+        inner(engine)
+        assert not ran
+        return "its own result"
+
+    assert outer(engine) == "its own result"
+    assert ran == [1, 2] and "ZeroDivisionError" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError), engine.lock:  # within none of them
+        engine.lock.run(lambda: 1 / 0)
+
+
 def test_nobody_waits_for_ever_while_another_thread_steps():
     """A plain lock was taken again by the thread that had just given it back, up to a thousand
     times: whoever wanted to shut down, abort or add a request waited until all was generated."""
@@ -1209,3 +1261,36 @@ def test_a_tokenizer_that_fails_at_an_abort_leaves_nothing_running(llm, monkeypa
     assert blocks.num_free_blocks == blocks.num_blocks
     output, = run(llm, [[5, 6]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("how", ["by hand", "a stream that is closed"])
+def test_a_tokenizer_that_fails_at_an_abort_leaves_the_others_theirs(llm, expected, monkeypatch,
+                                                                     how):
+    """Its own request has ended and has an output all the same; those behind it are aborted, too,
+    and the error is raised at the end. They ran on without anybody."""
+    flush, ended = Detokenizer.flush, []
+
+    def picky(self):
+        if self.params.seed == 13:
+            raise RuntimeError("no such token")
+        return flush(self)
+
+    monkeypatch.setattr(Detokenizer, "flush", picky)
+    monkeypatch.setattr(llm.metrics, "ended", ended.extend)
+    params = [greedy(20, seed=13), greedy(20)]
+    if how == "by hand":
+        for name, param in zip("ab", params):
+            llm.add_request(name, "Hello", param)
+        llm.step()
+        with pytest.raises(RuntimeError, match="no such token"):
+            llm.abort_request(["a", "b"])
+        assert {out.request_id: out.aborted for out in llm.step()} == {"a": True, "b": True}
+    else:
+        iterator = llm.stream(["Hello", "Hello"], params)
+        next(iterator)
+        with pytest.raises(RuntimeError, match="no such token"):
+            iterator.close()
+    assert len(ended) == 2 and not llm.requests
+    blocks = llm.scheduler.blocks
+    assert blocks.num_free_blocks == blocks.num_blocks
+    assert_serves(llm, expected)

@@ -507,6 +507,27 @@ def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, monke
     assert not any(Path("pytorch_model.bin").match(pattern) for pattern in patterns)
 
 
+@pytest.mark.parametrize(("options", "model", "tokenizer"), [
+    ({}, {"model.safetensors"}, set()),
+    (dict(load_format="dummy"), set(), set()),
+    (dict(trust_remote_code=True), {"model.safetensors", "tokenization_own.py"},
+     {"tokenization_own.py"}),
+])
+def test_from_the_hub_comes_what_is_needed(checkpoints, monkeypatch, options, model, tokenizer):
+    """A tokenizer alone, or random weights, brought gigabytes that nobody read; and the code that
+    `trust_remote_code` is about was left there."""
+    asked = {}
+
+    def snapshot_download(repo_id, allow_patterns):
+        asked[repo_id] = {name for name in ("model.safetensors", "tokenization_own.py")
+                          if any(Path(name).match(pattern) for pattern in allow_patterns)}
+        return str(checkpoints["qwen3-sharded"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    LLM("somebody/a-model", tokenizer="somebody/a-tokenizer", num_gpu_blocks_override=16, **options)
+    assert asked == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer}
+
+
 # ---------------------------------------------------------------- dummy weights
 
 

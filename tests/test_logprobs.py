@@ -281,6 +281,8 @@ def test_an_abort_leaves_one_entry_a_token(qwen3, log_softmax, num_steps, async_
     assert len(sample.logprobs) == len(sample.token_ids)
     assert scored[0] is None and len(scored) <= len(SHARED)
     assert len(scored) == len(SHARED) or not sample.token_ids
+    entries = [entry for one in (*scored[1:], *sample.logprobs) for entry in one.values()]
+    assert all(isinstance(entry.decoded_token, str) for entry in entries)
     check(outs["it"], params_of(5), log_softmax)
     check(outs["other"], params_of(0), log_softmax)
 

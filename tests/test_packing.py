@@ -263,3 +263,21 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers_bfloat16(checkpoints, 
     ours = torch.tensor([entries[token].logprob for entries, token in
                          zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
     assert (ours - truth).abs().mean() < 1.5 * (theirs - truth).abs().mean() + 1e-3
+
+
+@pytest.mark.skipif(not works(torch.bfloat16), reason="this CPU has no bfloat16 products")
+def test_ctrl_c_does_not_leave_onednn_switched_off(monkeypatch):
+    """Python looks for signals behind every call, so behind the one that switches it off, too. It
+    was off for the rest of the process then, and the next engine found nothing to pack with."""
+    switch = torch._C._set_mkldnn_enabled
+
+    def interrupted(on: bool) -> None:
+        switch(on)
+        if not on:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch._C, "_set_mkldnn_enabled", interrupted)
+    weight = torch.ones(8, 4, dtype=torch.bfloat16)
+    with pytest.raises(KeyboardInterrupt):
+        Product(pack(weight), None, weight)(weight[:1])
+    assert torch.backends.mkldnn.enabled

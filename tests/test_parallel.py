@@ -22,7 +22,7 @@ from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import serve_rank
 from nanoserve.parallel import Ranks, Span, share_heads
-from nanoserve.processes import FOR_EVER
+from nanoserve.processes import FOR_EVER, start_ranks
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -248,3 +248,15 @@ def test_more_ranks_than_experts_is_refused_or_handled(checkpoints, start):
         start(checkpoints["qwen3-moe-odd"], tensor_parallel_size=5, expert_parallel=True)
     with pytest.raises(ValueError, match="expert_parallel=True.*no experts"):
         start(checkpoints["qwen3"], tensor_parallel_size=2, expert_parallel=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_single_rank_makes_no_group(monkeypatch, device):
+    """One GPU needs neither NCCL nor a port that another engine may have (nano-vllm #261)."""
+    for name in ("TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "init_process_group"):
+        monkeypatch.setattr(torch.distributed, name, None, raising=False)
+    ranks = start_ranks(1, device, "nobody:nothing", None)
+    assert (ranks.size, ranks.rank, ranks.group, ranks.watch) == (1, 0, None, None)
+    hidden = torch.ones(2, 3)
+    assert ranks.all_reduce(hidden) is hidden and ranks.gather(hidden, 3) is hidden
+    ranks.close()

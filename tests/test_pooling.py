@@ -528,6 +528,24 @@ def test_random_weights_pool_too(qwen3, classifiers):
             assert output.outputs.data.isfinite().all()
 
 
+@pytest.mark.parametrize(("method", "arguments"), [
+    ("embed", (["a", "b", "c"],)), ("score", ("a", ["b", "c"]))])
+def test_an_aborted_text_costs_the_others_nothing(checkpoints, monkeypatch, method, arguments):
+    """Another thread may abort it. It has no vector, and the others' were lost with it."""
+    with start(checkpoints["qwen3"]) as llm:
+        advance = llm._advance
+
+        def aborts():
+            monkeypatch.setattr(llm, "_advance", advance)
+            llm.abort_request(list(llm.requests)[1])
+            advance()
+
+        monkeypatch.setattr(llm, "_advance", aborts)
+        outputs = getattr(llm, method)(*arguments, use_tqdm=False)
+        assert [output.outputs is None for output in outputs] == (
+            [False, True, False] if method == "embed" else [True, False])
+
+
 # ---------------------------------------------------------------- wrong use
 
 
@@ -540,6 +558,8 @@ def embedder(checkpoints):
 @pytest.mark.parametrize(("call", "message"), [
     (lambda llm: llm.generate("a"), "runner='generate'"),
     (lambda llm: llm.generate("a", SamplingParams()), "runner='generate'"),
+    (lambda llm: llm.generate("a", PoolingParams()), "runner='generate'"),
+    (lambda llm: llm.stream("a", PoolingParams()), "runner='generate'"),
     (lambda llm: llm.chat([{"role": "user", "content": "a"}]), "runner='generate'"),
     (lambda llm: llm.stream("a"), "runner='generate'"),
     (lambda llm: llm.add_request("a", "a"), "runner='generate'"),

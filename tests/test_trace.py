@@ -38,7 +38,7 @@ def test_preemption_is_shown():
     assert "preempted" in trace(["7:6", "7:6"], 14, 5, 4, 4)
 
 
-@pytest.mark.parametrize("request_", ["", "5", "0:3", "5:0", "5:5:6", "a:b", "1:2:3:4"])
+@pytest.mark.parametrize("request_", ["", "5", "0:3", "5:0", "5:5:6", "a:b", "1:2:3:4", "10:5:8:9"])
 def test_a_wrong_request_is_explained(request_):
     with pytest.raises(ValueError, match="PROMPT:OUTPUT"):
         parse(request_)

@@ -15,6 +15,7 @@ engine to engine, and `extras/verify.py` does that with real ones.
 """
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -121,10 +122,10 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
 
 
 def headline(workload: str, run: dict) -> list[float]:
-    """What a workload is about, of one run."""
+    """What a workload is about, of one run; nan for what it has not (a single token's rate)."""
     found = [run[key] if part is None else run[key][part]
              for _, key, part, _ in HEADLINES.get(workload, HEADLINES["batch"])]
-    return [0.0 if value is None else value for value in found]
+    return [math.nan if value is None else value for value in found]
 
 
 def ratios(workload: str, mine: list[dict], theirs: list[dict]) -> list[list[float]]:

@@ -28,6 +28,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,7 +41,7 @@ from tqdm import tqdm
 from nanoserve.config import EngineConfig
 from nanoserve.extras.pooler import Pooler
 from nanoserve.model_config import ModelConfig
-from nanoserve.request import InputProcessor, Prompt
+from nanoserve.request import InputProcessor, Prompt, as_list, one_for_each
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestStateStats, Sequence
 
@@ -214,9 +215,7 @@ class PoolingInputs(InputProcessor):
         """Raises `ValueError` for a request to generate, a task that the model has not, and
         whatever is wrong with a prompt."""
         if not isinstance(params, PoolingParams):
-            raise ValueError("this engine pools (runner='pooling') and generates no text: use "
-                             f"encode() with one of {', '.join(self.pooler.tasks)}, add requests "
-                             "with PoolingParams, or make it with runner='generate'")
+            self.check_generates()
         self.check_envelope(request_id, priority)
         task = params.task or self.pooler.tasks[0]
         if task not in self.pooler.tasks:
@@ -231,6 +230,11 @@ class PoolingInputs(InputProcessor):
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(ids, params.truncate_prompt_tokens)
         return PoolingRequest(request_id, text, ids, params, priority, self.pooler)
+
+    def check_generates(self) -> None:
+        raise ValueError("this engine pools (runner='pooling') and generates no text: use encode() "
+                         f"with one of {', '.join(self.pooler.tasks)}, add requests with "
+                         "PoolingParams, or make it with runner='generate'")
 
     def _truncate(self, ids: list[int], count: int | None) -> list[int]:
         """Keep the last tokens, if that is wanted: there vLLM's users expect what matters."""
@@ -261,7 +265,6 @@ class PoolingInputs(InputProcessor):
         if pooling_task is None:
             raise ValueError("encode() needs pooling_task: choose one of "
                              f"{', '.join(self.pooler.tasks)}")
-        from nanoserve.llm import as_list, one_for_each  # here: it imports this file in its turn
         prompts = as_list(prompts)
         params = [_with_task(one, pooling_task)
                   for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
@@ -279,15 +282,13 @@ class PoolingInputs(InputProcessor):
               **options) -> list[PoolingRequestOutput]:
         """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s."""
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="embed", **options)
-        return [replace(output, outputs=EmbeddingOutput(output.outputs.data.tolist()))
-                for output in outputs]
+        return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
 
     def classify(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
                  **options) -> list[PoolingRequestOutput]:
         """Probabilities of the classes for each prompt, as `ClassificationOutput`."""
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
-        return [replace(output, outputs=ClassificationOutput(output.outputs.data.tolist()))
-                for output in outputs]
+        return _converted(outputs, lambda data: ClassificationOutput(data.tolist()))
 
     def score(self, llm, data_1: Prompt | list[Prompt], data_2: Prompt | list[Prompt], /, *,
               chat_template: str | None = None, pooling_params: PoolingParams | None = None,
@@ -298,7 +299,6 @@ class PoolingInputs(InputProcessor):
         embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
         with a "query" and a "document".
         """
-        from nanoserve.llm import as_list  # here, as above
         first, second = as_list(data_1), as_list(data_2)
         if len(first) not in (1, len(second)):
             raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
@@ -312,8 +312,7 @@ class PoolingInputs(InputProcessor):
             first *= len(second)
         prompts = [self._pair(*pair, chat_template) for pair in zip(first, second)]
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
-        return [replace(output, outputs=ScoringOutput(output.outputs.data.item()))
-                for output in outputs]
+        return _converted(outputs, lambda data: ScoringOutput(data.item()))
 
     def _cosines(self, llm, first: list, second: list, params, options) -> list:
         """A query that all of `second` are compared with is embedded once."""
@@ -326,7 +325,8 @@ class PoolingInputs(InputProcessor):
         pad = [] if (pad_id := getattr(llm.tokenizer, "pad_token_id", None)) is None else [pad_id]
         return [PoolingRequestOutput(
             f"{a.request_id}_{b.request_id}",
-            ScoringOutput(F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
+            None if a.outputs is None or b.outputs is None else ScoringOutput(
+                F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
             a.prompt_token_ids + pad + b.prompt_token_ids,
             a.num_cached_tokens + b.num_cached_tokens)
             for a, b in zip(queries, documents, strict=True)]
@@ -347,6 +347,12 @@ class PoolingInputs(InputProcessor):
         except TypeError as error:  # as in `_encode`
             raise ValueError(f"no valid text, a lone surrogate? {query!r}, {document!r}") from error
         return {"prompt": query + document, "prompt_token_ids": ids}
+
+
+def _converted(outputs: list[PoolingRequestOutput], kind: Callable) -> list[PoolingRequestOutput]:
+    """With what `kind` makes of the tensors; a request that was aborted has none."""
+    return [output if output.outputs is None else
+            replace(output, outputs=kind(output.outputs.data)) for output in outputs]
 
 
 def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:

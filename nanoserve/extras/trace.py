@@ -89,8 +89,10 @@ class Arrival:
 def parse(request: str) -> Arrival:
     """ "10:5:8" -> ten prompt tokens, the first eight of them everybody's, five to generate."""
     try:
-        num_prompt, num_output, *num_shared = map(int, request.split(":"))
-        return Arrival(num_prompt, num_output, *num_shared[:2])
+        numbers = [int(number) for number in request.split(":")]
+        if len(numbers) > 3:
+            raise ValueError
+        return Arrival(*numbers)
     except (ValueError, TypeError):
         raise ValueError(f"request {request!r} must be PROMPT:OUTPUT[:SHARED], whole numbers of at "
                          "least 1, SHARED at most PROMPT") from None

@@ -37,10 +37,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from nanoserve.config import EngineConfig, find_model
+from nanoserve.detokenizer import load_tokenizer
 from nanoserve.llm import LLM
 from nanoserve.model_config import ModelConfig
 from nanoserve.model_runner import pick_device
-from nanoserve.request import load_tokenizer
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}

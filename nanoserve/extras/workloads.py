@@ -163,10 +163,11 @@ def summarize(seconds: float, num_prompt_tokens: int, token_times: list[list[flo
         gaps = []
     waited = sum(times[-1] - times[0] for times in token_times)
     total = sum(num_tokens)
+    num_decoded = total - len(num_tokens)
     return dict(
         seconds=seconds, num_requests=len(num_tokens), num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=total, requests_s=len(num_tokens) / seconds,
         output_tok_s=total / seconds, total_tok_s=(num_prompt_tokens + total) / seconds,
-        decode_tok_s=(total - len(num_tokens)) / waited if waited else None,
+        decode_tok_s=num_decoded / waited if num_decoded and waited else None,
         ttft=spread([times[0] for times in token_times]), inter_token=spread(gaps),
         end_to_end=spread([times[-1] for times in token_times]))
