@@ -449,7 +449,7 @@ def parse_options(settings: list[str]) -> dict:
             raise ValueError(f"--set {setting}: write --{name} {text}")
         try:
             options[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError):
             options[name] = text
     if unknown := sorted(set(options) - {field.name for field in fields(EngineConfig)}):
         raise ValueError(f"--set: the engine has no option {', '.join(unknown)}")

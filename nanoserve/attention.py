@@ -51,10 +51,10 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                     softcap: float | None = None) -> torch.Tensor:
     """Causal attention of each row's queries to its sequence.
 
-    q: (num_tokens, num_heads, head_dim); scores are q * k * scale. k_cache, v_cache: see
-    `kv_cache.new_caches`; the step's own keys and values are in them already. Returns q's shape.
-    Query heads are shared out evenly over the KV heads (grouped-query attention; Ainslie et al.
-    2023).
+    q: (num_tokens, num_heads, head_dim); a score is a query's dot product with a key, times
+    `scale`. k_cache, v_cache: see `kv_cache.new_caches`; the step's own keys and values are there
+    already. Returns q's shape. Query heads are shared out evenly over the KV heads (grouped-query
+    attention; Ainslie et al. 2023).
 
     window: a query sees this many keys, its own included; runs that lie wholly before them are not
     touched. softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
@@ -134,7 +134,7 @@ def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Grou
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
                  num_heads: int) -> list[Group]:
     """Rows of similar length are a piece, the longest first, so that padding is short. Their keys
-    are in the order of memory, and not of positions: run by run, with what is not theirs hidden."""
+    are in the order of memory, and not of positions: run by run, with what is not theirs masked."""
     if not batch.num_decodes:
         return []
     block_size, slots_of_run = batch.block_size, k_cache.shape[1]

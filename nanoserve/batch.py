@@ -3,7 +3,7 @@
 Prefill and decode share one batch. The new tokens of all rows lie one behind the other without
 padding, decode rows (one token each) first; `cu_seqlens_q` says where each row starts:
 
-    rows            A decodes    B decodes    C prefills 0..4         row r is tokens
+    rows            A decodes    B decodes    C prefills 0 to 4       row r is tokens
     input_ids       [ a9       |   b4       |  c0  c1  c2  c3  c4 ]   cu_seqlens_q[r] : [r + 1]
     positions       [  9           4           0   1   2   3   4  ]
     slot_mapping    [ 41          20          64  65  66  67  68  ]   where each token's KV goes

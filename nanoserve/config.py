@@ -2,7 +2,8 @@
 
 A frozen record, checked once and handed down by value. It is what a user asks for; `resolved()`
 settles what was left open and depends on the device or the model. What is `None` after that is not
-wanted (a trace, speculation), or measured elsewhere (the KV cache's size).
+wanted (a trace, speculation), the checkpoint's own (tokenizer, pooling), or measured elsewhere (the
+KV cache's size).
 What a checkpoint *is* can't be chosen: that is `model_config.ModelConfig`.
 
 Invariant: a config is never written to after construction. What is only known later (how many KV
@@ -27,7 +28,7 @@ KERNELS = ("auto", "triton", "torch")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
 RUN_TOKENS = 64  # at most, in blocks that are a run: their keys are what a CPU reads as one line
-HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of a repository; and weights, and code
+HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # what is always fetched
 HUB_CODE = ["*.py", "*.tiktoken"]  # what `trust_remote_code` allows to run, and its vocabularies
 
 
@@ -82,7 +83,9 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
                      "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is None and getattr(type(self), name) is None:  # the engine decides
+                continue
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if type(self.seed) is not int:
             raise ValueError(f"seed must be a whole number, got {self.seed!r}")

@@ -17,8 +17,8 @@ does not contain.
 
 Invariant: the pieces that were emitted, put together, are the final text.
 
-Not known here: where the tokens come from, and what ends a request otherwise. The tokenizer itself
-is transformers', any that AutoTokenizer can load.
+`load_tokenizer`, at the end, gets transformers' tokenizer from a folder or the hub. Not known here:
+where the tokens come from, and what ends a request otherwise.
 """
 
 from pathlib import Path

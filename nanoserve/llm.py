@@ -36,15 +36,14 @@ from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.model_config import ModelConfig
-from nanoserve.model_runner import (
-    LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank)
+from nanoserve.model_runner import LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank
 from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, as_list, one_for_each
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestOutput, Sequence, Step
-from nanoserve.turns import Turns, ctrl_c_held, in_turn
+from nanoserve.turns import Turns, ctrl_c_held, in_turn, take_all
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
@@ -67,8 +66,7 @@ class LLM:
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
-        for line in said:
-            _say(line)
+        _say(*said)
         config.check_ranks(self.model_config)
         self.tokenizer = load_tokenizer(config, folder)
         pooler, make_inputs = None, InputProcessor
@@ -85,8 +83,7 @@ class LLM:
             self.runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler)
             num_blocks = self.runner.count_kv_blocks()
             self.config, said = config.fit_to_cache(num_blocks, asked.max_model_len)
-            for line in said:
-                _say(line)
+            _say(*said)
             self.runner.agree_on_cache(num_blocks, self.config.max_model_len)
             self.runner.allocate_kv_cache(num_blocks, self.config.max_model_len)
             self.runner.record_graphs()
@@ -120,8 +117,7 @@ class LLM:
         or ended; with `output_kind` FINAL_ONLY only where it ended."""
         with self.lock:
             self._advance()
-            outputs, self.inbox[:] = self.inbox[:], []
-        return outputs
+            return take_all(self.inbox)
 
     @in_turn
     def _advance(self) -> None:
@@ -217,7 +213,8 @@ class LLM:
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, wherever it is and give back its blocks; unknown ids are
-        ignored. The next `step()` returns what it has generated, with `finish_reason` "abort"."""
+        ignored. The next `step()` returns what it has generated, with `finish_reason` "abort". From
+        within a step (a signal's handler) it waits for its end."""
         if not isinstance(request_id, (str, Iterable)):
             raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -370,7 +367,7 @@ class LLM:
                 with self.lock:
                     if not inbox:
                         self._advance()
-                    outputs, inbox[:] = inbox[:], []  # the list stays: requests hold on to it
+                    outputs = take_all(inbox)
                 for output in outputs:
                     num_unfinished -= output.finished
                     yield output
@@ -439,10 +436,13 @@ class LLM:
                              "it with runner='pooling'")
         return getattr(self.inputs, method)(self, *args, **options)
 
-    @in_turn
     def shutdown(self) -> None:
-        """Give back all memory. The engine can't be used afterwards; calling it twice is fine.
-        Another thread's step is waited for."""
+        """Give back all memory. The engine can't be used afterwards; calling it twice is fine. A
+        step is waited for: another thread's, or the one into which a signal's handler comes."""
+        self.lock.run(self._shutdown)
+
+    @in_turn
+    def _shutdown(self) -> None:
         self.requests.clear()
         self.in_flight.clear()
         try:
@@ -494,5 +494,6 @@ def _start_ranks(config: EngineConfig, folder: Path, pooler) -> Ranks:
     return ranks
 
 
-def _say(line: str) -> None:
-    print(f"nanoserve: {line}", file=sys.stderr)
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(f"nanoserve: {line}", file=sys.stderr)

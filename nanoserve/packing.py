@@ -106,7 +106,7 @@ class Product:
 
 def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
                     bias: torch.Tensor | None) -> torch.Tensor:
-    try:  # Ctrl-C may come behind any call, and that one must not be left without the other
+    try:  # within: Ctrl-C may come right behind the call that switches it off
         torch._C._set_mkldnn_enabled(False)  # for the process: others' products go on, but slower
         return F.linear(x, weight, bias)
     finally:

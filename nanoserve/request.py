@@ -27,8 +27,7 @@ from nanoserve.detokenizer import Detokenizer
 from nanoserve.logprobs import LogprobHistory
 from nanoserve.model_config import ModelConfig
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.sequence import (
-    CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence)
+from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence
 
 Prompt = str | dict | list[int]
 

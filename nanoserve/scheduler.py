@@ -125,7 +125,7 @@ class Scheduler:
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
             if seq.num_unknown_tokens and (seq.needs_output_tokens or seq.num_draft_tokens
                                            or seq.num_tokens >= seq.max_num_tokens):
-                num_new = 0  # wait: the next draw needs that sample, or it is the last (of 8)
+                num_new = 0  # wait: the next draw needs it, or it is the last (8 of 8, 7 known)
             if num_new > budget:
                 num_new = budget
             end = done + num_new
@@ -266,7 +266,7 @@ class Scheduler:
         grown: dict[Sequence, list[int]] = {}
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
-            if seq.num_draft_tokens:  # of 5 drafts 3 are right: 6 computed, 4 tokens
+            if seq.num_draft_tokens:  # of 5 drafts 3 are right: 6 computed, 4 count
                 seq.num_computed_tokens -= seq.num_draft_tokens + 1 - len(tokens)
                 seq.num_draft_tokens = 0
             if seq.finish_reason is None:

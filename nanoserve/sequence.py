@@ -128,7 +128,7 @@ class Step:
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: list[Sequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to); none made yet
+    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
     pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
 
     @property

@@ -4,11 +4,12 @@ A step reads and writes what all requests share, so one thread at a time takes a
 waits is next (`Turns`). Three things come at any line all the same, in a thread's own turn:
 
     Ctrl-C                  `ctrl_c_held` lets it wait until the books agree again
-    a signal's handler      may abort requests: `Turns.run` puts it off to the end of the method
+    a signal's handler      may abort or shut down: `Turns.run` puts it off to the method's end
     the garbage collector   may close a stream, which aborts its requests: the same
 
-Invariant: what `ctrl_c_held` encloses is done whole, and a method that is `in_turn` never finds
-another one half done.
+Invariant: what `ctrl_c_held` encloses is done whole, and what `Turns.run` is asked for never finds
+a method that is `in_turn` half done. Confessed: a signal's handler that adds a request or steps is
+not put off; it may abort, close a stream, or shut down.
 
 Not known here: steps, requests. Road not taken: a thread of the engine's own and queues to it,
 which would do without all of this, but could not be single-stepped in a debugger.
@@ -56,7 +57,8 @@ class Turns:
     """
 
     def __init__(self):
-        self.lock, self.doorway = threading.RLock(), threading.Lock()
+        # Both reentrant: a signal's handler may come in while its own thread waits in the doorway.
+        self.lock, self.doorway = threading.RLock(), threading.RLock()
         self.busy = False  # somebody is within a method that is `in_turn`
         self.put_off: deque[Callable[[], None]] = deque()  # until that has ended
 
@@ -71,17 +73,18 @@ class Turns:
         return self.lock._is_owned()  # no public name; threading.Condition asks like this, too
 
     def run(self, method: Callable[[], None]) -> None:
-        """Call a method that is `in_turn`: now, or if this thread is within one, behind that."""
-        if self.busy and self._is_mine():
+        """Call a method that is `in_turn`: now, or if this thread is within one, or waits for the
+        end of another thread's, behind that."""
+        if self.busy and (self._is_mine() or self.doorway._is_owned()):
             self.put_off.append(method)
         else:
             method()
 
 
 def in_turn(method: Callable) -> Callable:
-    """A method of an engine that needs its `lock`, and during which nothing else may change it, not
-    even its own thread: what `run` was asked for meanwhile is done at its end. What fails there is
-    printed and not raised, because whoever has called the method has nothing to do with it."""
+    """A method of an engine that needs its `lock`, and during which `run` lets nothing else change
+    it, not even its own thread: what it is asked for meanwhile is done at the end. What fails there
+    is printed and not raised, because whoever called the method has nothing to do with it."""
     @wraps(method)
     def whole(engine, *args, **options):
         with (lock := engine.lock):
@@ -90,9 +93,19 @@ def in_turn(method: Callable) -> Callable:
                 return method(engine, *args, **options)
             finally:
                 lock.busy = outer
-                while lock.put_off and not outer:
-                    try:
-                        lock.put_off.popleft()()
-                    except Exception:
-                        traceback.print_exc()
+                if lock.put_off and not outer:
+                    with ctrl_c_held():  # what is off the list is done, too
+                        while lock.put_off:
+                            try:
+                                lock.put_off.popleft()()
+                            except Exception:
+                                traceback.print_exc()
     return whole
+
+
+def take_all(inbox: list) -> list:
+    """What is in it. The list itself stays, because others hold on to it; and so does what a stream
+    that the garbage collector closes between these two lines adds to it."""
+    found = inbox[:]
+    del inbox[:len(found)]
+    return found

@@ -656,6 +656,8 @@ def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
     (["--output-len", "50000"], "the longest request has"),
     (["--set", "max_model_len=64"], "max_model_len is 64"),
     (["--set", "block_size"], "write OPTION=VALUE"),
+    (["--set", "block_size=None"], "block_size must be a whole number"),
+    (["--set", "hf_overrides={[]:1}"], "hf_overrides must be a dict"),
     (["--set", "device=gpu"], "device='gpu' is not supported"),
     (["--set", "max_model_len=4k"], "max_model_len"),
     (["--set", "colour=blue"], "the engine has no option colour"),

@@ -1058,3 +1058,11 @@ def test_other_families_entries_mean_nothing(family):
                    final_logit_softcapping=3.0)
     assert read(family, **entries) == read(family)
     assert read("Gemma3", **entries) != read("Gemma3")
+
+
+@pytest.mark.parametrize("name", ["block_size", "tensor_parallel_size"])
+def test_nothing_is_not_a_number_that_the_engine_could_decide(name):
+    """It passed, as it does for what is open by default, and was multiplied with later."""
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got None"):
+        EngineConfig(model="m", **{name: None})
+    assert EngineConfig(model="m", max_model_len=None).max_model_len is None

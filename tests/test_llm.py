@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,7 @@ from tqdm import tqdm
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.sampler import SamplerOutput
-from nanoserve.turns import Turns, in_turn
+from nanoserve.turns import Turns, in_turn, take_all
 
 MAX_MODEL_LEN = 64
 TOKENIZER = byte_tokenizer()
@@ -1195,6 +1196,87 @@ def test_a_stream_that_is_closed_in_the_middle_of_a_step(llm, expected, monkeypa
     *_, output = llm.step()
     assert output.request_id == "its handler's" and output.aborted
     assert_serves(llm, expected)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_handler_that_comes_while_its_thread_waits(busy):
+    """It found its own thread in the doorway, a lock that wasn't reentrant: both waited for ever."""
+    engine, ran, held = SimpleNamespace(lock=Turns()), [], threading.Event()
+
+    @in_turn
+    def method(engine, name):
+        ran.append(name)
+
+    def holds(engine) -> None:
+        with engine.lock:
+            held.set()
+            time.sleep(0.3)
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: engine.lock.run(
+        lambda: method(engine, "handler")))
+    thread = threading.Thread(target=in_turn(holds) if busy else holds, args=(engine,))
+    try:
+        thread.start()
+        assert held.wait(60)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        method(engine, "waits")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        thread.join(60)
+    assert ran == ["handler", "waits"]
+
+
+def test_ctrl_c_does_not_lose_what_was_put_off():
+    """It is looked at behind every call, so between taking one off the list and calling it, too."""
+    engine, ran = SimpleNamespace(lock=Turns()), []
+
+    class Interrupted(deque):
+        def popleft(self):
+            signal.raise_signal(signal.SIGINT)
+            return super().popleft()
+
+    @in_turn
+    def method(engine):
+        for name in "ab":
+            engine.lock.run(lambda name=name: ran.append(name))
+
+    engine.lock.put_off = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        method(engine)
+    assert ran == ["a", "b"] and not engine.lock.busy
+
+
+def test_shutting_down_in_the_middle_of_a_step(qwen3, monkeypatch):
+    """As the handler of SIGTERM does it: the step ends, and then the engine does."""
+    with make(qwen3) as llm:
+        update = llm.scheduler.update
+
+        def ends(*args):
+            llm.shutdown()
+            assert llm.scheduler is not None
+            return update(*args)
+
+        monkeypatch.setattr(llm.scheduler, "update", ends)
+        with pytest.raises(RuntimeError, match="shut down"):
+            run(llm, "Hello", greedy(8))
+        assert llm.scheduler is None
+
+
+def test_an_output_that_comes_while_the_inbox_is_emptied_stays():
+    """The garbage collector may close a stream there, whose end takes the tokens of a step in
+    flight into account: others' outputs were deleted unseen, and their stream waited for ever."""
+    class Inbox(list):
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            if late:
+                self.append(late.pop())
+            return found
+
+    late = ["late"]
+    inbox = Inbox(["early"])
+    assert take_all(inbox) == ["early"] and inbox == ["late"]
+    assert take_all(inbox) == ["late"] and not inbox
 
 
 def test_what_was_put_off_fails_for_itself(capsys):

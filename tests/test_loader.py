@@ -524,8 +524,11 @@ def test_from_the_hub_comes_what_is_needed(checkpoints, monkeypatch, options, mo
         return str(checkpoints["qwen3-sharded"])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    LLM("somebody/a-model", tokenizer="somebody/a-tokenizer", num_gpu_blocks_override=16, **options)
-    assert asked == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer}
+    draft = dict(method="draft_model", model="somebody/a-draft", num_speculative_tokens=2)
+    LLM("somebody/a-model", tokenizer="somebody/a-tokenizer", num_gpu_blocks_override=16,
+        speculative_config=draft, **options)
+    assert asked == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer,
+                     "somebody/a-draft": model}
 
 
 # ---------------------------------------------------------------- dummy weights

@@ -278,6 +278,9 @@ def test_ctrl_c_does_not_leave_onednn_switched_off(monkeypatch):
 
     monkeypatch.setattr(torch._C, "_set_mkldnn_enabled", interrupted)
     weight = torch.ones(8, 4, dtype=torch.bfloat16)
-    with pytest.raises(KeyboardInterrupt):
-        Product(pack(weight), None, weight)(weight[:1])
-    assert torch.backends.mkldnn.enabled
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Product(pack(weight), None, weight)(weight[:1])
+        assert torch.backends.mkldnn.enabled
+    finally:
+        switch(True)

@@ -99,7 +99,8 @@ def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelCon
                          "small model with the same vocabulary")
     name = str(asked["model"])
     try:
-        folder = find_model(name)
+        folder = find_model(name, weights=config.load_format != "dummy",
+                            code=config.trust_remote_code)
         asked["model"] = str(folder)  # where other ranks will look for it
         draft = ModelConfig.from_folder(folder)
         replace(config, expert_parallel=False).check_ranks(draft)
