@@ -66,27 +66,19 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     pieces = batch.pieces[kind]
     k, v = as_lines(k_cache, v_cache)
     if len(pieces) == 1 and isinstance(pieces[0].tokens, slice):  # all of the queries, in order
-        return _attend(q, k, v, pieces[0], scale, softcap)
+        return pieces[0].attend(q, k, v, scale, softcap)
     out = torch.empty_like(q)
     for piece in pieces:
         if isinstance(piece.tokens, slice):
-            out[piece.tokens] = _attend(q[piece.tokens], k, v, piece, scale, softcap)
+            out[piece.tokens] = piece.attend(q[piece.tokens], k, v, scale, softcap)
         else:
             some = q.index_select(0, piece.tokens)
-            out.index_copy_(0, piece.tokens, _attend(some, k, v, piece, scale, softcap))
+            out.index_copy_(0, piece.tokens, piece.attend(some, k, v, scale, softcap))
     return out
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: "Group | Chunk",
-            scale: float, softcap: float | None) -> torch.Tensor:
-    """q: the queries of the piece, (n, num_heads, head_dim). Returns the same shape. k and v come
-    as lines, see `as_lines`."""
-    attend = _attend_group if isinstance(piece, Group) else _attend_chunk
-    return attend(q, k, v, piece, scale, softcap)
-
-
-def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return softcap * torch.tanh(scores / softcap)
 
 
 # --------------------------------------- rows of few queries, and what they share
@@ -104,31 +96,29 @@ class Group:
     own: InPlace | Copy
     masked: torch.Tensor  # (queries, 1, keys) True for padding, and old, later and others' keys
     shared: Copy | None
-    num_kv_heads: int
 
-
-def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Group,
-                  scale: float, softcap: float | None) -> torch.Tensor:
-    """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `as_lines`. One softmax
-    goes over the scores of what is shared and what is not."""
-    shared, num_kv_heads = piece.shared, piece.num_kv_heads
-    num_shared = 0 if shared is None else shared.keys.shape[2]
-    # Scaled before the sum, which float16 could not hold, though bfloat16 rounds once more.
-    q_of = (q * scale).reshape(len(q), num_kv_heads, -1, q.shape[2]).transpose(0, 1)
-    scores = own = piece.own.scores(q_of, k)  # (KV heads, queries, query heads of each, keys)
-    if shared is not None:
-        scores = own.new_empty(*own.shape[:3], num_shared + own.shape[3])
-        shared.scores(q_of, k, out=scores[..., :num_shared])
-        scores[..., num_shared:] = own
-    scores = _capped(scores, softcap)
-    of_own = scores if shared is None else scores[..., num_shared:]
-    of_own.masked_fill_(piece.masked, float("-inf"))
-    weights = scores.softmax(-1)
-    out = piece.own.sums(weights, v)
-    if shared is not None:
-        common = weights[..., :num_shared].flatten(1, 2)
-        out.flatten(1, 2).baddbmm_(common, shared.gather_values(v))
-    return out.transpose(0, 1).reshape(q.shape)
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               softcap: float | None) -> torch.Tensor:
+        """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `as_lines`. One
+        softmax goes over the scores of what is shared and what is not."""
+        shared, shape = self.shared, q.shape
+        num_shared = 0 if shared is None else shared.keys.shape[2]
+        q = q * scale  # before the sum, which float16 could not hold, though bfloat16 rounds again
+        scores = own = self.own.scores(q, k)  # (KV heads, queries, query heads of each, keys)
+        if shared is not None:
+            scores = own.new_empty(*own.shape[:3], num_shared + own.shape[3])
+            shared.scores(q, k, out=scores[..., :num_shared])
+            scores[..., num_shared:] = own
+        if softcap is not None:
+            scores = _capped(scores, softcap)
+        of_own = scores if shared is None else scores[..., num_shared:]
+        of_own.masked_fill_(self.masked, float("-inf"))
+        weights = scores.softmax(-1)
+        out = self.own.sums(weights, v)
+        if shared is not None:
+            common = weights[..., :num_shared].flatten(1, 2)
+            out.flatten(1, 2).baddbmm_(common, shared.gather_values(v))
+        return out.transpose(0, 1).reshape(shape)
 
 
 def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
@@ -170,7 +160,7 @@ def _cut_decodes(batch: Batch, window: int | None, k_cache: torch.Tensor,
         pieces.append(Group(slice(int(rows[0]), int(rows[-1]) + 1) if in_one else put(rows),
                             InPlace.of(runs[rows, :width], widths[rows], slots, num_heads, k_cache,
                                        num_shared // in_run),
-                            put(masked[:, None]), shared, k_cache.shape[2]))
+                            put(masked[:, None]), shared))
     return pieces
 
 
@@ -274,7 +264,7 @@ def _group_of_chunks(batch: Batch, rows: np.ndarray, num_shared: int,
     shared = Copy.of(tables[:1, :num_shared], block_size, batch.scratch, k_cache)
     own = Copy.of(slots[:, ::block_size] // block_size, block_size, batch.scratch, k_cache, slots)
     return Group(slice(int(tokens[0]), int(tokens[-1]) + 1) if in_order else put(tokens), own,
-                 put(masked.reshape(len(tokens), 1, -1)), shared, k_cache.shape[2])
+                 put(masked.reshape(len(tokens), 1, -1)), shared)
 
 
 # -------------------------------------------------------------- chunks of prompts
@@ -297,6 +287,19 @@ class Chunk:
     copy: Copy
     tiles: list[Tile]
     fused: bool  # all queries are here, from position 0 on, and torch's own attention is for them
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               softcap: float | None) -> torch.Tensor:
+        """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `as_lines`."""
+        keys, values = self.copy.gather_keys(k), self.copy.gather_values(v)
+        if self.fused and softcap is None:
+            keys = keys[..., :len(q)].transpose(1, 2).contiguous()
+            heads = q.transpose(0, 1)[None], keys[None], values[None, :, :len(q)]
+            return F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale,
+                                                  enable_gqa=True)[0].transpose(0, 1)
+        parts = [_attend_tile(q[tile.queries], keys[..., tile.keys], values[:, tile.keys],
+                              tile.mask, scale, softcap) for tile in self.tiles]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _cut_chunks(batch: Batch, window: int | None, k_cache: torch.Tensor,
@@ -339,20 +342,6 @@ def _chunk_of_row(batch: Batch, row: int, first_token: int, window: int | None,
                  Copy.of(blocks, block_size, batch.scratch, k_cache), tiles, fused)
 
 
-def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, scale: float,
-                  softcap: float | None) -> torch.Tensor:
-    """q: (queries, num_heads, head_dim). Returns the same shape. k, v: see `as_lines`."""
-    keys, values = chunk.copy.gather_keys(k), chunk.copy.gather_values(v)
-    if chunk.fused and softcap is None:
-        keys = keys[..., :len(q)].transpose(1, 2).contiguous()
-        heads = q.transpose(0, 1)[None], keys[None], values[None, :, :len(q)]
-        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale,
-                                              enable_gqa=True)[0].transpose(0, 1)
-    parts = [_attend_tile(q[tile.queries], keys[..., tile.keys], values[:, tile.keys], tile.mask,
-                          scale, softcap) for tile in chunk.tiles]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _is_fused_faster(cache: torch.Tensor, num_queries: int) -> bool:
     """Whether F.scaled_dot_product_attention is, for a whole prompt on a CPU. Of 2,040 tokens in a
     layer of Qwen3-0.6B: in bfloat16 with AMX 64 instead of 118 ms (on an EPYC without it, 121
@@ -373,7 +362,9 @@ def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     grouped = q.view(len(q), len(keys), -1, q.shape[-1]).permute(1, 2, 0, 3)
     nothing = q.new_empty(1, 1, 1)  # what a scaled product asks for to add, and ignores
     scores = torch.baddbmm(nothing, grouped.flatten(1, 2), keys, beta=0, alpha=scale)
-    scores = _capped(scores, softcap).view(*grouped.shape[:3], -1)  # (.., group, queries, keys)
+    if softcap is not None:
+        scores = _capped(scores, softcap)
+    scores = scores.view(*grouped.shape[:3], -1)  # (.., group, queries, keys)
     masked = scores[..., -mask.shape[1]:]
     torch.minimum(masked, mask, out=masked)  # a third of masked_fill_'s time
     out = scores.softmax(-1).flatten(1, 2) @ values  # (kv_heads, group * queries, head_dim)

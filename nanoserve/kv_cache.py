@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from nanoserve.batch import Scratch
-from nanoserve.packing import weighted_sums
+from nanoserve.packing import Bags
 
 Places = tuple[torch.Tensor, torch.Tensor]  # tokens' runs and their offsets in these
 MAX_KEPT_BYTES = 2 ** 28  # of copies that are kept: of Qwen3-0.6B in bfloat16 some 2,300 tokens
@@ -91,6 +91,7 @@ class Copy:
     values_at: torch.Tensor  # (num_kv_heads * rows * blocks,) blocks of a head, or lines for slots
     keys: torch.Tensor  # (num_kv_heads * rows, head_dim, num_keys), a view of the scratch memory
     values: torch.Tensor  # (num_kv_heads * rows, num_keys, head_dim), another one, behind it
+    num_kv_heads: int
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # see `Scratch.keep`
 
     @classmethod
@@ -113,7 +114,7 @@ class Copy:
         put = put_on(cache.device)
         return cls(put(lines.ravel().astype(index_dtype(cache))), put(values_at.ravel()),
                    keys.view(len(keys), head_dim, -1), values.view(len(keys), -1, head_dim),
-                   scratch.keep(blocks[0].tolist()) if keep else None)
+                   num_kv_heads, scratch.keep(blocks[0].tolist()) if keep else None)
 
     def gather_keys(self, k: torch.Tensor) -> torch.Tensor:
         """k: see `as_lines`. Returns what `keys` says, valid until another copy gathers."""
@@ -144,12 +145,13 @@ class Copy:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor,
                out: torch.Tensor | None = None) -> torch.Tensor:
-        """q: (num_kv_heads, queries, query heads of each, head_dim), row by row equally many
-        queries. Returns the same but for the last dimension, which is keys. out: for it, the
-        keys possibly some of its columns, where there is a single row."""
+        """q: (queries, num_heads, head_dim), row by row equally many queries. Returns (KV heads,
+        queries, query heads of each, keys). out: for it, the keys possibly some of its columns,
+        where there is a single row."""
         keys = self.gather_keys(k)
+        q = q.view(q.shape[0], self.num_kv_heads, -1, q.shape[2]).transpose(0, 1)
         out = None if out is None else out.flatten(1, 2)
-        scores = torch.bmm(q.reshape(len(keys), -1, q.shape[-1]), keys, out=out)
+        scores = torch.bmm(q.reshape(len(keys), -1, q.shape[3]), keys, out=out)
         return scores.view(*q.shape[:3], -1)
 
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -161,27 +163,9 @@ class Copy:
 
 
 @dataclass
-class Bags:
-    """Weighted sums of lines, as `embedding_bag` takes them: the lines of all sums in one list, and
-    where in it each sum's, its bag, begins."""
-
-    lines: torch.Tensor  # (num_lines,)
-    starts: torch.Tensor  # (num_bags,)
-
-    @classmethod
-    def of(cls, lines: np.ndarray, sizes: np.ndarray, put) -> "Bags":
-        """sizes: (num_bags,) how many lines of `lines` come into each."""
-        return cls(put(lines.ravel()), put((sizes.cumsum() - sizes).astype(lines.dtype)))
-
-    def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
-        return weighted_sums(memory, self.lines, self.starts, weights)
-
-
-@dataclass
 class InPlace:
-    """Some rows' keys and values, read where they lie: for one query each. `scores` and `sums` are
-    as `Copy` has them.
+    """Some rows' keys and values, read where they lie: for one query each. `scores` (without `out`)
+    and `sums` are as `Copy` has them.
 
     Threads get equally many bags each, so these should be equally much work, whatever the rows'
     lengths. K's have equally many lines; V's are sorted by KV head first, so that each of two
@@ -194,6 +178,7 @@ class InPlace:
     bags: torch.Tensor  # for each (KV head, row, query head of it, run) its bag; in padding any
     values: Bags  # for each (KV head, row, query head of it) lines of V, without padding
     weights_at: torch.Tensor | None  # run by run where V's weights stand; None: all in order
+    shape: tuple[int, int, int]  # (KV heads, rows, query heads of each): the results' first three
     slots_of_run: int
 
     @classmethod
@@ -221,18 +206,17 @@ class InPlace:
                    put(bags.ravel()),
                    Bags.of(values[everywhere], everywhere.sum(-1).ravel() * slots_of_run, put),
                    put(weights_at[everywhere]) if num_before or not real.all() else None,
-                   slots_of_run)
+                   bags.shape[:3], slots_of_run)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        by_row = q.transpose(0, 1).reshape(q.shape[1], -1)
-        scores = self.keys(k, by_row.index_select(0, self.key_rows).view(-1))
-        return scores.index_select(0, self.bags).view(*q.shape[:3], -1)
+        scores = self.keys(k, q.index_select(0, self.key_rows).view(-1))
+        return scores.index_select(0, self.bags).view(*self.shape, -1)
 
     def sums(self, weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         of_own = weights.view(-1)
         if self.weights_at is not None:
             of_own = weights.view(-1, self.slots_of_run).index_select(0, self.weights_at).view(-1)
-        return self.values(v, of_own).view(*weights.shape[:3], -1)
+        return self.values(v, of_own).view(*self.shape, -1)
 
 
 def index_dtype(cache: torch.Tensor, num_lines: int = 0) -> type:

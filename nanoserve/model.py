@@ -22,6 +22,8 @@ has it, where a fix is made as many times as there are files.
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
+from itertools import islice
+
 import torch
 from torch import nn
 
@@ -31,6 +33,7 @@ from nanoserve.layers import (
     Experts,
     HeadNorm,
     Linear,
+    Part,
     Placement,
     RMSNorm,
     RotaryEmbedding,
@@ -43,7 +46,7 @@ KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see kv_c
 Places = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # see `places_of` of ops or kernels
 
 
-class Decoder(nn.Module):
+class Decoder(Part):
     """The whole network: `embed`, `forward` over a range of layers, `compute_logits`."""
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
@@ -72,7 +75,7 @@ class Decoder(nn.Module):
                 batch: Batch, layers: range | None = None,
                 taps: dict[int, torch.Tensor] | None = None,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Run `layers` (all of them by default); the last one's output is normalised.
+        """Run `layers`, one behind the other (default: all); the last one's output is normalised.
 
         hidden: (num_tokens, hidden_size), positions: (num_tokens,). Where `taps` has a layer's
         number as a key, its value becomes that layer's output. wanted: (k,) indices of the tokens
@@ -85,10 +88,12 @@ class Decoder(nn.Module):
             local_rope = self.rotary_local(positions)
         places = self.ops.places_of(batch.slot_mapping, kv_cache[0][0].shape[1])
         residual = None  # the stream is `hidden`, or the sum of both where there are two
-        for i in layers:
+        last = len(self.layers) - 1
+        in_range = islice(self.layers, layers.start, layers.stop)  # `self.layers[i]` takes longer
+        for i, layer in zip(layers, in_range, strict=True):
             cos, sin = global_rope if self.config.windows[i] is None else local_rope
-            hidden, residual = self.layers[i](hidden, residual, cos, sin, places, kv_cache[i],
-                                              batch, wanted if i == len(self.layers) - 1 else None)
+            hidden, residual = layer(hidden, residual, cos, sin, places, kv_cache[i], batch,
+                                     wanted if i == last else None)
             if taps is not None and i in taps:
                 taps[i] = hidden + residual
         if layers.stop == len(self.layers):
@@ -105,7 +110,7 @@ class Decoder(nn.Module):
         return logits if cap is None or logits is None else cap * torch.tanh(logits / cap)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Part):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
 
     The last addition is left to the norm that follows, in this layer or the next, which reads the
@@ -146,7 +151,7 @@ class DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Grouped-query attention over the paged KV cache, with RoPE and optional qk-norm.
 
     A rank has a share of the KV heads with the query heads that read them; `share_heads` says how.
@@ -170,14 +175,14 @@ class Attention(nn.Module):
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
         # (num_tokens, heads of q, k and v, head_dim); q and out: (num_tokens, num_heads, head_dim)
-        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
+        qkv = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_dim)
         weight = None if self.qk_norm is None else self.qk_norm.weight
         q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, places)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj((out if wanted is None else out[wanted]).flatten(1))
 
 
-class MLP(nn.Module):
+class MLP(Part):
     """down(act(gate(x)) * up(x)), the gated MLP (Shazeer 2020, "GLU Variants")."""
 
     def __init__(self, config: ModelConfig, on: Placement):
@@ -191,7 +196,7 @@ class MLP(nn.Module):
         return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))
 
 
-class MoE(nn.Module):
+class MoE(Part):
     """A mixture of experts: a router picks a few MLPs for each token and weighs their answers
     (Shazeer et al. 2017; Jiang et al. 2024, "Mixtral of Experts").
 

@@ -16,6 +16,9 @@ the kernels are tested against it, and a layer is given one module or the other 
 Invariant: results are rounded to the tensors' dtype after each step that is a step below, in both
 modules. A function's memory is its own: arguments are left as they are, but for the KV cache.
 
+Where weights have just run through a core's cache, Python is slow: hence `shape[0]` and
+`split_with_sizes`, where `len(x)` and `split` are functions in Python.
+
 Not known here: weights' names, ranks, phases. Road not taken: `torch.compile`, which fuses as well,
 but costs guards on every call, and may compile again in the middle of a request.
 """
@@ -38,13 +41,22 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), rounded once.
 
-    x: (..., size); weight: (size,), possibly float32 where x is not. `F.rms_norm` is the same in
-    more steps, and on a CPU takes up to three times as long.
+    x: (..., size); weight: (size,), possibly float32 where x is not.
     """
-    wide = x.float()
+    return add_rms_norm(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
+                 eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual): what the next part of the model reads of the residual
+    stream, and the stream. x, residual: (..., size); no residual is a stream's beginning. weight:
+    see `rms_norm`. (`F.rms_norm` takes up to three times as long on a CPU.)
+    """
+    total = x if residual is None else x + residual
+    wide = total.float()
     factors = _inverse_rms(wide, eps)
-    scaled = wide * factors if wide is x else wide.mul_(factors)  # `wide` may be the argument
-    return scaled.mul_(weight).to(x.dtype)
+    scaled = wide * factors if wide is total else wide.mul_(factors)  # `total` stays as it is
+    return scaled.mul_(weight).to(total.dtype), total
 
 
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -59,15 +71,6 @@ def _constant(value: float, device: torch.device) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
-                 eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual): what comes to the residual stream, and what the next part
-    of the model reads of it. x, residual: (num_tokens, size); no residual is a stream's beginning.
-    """
-    total = x if residual is None else x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
                     cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
                     v_cache: torch.Tensor, places: Places) -> torch.Tensor:
@@ -80,42 +83,39 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     the new q, (num_tokens, num_heads, head_dim). Queries and keys are computed in float32 and
     rounded once; values are copied.
     """
-    if len(qkv) > SLICE:
+    if qkv.shape[0] > SLICE:
         parts = zip(*(x.split(SLICE) for x in (qkv, cos, sin, *places)), strict=True)
         return torch.cat([norm_rope_store(qkv, weight, eps, cos, sin, k_cache, v_cache, (b, o))
                           for qkv, cos, sin, b, o in parts])
     (num_tokens, all_heads, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
-    qk, v = qkv.split((all_heads - num_kv_heads, num_kv_heads), dim=1)
-    x = qk.float().view(num_tokens, qk.shape[1] // num_kv_heads, num_kv_heads, head_dim)  # last: k
+    num_heads = all_heads - 2 * num_kv_heads
+    qk, v = qkv.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    x = qk.float().view(num_tokens, num_heads // num_kv_heads + 1, num_kv_heads, head_dim)
     qk = _norm_rotate(x, weight, eps, cos, sin).view(qk.shape).to(qkv.dtype)
-    q, k = qk.split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+    q, k = qk.split_with_sizes((num_heads, num_kv_heads), dim=1)
     store_kv(k, v, k_cache, v_cache, places)
     return q
 
 
 def _norm_rotate(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
                  sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of the norm. x: (num_tokens, sets, num_kv_heads, head_dim), see `HeadNorm`. RoPE is
-    linear, so the norm's factors may come in it or behind it: the weights go into cos and sin,
-    which have num_kv_heads times fewer numbers, and 1 / rms into the result, in place."""
-    if weight is None:
-        return _apply_rope(x, cos, sin)
-    return _apply_rope(x, cos * weight, sin * weight).mul_(_inverse_rms(x, eps))
+    """RoPE of the norm of x, or of x itself where `weight` is None. x: (num_tokens, sets,
+    num_kv_heads, head_dim) in float32, see `HeadNorm`. A pair (a, b) becomes (a cos - b sin, b cos
+    + a sin); pairs are (i, i + head_dim / 2), as in Llama's Hugging Face checkpoints, not (2i, 2i +
+    1) as in the paper.
 
-
-def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x (..., head_dim), in float32: a pair (a, b) becomes (a cos_a - b sin_b, b cos_b + a
-    sin_a). cos and sin have a number for each of the two, because of the weights in them.
-
-    Pairs are (i, i + head_dim / 2), as in Llama's Hugging Face checkpoints, not (2i, 2i + 1) as in
-    the paper.
+    RoPE is linear, so the norm's factors may come in it or behind it: 1 / rms goes into the result,
+    in place, and the weights into cos and sin, which have num_kv_heads times fewer numbers: two for
+    each pair, because a's weight is not b's.
     """
+    if weight is not None:
+        cos, sin = cos * weight, sin * weight
     rotated = x * cos
     (a, b), (sin_a, sin_b) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
     to_a, to_b = rotated.chunk(2, dim=-1)
     to_a.addcmul_(b, sin_b, value=-1)
     to_b.addcmul_(a, sin_a)
-    return rotated
+    return rotated if weight is None else rotated.mul_(_inverse_rms(x, eps))
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -27,8 +27,10 @@ many bytes to read, and another text.
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -93,7 +95,8 @@ class Product:
             self.rows, self.few = range(MIN_ROWS, MANY_ROWS), MIN_ROWS
         self.by_second = second if isinstance(second, Lines) else partial(
             _without_onednn if weight.dtype == torch.bfloat16 else F.linear, weight=second)
-        self.multiply = torch.ops.mkldnn._linear_pointwise.default
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        self.multiply = getattr(multiply, "_op", multiply)  # without the wrapper in Python
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows = x.shape[0]
@@ -113,16 +116,24 @@ def _without_onednn(x: torch.Tensor, weight: torch.Tensor,
         torch._C._set_mkldnn_enabled(True)
 
 
-def weighted_sums(memory: torch.Tensor, numbers: torch.Tensor, starts: torch.Tensor,
-                  weights: torch.Tensor) -> torch.Tensor:
-    """Sums of some lines of memory, each times its weight: attention's to single queries, too.
+@dataclass
+class Bags:
+    """Weighted sums of lines of memory, as torch's `embedding_bag` takes them: the lines of all
+    sums in one list, and where in it each sum's, its bag, begins. Attention reads keys and values
+    with it, too (kv_cache.py)."""
 
-    memory: (all lines, width); numbers: the lines that are summed, one sum behind the other;
-    starts: where in `numbers` each sum begins; weights: one for each of `numbers`. Returns (sums,
-    width).
-    """
-    # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
-    return torch.embedding_bag(memory, numbers, starts, False, 0, False, weights)[0]
+    lines: torch.Tensor  # (num_lines,) their numbers
+    starts: torch.Tensor  # (num_bags,)
+
+    @classmethod
+    def of(cls, lines: np.ndarray, sizes: np.ndarray, put: Callable = torch.from_numpy) -> "Bags":
+        """sizes: (num_bags,) how many lines of `lines` come into each. put: makes tensors."""
+        return cls(put(lines.ravel()), put((sizes.cumsum() - sizes).astype(lines.dtype)))
+
+    def __call__(self, memory: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """memory: (all lines, width); weights: (num_lines,). Returns (num_bags, width)."""
+        # Not scaled by frequency, mode 0 (a sum), not sparse. F's checks take longer than a sum.
+        return torch.embedding_bag(memory, self.lines, self.starts, False, 0, False, weights)[0]
 
 
 class Lines:
@@ -146,22 +157,21 @@ class Lines:
         bags = weight.view(-1, width, num_inputs)
         self.num_bags = len(bags)
         self.memory = bags.transpose(1, 2).reshape(-1, width).contiguous()
-        self.numbers, self.starts = _bags(len(self.memory), num_inputs)
+        self.bags = _bags(self.num_bags, num_inputs)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: (1, inputs). Returns (1, outputs)."""
         weights = x.view(-1).repeat(self.num_bags)
-        out = weighted_sums(self.memory, self.numbers, self.starts, weights).view(1, -1)
+        out = self.bags(self.memory, weights).view(1, -1)
         if out.shape[1] != self.num_outputs:  # the last bag was filled up
             out = out[:, :self.num_outputs]
         return out if bias is None else out + bias
 
 
 @cache
-def _bags(num_lines: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All lines in order, and where their bags of `size` begin: the same lists for all layers."""
-    numbers = torch.arange(num_lines, dtype=torch.int32)
-    return numbers, numbers[::size].contiguous()
+def _bags(num_bags: int, size: int) -> Bags:
+    """All lines in order, `size` a bag: the same lists for all layers."""
+    return Bags.of(np.arange(num_bags * size, dtype=np.int32), np.full(num_bags, size))
 
 
 def is_intel() -> bool:
@@ -192,7 +202,7 @@ def works(dtype: torch.dtype) -> bool:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
         products = product(packed)(x), *(product(packed, None, second)(x[:1])
                                          for second in (None, weight, _in_another_order(weight)))
-    except (AttributeError, RuntimeError):  # no such operator; or not with these arguments
+    except (AttributeError, RuntimeError, TypeError):  # no such operator; or other arguments
         return False
     plain = F.linear(x, weight)
     return packed.is_mkldnn and all(

@@ -374,7 +374,7 @@ def test_new_caches_are_read_where_they_lie(monkeypatch):
     assert k_cache[2, 1].eq(1).all() and k_cache.sum() == 16  # slot 9: block 2, offset 1
     assert v_cache[2, 1].eq(2).all() and v_cache.sum() == 32
     seen = []
-    monkeypatch.setattr(attention, "_attend", lambda q, k, v, *rest: seen.extend((k, v)))
+    monkeypatch.setattr(attention.Group, "attend", lambda self, q, k, v, *_: seen.extend((k, v)))
     paged_attention(torch.ones(1, 4, 8), k_cache, v_cache, make_batch([[2]], [1], [2]), 1.0)
     assert [lines.data_ptr() for lines in seen] == [k_cache.data_ptr(), v_cache.data_ptr()]
 

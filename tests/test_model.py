@@ -3,14 +3,17 @@
 The oracle is transformers' `output_hidden_states`: the embedding, then each layer's output.
 """
 
+import copy
+
 import pytest
 import torch
 from conftest import Reference
+from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanoserve import LLM, SamplingParams, ops
 from nanoserve.kv_cache import places_of
-from nanoserve.layers import Placement
+from nanoserve.layers import Part, Placement
 from nanoserve.loader import load_dummy_weights
 from nanoserve.model import Decoder
 from nanoserve.model_config import ModelConfig
@@ -46,9 +49,16 @@ def test_layers_run_in_ranges_and_can_be_tapped(qwen3, layers):
     assert not torch.allclose(taps[2], hidden)  # a tap is what the layer says, not the norm
 
 
+@pytest.mark.parametrize("layers", [range(4), range(0, 3, 2)])
+def test_layers_that_are_no_range_of_them_are_refused(qwen3, layers):
+    """And not run as far as there are some, without the final norm."""
+    with pytest.raises(ValueError, match="shorter|longer"):
+        forward(LLM(qwen3), [layers], {})
+
+
 @pytest.mark.parametrize("name", ["qwen3-tied", "gemma3", "mixtral"])
 @pytest.mark.parametrize("wanted", [[19], [4, 0, 4, 19], []])
-def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
+def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted, monkeypatch):
     """Tokens whose output is wanted get what they get when all are, in the order asked for, and the
     others no output projection and no MLP there. Their keys and values are in the cache."""
     llm = LLM(checkpoints[name])
@@ -62,6 +72,7 @@ def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
             tensor.zero_()
         for layer in model.layers:
             for part in (layer.self_attn.o_proj, layer.mlp):
+                monkeypatch.setattr(type(part), "__call__", type(part).__call__)  # as it was before
                 part.register_forward_hook(lambda part, args, out: rows.append(len(args[0])))
         hidden = model(model.embed(batch.input_ids), batch.positions, cache, batch,
                        wanted=torch.tensor(wanted, dtype=torch.int64))
@@ -70,6 +81,73 @@ def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
     for tensor, before in zip(cache[-1], written, strict=True):
         assert before.any()
         torch.testing.assert_close(tensor, before)
+
+
+@pytest.fixture
+def part():
+    """A small one, of a class of its own."""
+    class Scale(Part):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+        def forward(self, x):
+            return self.weight * x
+
+    return Scale()
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3", "mixtral"])
+def test_a_decoder_is_made_of_parts(checkpoints, name):
+    model = LLM(checkpoints[name]).runner.model
+    assert all(isinstance(module, (Part, nn.ModuleList)) for module in model.modules())
+
+
+def test_a_part_runs_nothing_but_its_forward(part, monkeypatch):
+    """Neither to be called nor to find what is its own; but whichever forward it has by now."""
+    slow = []
+    part.inner = type(part)()
+    monkeypatch.setattr(nn.Module, "__getattr__", lambda self, name: slow.append(name))
+    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args: slow.append(args))
+    assert part(torch.tensor(3.0)) == part.inner(torch.tensor(3.0)) == 6 and not slow
+    monkeypatch.setattr(type(part), "forward", lambda self, x: x)  # somebody tries an idea
+    assert part(torch.tensor(3.0)) == 3
+    part.forward = lambda x: -x
+    assert part(torch.tensor(3.0)) == -3 and part.inner(torch.tensor(3.0)) == 3 and not slow
+
+
+def test_a_hook_before_a_part_is_called(part):
+    seen = []
+    handle = part.register_forward_pre_hook(lambda part, args: seen.append(args[0].item()))
+    assert part(torch.tensor(3.0)) == 6 and seen == [3]
+    handle.remove()
+    assert part(torch.tensor(4.0)) == 8 and seen == [3]
+
+
+def test_a_hook_behind_a_part_is_called_and_no_other_parts(part):
+    other = type(part)()
+    handle = part.register_forward_hook(lambda part, args, out: out + 1)
+    assert part(torch.tensor(3.0)) == 7 and other(torch.tensor(3.0)) == 6
+    handle.remove()
+    assert part(torch.tensor(3.0)) == 6
+
+
+def test_a_part_finds_its_newest_weight(part):
+    """Which stands in two places: as nn.Module has it, and as the quick look-up has it."""
+    one = torch.tensor(1.0)
+    part.weight = nn.Parameter(torch.tensor(5.0), requires_grad=False)
+    assert part(one) == 5 and [p.item() for p in part.parameters()] == [5]
+    part.load_state_dict({"weight": torch.tensor(7.0)})
+    assert part(one) == 7
+    part.load_state_dict({"weight": torch.tensor(8.0)}, assign=True)
+    assert part(one) == 8
+    assert part.double()(one).dtype == torch.float64
+    copied = copy.deepcopy(part)
+    copied.weight.fill_(9)
+    assert (copied(one), part(one)) == (9, 8)
+    del part.weight
+    with pytest.raises(AttributeError, match="weight"):
+        part(one)
 
 
 def test_new_tokens_places_are_found_once_a_step(qwen3, monkeypatch):

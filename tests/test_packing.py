@@ -3,6 +3,8 @@
 The oracle is the product itself in float32.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import Reference
@@ -17,6 +19,7 @@ from nanoserve.parallel import Ranks, Span
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 5), (48, 32), (95, 64), (260, 48), (7, 300), (151, 129), (512, 256)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MULTIPLY = torch.ops.mkldnn._linear_pointwise.default
 
 
 @pytest.fixture
@@ -189,6 +192,21 @@ def test_without_the_operators_weights_stay_as_they_are(without_operators):
     weight = torch.randn(8, 4)
     assert pack(weight) is weight
     assert torch.equal(product(weight)(torch.eye(4)), weight.T)
+
+
+@pytest.mark.parametrize("default, usable", [
+    (lambda *args: MULTIPLY(*args), True),  # without `_op`, which is not torch's promise
+    (SimpleNamespace(_op="it means something else"), False)])
+def test_an_operator_is_called_as_it_can_be(monkeypatch, default, usable):
+    ours = SimpleNamespace(_linear_pointwise=SimpleNamespace(default=default),
+                           _reorder_linear_weight=torch.ops.mkldnn._reorder_linear_weight)
+    works.cache_clear()
+    monkeypatch.setattr(torch.ops, "mkldnn", ours)
+    weight, x = torch.randn(8, 4), torch.randn(5, 4)
+    packed = pack(weight)
+    assert packed.is_mkldnn == works(torch.float32) == usable
+    assert_close(product(packed)(x), x @ weight.T)
+    works.cache_clear()
 
 
 def test_operators_with_other_results_are_not_trusted(monkeypatch):
