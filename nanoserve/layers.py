@@ -77,8 +77,8 @@ class Part(nn.Module):
     Qwen3-0.6B it was 2 to 3% (AMD EPYC). So a call is `forward` until a forward hook is registered,
     for its whole class then, and weights and parts are in the module's own dictionary, too.
 
-    Confessed: hooks of gradients or of all modules are not called, and what is put in a weight's
-    place by other means than an assignment (`register_parameter`, `to_empty`) is not seen.
+    Confessed: hooks of gradients or of all modules are not called, and what takes the place of a
+    weight or a part by other means than an assignment (`add_module`, `functional_call`) isn't seen.
     """
 
     __call__ = property(attrgetter("forward"))  # whatever that is by now; in C, without a frame
@@ -92,12 +92,16 @@ class Part(nn.Module):
         self.__dict__.pop(name, None)
 
     def register_forward_hook(self, *args, **kwargs):
-        type(self).__call__ = nn.Module.__call__
+        self._look_for_hooks()
         return super().register_forward_hook(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args, **kwargs):
-        type(self).__call__ = nn.Module.__call__
+        self._look_for_hooks()
         return super().register_forward_pre_hook(*args, **kwargs)
+
+    def _look_for_hooks(self) -> None:
+        if type(self).__call__ is Part.__call__:  # and not its own, or somebody's
+            type(self).__call__ = nn.Module.__call__
 
 
 class RMSNorm(Part):

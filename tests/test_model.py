@@ -132,6 +132,12 @@ def test_a_hook_behind_a_part_is_called_and_no_other_parts(part):
     assert part(torch.tensor(3.0)) == 6
 
 
+def test_a_hook_leaves_a_class_its_own_call(part, monkeypatch):
+    monkeypatch.setattr(type(part), "__call__", lambda self, x: nn.Module.__call__(self, x) * 10)
+    part.register_forward_hook(lambda part, args, out: out + 1)
+    assert part(torch.tensor(3.0)) == 70
+
+
 def test_a_part_finds_its_newest_weight(part):
     """Which stands in two places: as nn.Module has it, and as the quick look-up has it."""
     one = torch.tensor(1.0)

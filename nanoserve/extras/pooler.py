@@ -174,7 +174,7 @@ class Pooler:
                                       Linear(stream, {"all": labels}, True, on))
         else:
             self.head = Linear(stream, {"all": labels}, False, on)
-        model.add_module("lm_head" if self.token_ids and not self.tied else "score", self.head)
+        setattr(model, "lm_head" if self.token_ids and not self.tied else "score", self.head)
 
     def pool(self, hidden: torch.Tensor, num_samples: int) -> "PooledStep":
         """In the sampler's place. hidden: (samples + prompt positions, hidden_size)."""
