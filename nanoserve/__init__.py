@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOME = {"LLM": "llm", "SamplingParams": "sampling_params", "RequestOutput": "sequence",
          "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params",
-         "Logprob": "sequence", "EngineConfig": "config", "ModelConfig": "model_config"}
+         "Logprob": "sequence", "EngineConfig": "config", "ModelConfig": "checkpoint.model_config"}
 _HOME |= {name: "extras.pooling" for name in ("PoolingParams", "PoolingRequestOutput")
           if (Path(__file__).parent / "extras" / "pooling.py").exists()}  # extras may be deleted
 __all__ = list(_HOME)

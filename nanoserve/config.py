@@ -17,7 +17,7 @@ cache, one for the scheduler, ...) as in larger engines; twenty-odd fields fit o
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}

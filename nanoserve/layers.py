@@ -36,7 +36,7 @@ from torch import nn
 from nanoserve import ops
 from nanoserve.packing import pack, product, second_copy
 from nanoserve.parallel import SOLO, Ranks, Span
-from nanoserve.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 
 # What is a weight as it stands; integers and 8-bit floats mean nothing without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

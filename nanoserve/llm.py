@@ -35,7 +35,7 @@ from pathlib import Path
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank
 from nanoserve.parallel import Ranks
 from nanoserve.processes import start_ranks

@@ -38,7 +38,7 @@ from nanoserve.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.parallel import Span, share_heads
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time

@@ -37,7 +37,7 @@ from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Embedding, Linear, Placement
-from nanoserve.loader import load_dummy_weights, load_weights
+from nanoserve.checkpoint.loader import load_dummy_weights, load_weights
 from nanoserve.memory import (
     cpu_budget,
     gpu_budget,
@@ -46,7 +46,7 @@ from nanoserve.memory import (
     plenty_for_weights,
 )
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.parallel import SOLO, Ranks, share_heads
 from nanoserve.sampler import (
     Logprobs,

@@ -25,7 +25,7 @@ import xxhash
 from nanoserve.config import EngineConfig
 from nanoserve.detokenizer import Detokenizer
 from nanoserve.logprobs import LogprobHistory
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence
 

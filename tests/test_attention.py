@@ -36,10 +36,10 @@ from nanoserve.layers import (
     RotaryEmbedding,
 )
 from nanoserve.model import MoE
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.ops import norm_rope_store
 from nanoserve.parallel import Span
-from nanoserve.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.sequence import Sequence, Step
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from nanoserve import LLM
 from nanoserve.extras import meter, peers, roofline, workloads
 from nanoserve.extras.roofline import MODELS, Machine, Work
 from nanoserve.extras.workloads import SMALL, Request
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence, Step
 

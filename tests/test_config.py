@@ -38,7 +38,7 @@ from nanoserve import LLM, SamplingParams, memory, model_runner
 from nanoserve.config import EngineConfig
 from nanoserve.layers import RotaryEmbedding, rope_frequencies
 from nanoserve.memory import free_cpu_memory
-from nanoserve.model_config import FAMILIES, ModelConfig, RopeConfig
+from nanoserve.checkpoint.model_config import FAMILIES, ModelConfig, RopeConfig
 from nanoserve.model_runner import ModelRunner, fit_to_device, pick_device
 
 SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoserve import ops
 from nanoserve.kv_cache import Places
 from nanoserve.layers import RotaryEmbedding
-from nanoserve.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.sampler import SamplingInputs, apply_filters, uniforms
 
 pytest.importorskip("triton")

@@ -19,11 +19,12 @@ from conftest import CHECKPOINTS, write_json
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nanoserve import LLM, SamplingParams, layers, loader
+from nanoserve import LLM, SamplingParams, layers
+from nanoserve.checkpoint import loader
 from nanoserve.layers import Placement
-from nanoserve.loader import load_weights
+from nanoserve.checkpoint.loader import load_weights
 from nanoserve.model import Decoder
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.parallel import Ranks
 
 CPU = torch.device("cpu")

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from conftest import assert_same_text
 
-from nanoserve import LLM, SamplingParams, loader
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint import loader
 from nanoserve import llm as llm_module
 from nanoserve.layers import Placement
-from nanoserve.loader import load_weights
+from nanoserve.checkpoint.loader import load_weights
 from nanoserve.model import Decoder
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import serve_rank
 from nanoserve.parallel import Ranks, Span, share_heads
 from nanoserve.processes import FOR_EVER, start_ranks

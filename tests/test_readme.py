@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanoserve import LLM, EngineConfig, SamplingParams, sampling_params, sequence
 from nanoserve.extras import bookkeeping
-from nanoserve.model_config import FAMILIES
+from nanoserve.checkpoint.model_config import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Experts, Linear, Placement
-from nanoserve.loader import load_weights
+from nanoserve.checkpoint.loader import load_weights
 from nanoserve.model import Decoder, MoE
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.parallel import Ranks, Span, share_heads
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from torch import nn
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.parallel import Span
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")

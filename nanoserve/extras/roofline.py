@@ -37,7 +37,7 @@ import torch
 
 from nanoserve.config import EngineConfig
 from nanoserve.extras.workloads import Request, community
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.metrics import Counter
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sequence import Sequence, Step
 
 KEYS = {"ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),

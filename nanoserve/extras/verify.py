@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from nanoserve.config import EngineConfig, find_model
 from nanoserve.detokenizer import load_tokenizer
 from nanoserve.llm import LLM
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import pick_device
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 

@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanoserve.rope_config import (
+from nanoserve.checkpoint.rope_config import (
     RopeConfig,
     override_new_spelling,
     read_flag,

@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nanoserve.layers import RMSNorm
-from nanoserve.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig
 
 # What the engine computes in one go: the checkpoint's name -> (module, part).
 FUSED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
