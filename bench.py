@@ -57,7 +57,7 @@ from nanoserve.extras.peers import Peer, compare
 from nanoserve.extras.roofline import Machine, Work
 from nanoserve.extras.workloads import WORKLOADS, Request
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.memory import free_cpu_memory
+from nanoserve.device.memory import free_cpu_memory
 from nanoserve.model_runner import pick_device
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU

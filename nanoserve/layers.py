@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve import ops
-from nanoserve.packing import pack, product, second_copy
+from nanoserve.device.packing import pack, product, second_copy
 from nanoserve.parallel import SOLO, Ranks, Span
 from nanoserve.checkpoint.rope_config import RopeConfig
 

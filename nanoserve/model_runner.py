@@ -35,10 +35,10 @@ import torch
 from nanoserve import ops
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
 from nanoserve.config import EngineConfig, find_model
-from nanoserve.graphs import CudaGraph, DecodeGraphs
+from nanoserve.device.graphs import CudaGraph, DecodeGraphs
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.checkpoint.loader import load_dummy_weights, load_weights
-from nanoserve.memory import (
+from nanoserve.device.memory import (
     cpu_budget,
     gpu_budget,
     keep_freed_memory,
@@ -496,5 +496,5 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
 
 def import_kernels() -> ModuleType:
     """Late, because only who uses them needs triton, which there is for Linux alone."""
-    from nanoserve import kernels
+    from nanoserve.device import kernels
     return kernels

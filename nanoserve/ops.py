@@ -6,7 +6,7 @@ the kernels are tested against it, and a layer is given one module or the other 
 
                        nanoserve.ops        one torch operator after the other; any device
     layers, model ──►  or
-                       nanoserve.kernels    one Triton kernel each; GPUs
+                       nanoserve.device.kernels    one Triton kernel each; GPUs
 
     hidden ─ add_rms_norm ─ qkv_proj ─ norm_rope_store ─ paged_attention ─ o_proj ─ add_rms_norm ─
     gate_up_proj ─ act_and_mul ─ down_proj ─►                  (or `experts` for the last three)
@@ -28,8 +28,8 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from nanoserve.attention import paged_attention
-from nanoserve.kv_cache import Places, new_caches, places_of, store_kv
+from nanoserve.device.attention import paged_attention
+from nanoserve.device.kv_cache import Places, new_caches, places_of, store_kv
 
 __all__ = ["act_and_mul", "add_rms_norm", "experts", "new_caches", "norm_rope_store",
            "paged_attention", "rms_norm", "places_of"]

@@ -54,7 +54,7 @@ PURE = ["rope_config", "model_config", "config", "sampling_params", "sequence", 
 # A package that only these modules may import.
 HOMES = {"safetensors": ["loader"], "triton": ["kernels", "kernels_fused"]}
 # May be imported inside a function: needed for hub ids alone; with its triton, on GPUs alone.
-OPTIONAL = {"huggingface_hub", "nanoserve.kernels"}
+OPTIONAL = {"huggingface_hub", "nanoserve.device.kernels"}
 
 
 def modules() -> list[Path]:

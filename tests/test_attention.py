@@ -23,10 +23,12 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from nanoserve import LLM, SamplingParams, attention, kv_cache, ops
-from nanoserve.attention import paged_attention
+from nanoserve import LLM, SamplingParams, ops
+from nanoserve.device import kv_cache
+from nanoserve.device import attention
+from nanoserve.device.attention import paged_attention
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.kv_cache import new_caches, places_of, store_kv
+from nanoserve.device.kv_cache import new_caches, places_of, store_kv
 from nanoserve.layers import (
     Embedding,
     HeadNorm,

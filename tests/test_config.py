@@ -34,10 +34,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanoserve import LLM, SamplingParams, memory, model_runner
+from nanoserve import LLM, SamplingParams, model_runner
+from nanoserve.device import memory
 from nanoserve.config import EngineConfig
 from nanoserve.layers import RotaryEmbedding, rope_frequencies
-from nanoserve.memory import free_cpu_memory
+from nanoserve.device.memory import free_cpu_memory
 from nanoserve.checkpoint.model_config import FAMILIES, ModelConfig, RopeConfig
 from nanoserve.model_runner import ModelRunner, fit_to_device, pick_device
 
@@ -264,7 +265,7 @@ def test_freed_memory_is_kept_for_the_next_step():
     glibc, they are mapped, and gone from the process when they are freed."""
     script = """
 import torch
-from nanoserve.memory import keep_freed_memory
+from nanoserve.device.memory import keep_freed_memory
 
 def resident():  # in pages of 4 KB
     return int(open("/proc/self/statm").read().split()[1])

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from nanoserve import LLM, SamplingParams, llm
-from nanoserve.graphs import DecodeGraphs, graph_sizes
+from nanoserve.device.graphs import DecodeGraphs, graph_sizes
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
 from nanoserve.sequence import Sequence, Step
 
-kernels = pytest.importorskip("nanoserve.kernels")
+kernels = pytest.importorskip("nanoserve.device.kernels")
 
 WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
          "aten::is_nonzero", "aten::masked_select", "aten::unique2", "aten::bincount"}

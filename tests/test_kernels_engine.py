@@ -13,7 +13,7 @@ from nanoserve import LLM, SamplingParams, model_runner, ops
 from nanoserve.sampler import SamplingInputs, sample
 from nanoserve.sequence import Sequence
 
-kernels = pytest.importorskip("nanoserve.kernels")
+kernels = pytest.importorskip("nanoserve.device.kernels")
 
 MAX_TOKENS = 5
 MODES = {

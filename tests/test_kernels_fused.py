@@ -16,15 +16,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve import ops
-from nanoserve.kv_cache import Places
+from nanoserve.device.kv_cache import Places
 from nanoserve.layers import RotaryEmbedding
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.sampler import SamplingInputs, apply_filters, uniforms
 
 pytest.importorskip("triton")
 
-from nanoserve import kernels as namespace
-from nanoserve import kernels_fused as kernels
+from nanoserve.device import kernels as namespace
+from nanoserve.device import kernels_fused as kernels
 
 # Infinities meet here on purpose, and numpy, in which the interpreter computes, remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

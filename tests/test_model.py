@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from nanoserve import LLM, SamplingParams, ops
-from nanoserve.kv_cache import places_of
+from nanoserve.device.kv_cache import places_of
 from nanoserve.layers import Part, Placement
 from nanoserve.checkpoint.loader import load_dummy_weights
 from nanoserve.model import Decoder

@@ -10,10 +10,12 @@ import torch
 from conftest import Reference
 from torch.testing import assert_close
 
-from nanoserve import LLM, SamplingParams, memory, packing
+from nanoserve import LLM, SamplingParams
+from nanoserve.device import packing
+from nanoserve.device import memory
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
-from nanoserve.packing import LINE_WIDTHS, Lines, Product, pack, product, second_copy, works
+from nanoserve.device.packing import LINE_WIDTHS, Lines, Product, pack, product, second_copy, works
 from nanoserve.parallel import Ranks, Span
 
 CPU = torch.device("cpu")

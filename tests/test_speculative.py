@@ -20,7 +20,8 @@ from conftest import assert_same_text, write_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nanoserve import LLM, SamplingParams, attention
+from nanoserve import LLM, SamplingParams
+from nanoserve.device import attention
 from nanoserve.config import EngineConfig
 from nanoserve.extras.recorder import chrome_trace
 from nanoserve.extras.speculative import NgramGuesser, NgramIndex, main

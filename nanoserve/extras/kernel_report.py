@@ -32,7 +32,8 @@ from unittest import mock
 
 import torch
 
-from nanoserve import kernels, kernels_fused
+from nanoserve.device import kernels_fused
+from nanoserve.device import kernels
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
 # RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.

@@ -44,8 +44,9 @@ if not torch.cuda.is_available():  # before anything imports triton, which decid
 
 import triton
 
-from nanoserve import LLM, SamplingParams, kernels
-from nanoserve.kernels_fused import table_line
+from nanoserve import LLM, SamplingParams
+from nanoserve.device import kernels
+from nanoserve.device.kernels_fused import table_line
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -27,7 +27,8 @@ from test_kernels_engine import MODES, few
 from test_kernels_fused import kept_by_kernel, kept_by_twin
 from test_kernels_fused import sample_tokens as sample_twin
 
-from nanoserve import LLM, SamplingParams, kernels, ops
+from nanoserve import LLM, SamplingParams, ops
+from nanoserve.device import kernels
 from nanoserve.batch import BatchBuilder
 from nanoserve.sequence import Sequence, Step
 

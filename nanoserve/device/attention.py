@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.batch import Batch
-from nanoserve.kv_cache import Copy, InPlace, as_lines, put_on
-from nanoserve.packing import cpu_features, is_intel
+from nanoserve.device.kv_cache import Copy, InPlace, as_lines, put_on
+from nanoserve.device.packing import cpu_features, is_intel
 
 MAX_PADDED_KEYS = 2 ** 12  # padding in a piece of decode rows: beyond it another piece is cheaper
 MAX_KEYS = 2 ** 15  # of a piece, if it has more rows than one: their lists are made in every step

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from nanoserve.batch import Batch
-from nanoserve.kernels_fused import (
+from nanoserve.device.kernels_fused import (
     FMA,
     act_and_mul,
     add_rms_norm,

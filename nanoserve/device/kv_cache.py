@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from nanoserve.batch import Scratch
-from nanoserve.packing import Bags
+from nanoserve.device.packing import Bags
 
 Places = tuple[torch.Tensor, torch.Tensor]  # tokens' runs and their offsets in these
 MAX_KEPT_BYTES = 2 ** 28  # of copies that are kept: of Qwen3-0.6B in bfloat16 some 2,300 tokens

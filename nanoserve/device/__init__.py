@@ -1,0 +1,1 @@
+"""The same operators, fast; and what there is of a device: memory, graphs, its choice."""
