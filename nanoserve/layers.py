@@ -35,7 +35,7 @@ from torch import nn
 
 from nanoserve import ops
 from nanoserve.device.packing import pack, product, second_copy
-from nanoserve.parallel import SOLO, Ranks, Span
+from nanoserve.parallel.ranks import SOLO, Ranks, Span
 from nanoserve.checkpoint.rope_config import RopeConfig
 
 # What is a weight as it stands; integers and 8-bit floats mean nothing without their scales.

@@ -37,8 +37,8 @@ from nanoserve.detokenizer import load_tokenizer
 from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank
-from nanoserve.parallel import Ranks
-from nanoserve.processes import start_ranks
+from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel.processes import start_ranks
 from nanoserve.request import InputProcessor, Prompt, Request, as_list, one_for_each
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler

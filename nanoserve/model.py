@@ -39,7 +39,7 @@ from nanoserve.layers import (
     RotaryEmbedding,
 )
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel import Span, share_heads
+from nanoserve.parallel.ranks import Span, share_heads
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see kv_cache.py

@@ -47,7 +47,7 @@ from nanoserve.device.memory import (
 )
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel import SOLO, Ranks, share_heads
+from nanoserve.parallel.ranks import SOLO, Ranks, share_heads
 from nanoserve.sampler import (
     Logprobs,
     SamplerOutput,

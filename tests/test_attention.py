@@ -40,7 +40,7 @@ from nanoserve.layers import (
 from nanoserve.model import MoE
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.ops import norm_rope_store
-from nanoserve.parallel import Span
+from nanoserve.parallel.ranks import Span
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.sequence import Sequence, Step
 

@@ -25,7 +25,7 @@ from nanoserve.layers import Placement
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.model import Decoder
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel import Ranks
+from nanoserve.parallel.ranks import Ranks
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"

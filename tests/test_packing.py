@@ -16,7 +16,7 @@ from nanoserve.device import memory
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
 from nanoserve.device.packing import LINE_WIDTHS, Lines, Product, pack, product, second_copy, works
-from nanoserve.parallel import Ranks, Span
+from nanoserve.parallel.ranks import Ranks, Span
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 5), (48, 32), (95, 64), (260, 48), (7, 300), (151, 129), (512, 256)]

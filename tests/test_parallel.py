@@ -22,8 +22,8 @@ from nanoserve.checkpoint.loader import load_weights
 from nanoserve.model import Decoder
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import serve_rank
-from nanoserve.parallel import Ranks, Span, share_heads
-from nanoserve.processes import FOR_EVER, start_ranks
+from nanoserve.parallel.ranks import Ranks, Span, share_heads
+from nanoserve.parallel.processes import FOR_EVER, start_ranks
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from conftest import assert_same_text
 from safetensors.torch import load_file, save_file
 
-from nanoserve import LLM, SamplingParams, model_runner, processes
+from nanoserve import LLM, SamplingParams, model_runner
+from nanoserve.parallel import processes
 from nanoserve.batch import MIN_BUFFER, SECTIONS
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
@@ -112,7 +113,7 @@ def in_children(monkeypatch, code: str) -> None:
 def hasten(monkeypatch, seconds: float = 0.2) -> None:
     """Shorter beats in all ranks started from now on: dead after 3 s instead of 15."""
     monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", seconds)
-    in_children(monkeypatch, f"import nanoserve.processes as p; p.HEARTBEAT_SECONDS = {seconds}")
+    in_children(monkeypatch, f"import nanoserve.parallel.processes as p; p.HEARTBEAT_SECONDS = {seconds}")
 
 
 # -------------------------------------------------------------- a user's script
@@ -235,7 +236,7 @@ def test_ctrl_c_and_a_suspended_terminal(qwen3, tmp_path, expected):
     others go on, nothing is lost but the requests. And Ctrl-Z for longer than it takes to declare
     somebody dead kills nobody: heartbeats are not compared with a clock."""
     script = Script(qwen3, tmp_path / "it", """\
-import nanoserve.processes as p
+import nanoserve.parallel.processes as p
 p.HEARTBEAT_SECONDS = 0.1  # rank 0 would declare the other dead after 1.5 s
 long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 for _ in range(2):
@@ -284,8 +285,8 @@ def test_ctrl_c_while_the_engine_starts(qwen3, tmp_path, seconds):
 
 CTRL_C_IN_POPEN = """\
 import os, signal, subprocess, sys, threading
-from nanoserve.parallel import Ranks
-from nanoserve.processes import Watch, _kill
+from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel.processes import Watch, _kill
 
 def interrupted_at(number, call):
     \"\"\"Ctrl-C comes at this line of Python's own subprocess module, if there are so many.\"\"\"
@@ -605,7 +606,7 @@ def started_by_hand(folder: Path, where: Path, ending: str, heartbeat: float) ->
     port = str(free_port())
     return [Script(folder, where / str(i), ending, RANK=str(i), WORLD_SIZE="2",
                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                   setting="import nanoserve.processes as p; p.GRACE_SECONDS = 1; "
+                   setting="import nanoserve.parallel.processes as p; p.GRACE_SECONDS = 1; "
                            f"p.HEARTBEAT_SECONDS = {heartbeat}")
             for i in range(2)]
 

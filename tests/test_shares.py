@@ -24,7 +24,7 @@ from nanoserve.layers import Embedding, Experts, Linear, Placement
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.model import Decoder, MoE
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel import Ranks, Span, share_heads
+from nanoserve.parallel.ranks import Ranks, Span, share_heads
 
 CPU = torch.device("cpu")
 

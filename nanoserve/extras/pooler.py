@@ -32,7 +32,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement
 from nanoserve.model import Decoder
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel import Span
+from nanoserve.parallel.ranks import Span
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
 # What a model can do by its kind; the first is what a request gets that asks for nothing.

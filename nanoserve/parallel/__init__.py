@@ -1,0 +1,1 @@
+"""Several ranks: their shares, their collectives, and the processes they run in."""
