@@ -33,13 +33,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from nanoserve.config import EngineConfig, find_model
-from nanoserve.detokenizer import load_tokenizer
-from nanoserve.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
+from nanoserve.frontend.detokenizer import load_tokenizer
+from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank
 from nanoserve.parallel.ranks import Ranks
 from nanoserve.parallel.processes import start_ranks
-from nanoserve.request import InputProcessor, Prompt, Request, as_list, one_for_each
+from nanoserve.frontend.request import InputProcessor, Prompt, Request, as_list, one_for_each
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestOutput, Sequence, Step

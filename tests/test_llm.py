@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import Detokenizer
+from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.sampler import SamplerOutput
 from nanoserve.turns import Turns, in_turn, take_all
 

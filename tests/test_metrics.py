@@ -5,7 +5,7 @@ import time
 import pytest
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.metrics import STEP_BUCKETS, Counter, Gauge, Histogram, percentile, summary
+from nanoserve.frontend.metrics import STEP_BUCKETS, Counter, Gauge, Histogram, percentile, summary
 from nanoserve.sequence import RequestStateStats
 
 GREEDY = dict(temperature=0, ignore_eos=True)

@@ -24,7 +24,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-from nanoserve.detokenizer import Detokenizer
+from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.sampler import SamplerOutput
 
 UNFINISHED = "\ufffd"

@@ -41,7 +41,7 @@ from tqdm import tqdm
 from nanoserve.config import EngineConfig
 from nanoserve.extras.pooler import Pooler
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.request import InputProcessor, Prompt, as_list, one_for_each
+from nanoserve.frontend.request import InputProcessor, Prompt, as_list, one_for_each
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestStateStats, Sequence
 

@@ -34,8 +34,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanoserve.config import EngineConfig, find_model
-from nanoserve.detokenizer import load_tokenizer
-from nanoserve.metrics import Counter
+from nanoserve.frontend.detokenizer import load_tokenizer
+from nanoserve.frontend.metrics import Counter
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sequence import Sequence, Step
 

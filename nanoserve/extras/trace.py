@@ -33,7 +33,7 @@ from pathlib import Path
 
 from nanoserve.config import EngineConfig
 from nanoserve.extras.recorder import Trace
-from nanoserve.metrics import EngineMetrics, summary
+from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestStateStats, Sequence, Step

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from nanoserve.config import EngineConfig, find_model
-from nanoserve.detokenizer import load_tokenizer
+from nanoserve.frontend.detokenizer import load_tokenizer
 from nanoserve.llm import LLM
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.model_runner import pick_device

@@ -25,7 +25,7 @@ from pathlib import Path
 from random import Random
 
 from nanoserve.extras.trace import read_csv
-from nanoserve.metrics import percentile
+from nanoserve.frontend.metrics import percentile
 
 COMMUNITY_TOKENS = 10_000  # nano-vllm draws its token ids from 0 to this, inclusive
 Range = tuple[int, int]  # from, to, inclusive

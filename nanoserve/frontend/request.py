@@ -23,8 +23,8 @@ from numbers import Integral
 import xxhash
 
 from nanoserve.config import EngineConfig
-from nanoserve.detokenizer import Detokenizer
-from nanoserve.logprobs import LogprobHistory
+from nanoserve.frontend.detokenizer import Detokenizer
+from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence
