@@ -51,11 +51,13 @@ import torch
 
 from nanoserve import LLM, ModelConfig
 from nanoserve.config import DTYPES, EngineConfig, find_model
-from nanoserve.extras import bookkeeping, roofline, workloads
-from nanoserve.extras.meter import peak_memory, profile, serve
-from nanoserve.extras.peers import Peer, compare
-from nanoserve.extras.roofline import Machine, Work
-from nanoserve.extras.workloads import WORKLOADS, Request
+from nanoserve.tools import bookkeeping
+from nanoserve.tools import roofline
+from nanoserve.tools import workloads
+from nanoserve.tools.meter import peak_memory, profile, serve
+from nanoserve.tools.peers import Peer, compare
+from nanoserve.tools.roofline import Machine, Work
+from nanoserve.tools.workloads import WORKLOADS, Request
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.device.memory import free_cpu_memory
 from nanoserve.model_runner import pick_device

@@ -22,8 +22,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import bench  # noqa: E402
-from nanoserve.extras.peers import HEADLINES, headline, ratios  # noqa: E402
-from nanoserve.extras.workloads import SMALL  # noqa: E402
+from nanoserve.tools.peers import HEADLINES, headline, ratios  # noqa: E402
+from nanoserve.tools.workloads import SMALL  # noqa: E402
 
 DATA, README = HERE / "benchmark.json", HERE.parent / "README.md"
 BEGIN, END = "<!-- written by docs/benchmark.py -->\n", "<!-- end of what it wrote -->\n"

@@ -94,7 +94,7 @@ class LLM:
         self.metrics = EngineMetrics(config.enable_prefix_caching)
         self.observers, self.trace = [self.metrics], None  # told what happens, they change nothing
         if config.trace is not None:
-            from nanoserve.extras.recorder import attach  # here: the core runs without extras
+            from nanoserve.tools.recorder import attach  # here: the core runs without extras
             self.trace = attach(self, config.trace, _say)
         self.drafter = None
         if config.speculative_config is not None:

@@ -21,9 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import bench
 from nanoserve import LLM
-from nanoserve.extras import meter, peers, roofline, workloads
-from nanoserve.extras.roofline import MODELS, Machine, Work
-from nanoserve.extras.workloads import SMALL, Request
+from nanoserve.tools import peers
+from nanoserve.tools import meter
+from nanoserve.tools import roofline
+from nanoserve.tools import workloads
+from nanoserve.tools.roofline import MODELS, Machine, Work
+from nanoserve.tools.workloads import SMALL, Request
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence, Step

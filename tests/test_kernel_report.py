@@ -45,7 +45,7 @@ def report(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("report")
     code = """if 1:
         import json, sys
-        from nanoserve.extras.kernel_report import report, table
+        from nanoserve.tools.kernel_report import report, table
         rows = [row for job in json.loads(sys.argv[1]) for row in report(*job)]
         print(table(rows))
         open(sys.argv[2], "w").write(json.dumps(rows))
@@ -110,7 +110,7 @@ def test_steps_do_not_make_the_engine_compile():
     would stop to compile in the middle of serving."""
     finish(run("-c", """if 1:
         import torch
-        from nanoserve.extras.kernel_report import attend, compiled, sample, turn
+        from nanoserve.tools.kernel_report import attend, compiled, sample, turn
 
         def steps():
             for rows, width, offset in ((1, 1, 0), (2, 4, 1), (3, 16, 4), (40, 5, 3)):

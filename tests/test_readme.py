@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanoserve import LLM, EngineConfig, SamplingParams, sampling_params, sequence
-from nanoserve.extras import bookkeeping
+from nanoserve.tools import bookkeeping
 from nanoserve.checkpoint.model_config import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -65,13 +65,13 @@ def test_the_speculative_example_prints_what_the_readme_shows():
 
 
 def test_the_step_trace_is_real():
-    shown = block_after("<!-- printed by: python -m nanoserve.extras.trace -->")
-    assert run("-m", "nanoserve.extras.trace") == shown
+    shown = block_after("<!-- printed by: python -m nanoserve.tools.trace -->")
+    assert run("-m", "nanoserve.tools.trace") == shown
 
 
 def test_the_parity_matrix_is_real():
-    shown = block_after("<!-- printed by: python -m nanoserve.extras.verify -->")
-    command = re.search(r"`python (-m nanoserve.extras.verify nanoserve/.*?)`", README)[1]
+    shown = block_after("<!-- printed by: python -m nanoserve.tools.verify -->")
+    command = re.search(r"`python (-m nanoserve.tools.verify nanoserve/.*?)`", README)[1]
     assert run(*command.split()) == shown
 
 

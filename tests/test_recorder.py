@@ -14,9 +14,9 @@ import sys
 import pytest
 
 from nanoserve import LLM, EngineConfig, SamplingParams
-from nanoserve.extras import recorder
-from nanoserve.extras.recorder import Trace, chrome_trace, page, rows
-from nanoserve.extras.trace import Arrival, Simulation
+from nanoserve.tools import recorder
+from nanoserve.tools.recorder import Trace, chrome_trace, page, rows
+from nanoserve.tools.trace import Arrival, Simulation
 
 EVIL = '</script><img src=x onerror="document.title=1"><!--<script>&lt;\u2028\ud83d'
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from nanoserve import LLM, SamplingParams
 from nanoserve.device import attention
 from nanoserve.config import EngineConfig
-from nanoserve.extras.recorder import chrome_trace
+from nanoserve.tools.recorder import chrome_trace
 from nanoserve.extras.speculative import NgramGuesser, NgramIndex, main
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanoserve.extras.trace import Arrival, Simulation, parse, read_csv, table
+from nanoserve.tools.trace import Arrival, Simulation, parse, read_csv, table
 
 
 def trace(requests: list[str], *options) -> str:
@@ -46,14 +46,14 @@ def test_a_wrong_request_is_explained(request_):
 
 def test_the_command_runs_without_torch():
     code = ("import runpy, sys; sys.argv = ['trace']; "
-            "runpy.run_module('nanoserve.extras.trace', run_name='__main__'); "
+            "runpy.run_module('nanoserve.tools.trace', run_name='__main__'); "
             "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)")
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.startswith("step  tokens")
 
 
 def run(*args: str, fails: bool = False) -> str:
-    out = subprocess.run([sys.executable, "-m", "nanoserve.extras.trace", *args],
+    out = subprocess.run([sys.executable, "-m", "nanoserve.tools.trace", *args],
                          capture_output=True, text=True)
     assert (out.returncode != 0) == fails, out.stderr
     return out.stderr if fails else out.stdout

@@ -15,8 +15,8 @@ import re
 import browser as chromium
 import pytest
 
-from nanoserve.extras.recorder import page
-from nanoserve.extras.trace import DEMO, Arrival, Simulation, parse
+from nanoserve.tools.recorder import page
+from nanoserve.tools.trace import DEMO, Arrival, Simulation, parse
 
 DEMO_OPTIONS = (12, 9, 4, 4)
 EVIL = '</script><img src=x onerror="window.evil=1"><b>bold</b>'

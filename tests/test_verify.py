@@ -1,4 +1,4 @@
-"""extras/verify.py judges engines: it must pass a right one, and convict each wrong one of what it
+"""tools/verify.py judges engines: it must pass a right one, and convict each wrong one of what it
 did. The wrong ones are the real engine with one fault put in; near-ties are made by hand."""
 
 import shutil
@@ -10,8 +10,8 @@ import torch
 from conftest import EOS, Reference, write_json
 
 from nanoserve import LLM
-from nanoserve.extras import verify
-from nanoserve.extras.verify import Text, main
+from nanoserve.tools import verify
+from nanoserve.tools.verify import Text, main
 
 MODES = {mode.name: mode for mode in verify.MODES}
 
@@ -322,7 +322,7 @@ def test_numbers_that_cant_work(capsys, qwen3, argv):
 
 def test_the_command(qwen3):
     result = subprocess.run(
-        [sys.executable, "-m", "nanoserve.extras.verify", qwen3, "--num-prompts", "2",
+        [sys.executable, "-m", "nanoserve.tools.verify", qwen3, "--num-prompts", "2",
          "--max-tokens", "3"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("mode ") and "none of 11 modes differ" in result.stdout

@@ -1,7 +1,7 @@
 """Is the engine right for *this* checkpoint? Its text beside transformers', in every mode.
 
-    python -m nanoserve.extras.verify MODEL
-    python -m nanoserve.extras.verify MODEL --prompts prompts.txt --tensor-parallel-size 2
+    python -m nanoserve.tools.verify MODEL
+    python -m nanoserve.tools.verify MODEL --prompts prompts.txt --tensor-parallel-size 2
 
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
@@ -288,7 +288,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m nanoserve.extras.verify", epilog=EXIT_CODES,
+    parser = argparse.ArgumentParser(prog="python -m nanoserve.tools.verify", epilog=EXIT_CODES,
                                      description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")

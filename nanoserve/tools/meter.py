@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from nanoserve import model_runner, ops
-from nanoserve.extras.workloads import Request, summarize
+from nanoserve.tools.workloads import Request, summarize
 from nanoserve.layers import Experts, Linear
 from nanoserve.llm import LLM
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams

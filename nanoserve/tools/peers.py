@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanoserve.extras.workloads import Request, summarize
+from nanoserve.tools.workloads import Request, summarize
 
 # What a workload is about, as (title, key, part of it), and whether more is better.
 HEADLINES = {

@@ -1,7 +1,7 @@
 """How fast could it be? The least time in which this hardware can do the steps that were scheduled.
 
-    python -m nanoserve.extras.roofline                         all built-in models on an H200
-    python -m nanoserve.extras.roofline --bandwidth 0.034 --rate 0.465           and on a laptop
+    python -m nanoserve.tools.roofline                         all built-in models on an H200
+    python -m nanoserve.tools.roofline --bandwidth 0.034 --rate 0.465           and on a laptop
 
 A step reads the weights it uses and the keys and values it attends to, and it multiplies and adds;
 it can't be faster than the slower of the two (Williams et al. 2009, "Roofline"). With n tokens, b
@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from nanoserve.config import EngineConfig
-from nanoserve.extras.workloads import Request, community
+from nanoserve.tools.workloads import Request, community
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """Look at the kernels' machine code without a GPU: every shipped launch, compiled ahead of time.
 
-    python -m nanoserve.extras.kernel_report
-    python -m nanoserve.extras.kernel_report --arch sm_90 --only prefill --json report.json
+    python -m nanoserve.tools.kernel_report
+    python -m nanoserve.tools.kernel_report --arch sm_90 --only prefill --json report.json
 
 The engine's own functions are called, on small tensors on the CPU, under a driver that says "I am
 an H100" and compiles each launch but does not start it. So what is read here is what a GPU would

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from nanoserve.extras.trace import read_csv
+from nanoserve.tools.trace import read_csv
 from nanoserve.frontend.metrics import percentile
 
 COMMUNITY_TOKENS = 10_000  # nano-vllm draws its token ids from 0 to this, inclusive

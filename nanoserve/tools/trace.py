@@ -1,8 +1,8 @@
 """Watch the scheduler think: the real scheduler and block manager, a fake model, one line a step.
 
-    python -m nanoserve.extras.trace
-    python -m nanoserve.extras.trace --budget 6 --blocks 12 --request 9:4 --request 20:2
-    python -m nanoserve.extras.trace --csv arrivals.csv --blocks 4096 --html run.html
+    python -m nanoserve.tools.trace
+    python -m nanoserve.tools.trace --budget 6 --blocks 12 --request 9:4 --request 20:2
+    python -m nanoserve.tools.trace --csv arrivals.csv --blocks 4096 --html run.html
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs no torch, no model and no time, so it is the quickest way to see what a change
@@ -32,7 +32,7 @@ from math import inf
 from pathlib import Path
 
 from nanoserve.config import EngineConfig
-from nanoserve.extras.recorder import Trace
+from nanoserve.tools.recorder import Trace
 from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
