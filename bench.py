@@ -8,7 +8,7 @@
     python bench.py --against hf                       transformers does the same, in turns
     python bench.py --scheduler | --observers          the host's bookkeeping alone
 
-A run is made of three files of `nanoserve/extras`, with `--against` of four:
+A run is made of three files of `nanoserve/tools`, with `--against` of four:
 
     workloads   who asks for what, and when         the same token ids for whoever is measured
     roofline    what this machine can do, now       a copy of memory, a matrix product
@@ -47,20 +47,19 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+from nanoserve import LLM, ModelConfig  # isort: skip  (before torch: see nanoserve/__init__.py)
 import torch
 
-from nanoserve import LLM, ModelConfig
-from nanoserve.config import DTYPES, EngineConfig, find_model
-from nanoserve.tools import bookkeeping
-from nanoserve.tools import roofline
-from nanoserve.tools import workloads
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.config import DTYPES, EngineConfig
+from nanoserve.device.choice import pick_device
+from nanoserve.device.memory import free_cpu_memory
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.tools import bookkeeping, roofline, workloads
 from nanoserve.tools.meter import peak_memory, profile, serve
 from nanoserve.tools.peers import Peer, compare
 from nanoserve.tools.roofline import Machine, Work
 from nanoserve.tools.workloads import WORKLOADS, Request
-from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.device.memory import free_cpu_memory
-from nanoserve.model_runner import pick_device
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
 MIN_DEFAULT_REQUESTS = 4
@@ -511,7 +510,8 @@ def print_description(result: dict) -> None:
     print(f"machine   {on}{machine['cpu']}, {machine['num_cores']} cores, {machine['threads']} "
           f"threads | torch {machine['torch']}, Python {machine['python']}")
     print(f"limits    copy {machine['bandwidth'] / 1e9:,.1f} GB/s, matrix product "
-          f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, both measured just now")
+          f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, "
+          "both measured just now")
     if engine := result.get("engine"):
         graphs = "graphs" if engine["graphs"] else "no graphs"
         print(f"engine    {model['name']}, {model['dtype']} | {engine['attention']} attention, "

@@ -116,7 +116,7 @@ def comparison(found: dict) -> str:
     engines = list(next(iter(runs.values())))
     for engine in engines:
         values = [column for name in runs for column in zip(*(
-            headline(name, run) for run in runs[name][engine]))]
+            headline(name, run) for run in runs[name][engine]), strict=True)]
         rows.append([engine, *(f"{statistics.median(column):.3g}" for column in values)])
     for engine in engines[1:]:
         columns = [pairs for name in runs

@@ -25,7 +25,7 @@ STORIES = {
     "the cook": "Now the cook had a black cat, and the cat", "a giant": "In the wood lived a giant",
     "the queen": "The queen", "a wolf": "At night a wolf came to the gate, and it said",
     "a ship": "Far out at sea there was a ship,", "the moon": "The moon looked down and"}
-OTHERS = {"alice": "\"What shall we do now?\" said Alice to the Rabbit, who was looking at a watch.",
+OTHERS = {"alice": '"What shall we do now?" said Alice to the Rabbit, who was looking at a watch.',
           "a frog": "A frog sat by the well", "a tailor": "There was a tailor who had one needle,",
           "the miller": "The miller's son had nothing in the world but a cat. One morning the cat"}
 FRAME = 40  # what the pictures show

@@ -4,10 +4,17 @@ The names are loaded when they are first used (PEP 562), so that `import nanoser
 not import torch: the scheduler and everything that it imports run without.
 """
 
+import os
 from importlib import import_module
 from pathlib import Path
 
 __version__ = "0.1.0"
+
+# How often an idle thread of OpenMP's looks for work before it sleeps. torch's library reads this
+# when it is loaded, so import nanoserve first. By default it looks 15 times as often, for long, and
+# where another program wants a core, the threads of a step then wait more than they compute.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 _HOME = {"LLM": "llm", "SamplingParams": "sampling_params", "RequestOutput": "sequence",
          "CompletionOutput": "sequence", "RequestOutputKind": "sampling_params",

@@ -30,7 +30,7 @@ copying every table in every step would be the most expensive part.
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,44 +42,14 @@ from nanoserve.sequence import Sequence, Step
 # have to begin at an even place.
 SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "positions",
             "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices", "sample_rows",
-            "prompt_logprob_indices", "block_copies", "block_tables")
+            "prompt_logprob_indices", "block_tables")
 NUM_DECODES = len(SECTIONS)  # two more entries: rows with a single new token ...
 NUM_UNKNOWN = NUM_DECODES + 1  # ... and inputs that only the device knows
-BY_DRAFT_MODEL = NUM_UNKNOWN + 1
-HEADER = BY_DRAFT_MODEL + 2 - BY_DRAFT_MODEL % 2  # even
+NETWORK = NUM_UNKNOWN + 1
+HEADER = NETWORK + 2 - NETWORK % 2  # even
 NOT_INTEGERS = {"seeds": torch.int64, "temperature": torch.float32, "top_p": torch.float32,
                 "min_p": torch.float32}
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
-
-
-@dataclass
-class Scratch:
-    """Memory to which attention gathers keys and values, as large as it has been needed. It
-    outlives its batch, because memory that is new to a process costs more than what is written.
-
-    On a CPU a copy of the blocks with which several rows begin, a system prompt, is kept for later
-    steps, until a step writes to one of these blocks or rows share something else. `forget` is told
-    every block that a step writes; who owns it and why is not asked, and so can't be wrong.
-    """
-
-    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    keeps: bool = False  # whoever writes to the cache tells `forget`
-    kept_blocks: list[int] = field(default_factory=list)
-    # Where a cache lies: the cache, lest another one takes its place, and the copy out of it.
-    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def keep(self, blocks: list[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]] | None:
-        """Copies of these blocks, possibly with more behind them, to be looked up and added to;
-        None where nothing is to be kept."""
-        if self.kept_blocks[:len(blocks)] != blocks:
-            self.kept = {}
-            self.kept_blocks = blocks  # last: Ctrl-C may come in between
-        return self.kept if self.keeps else None
-
-    def forget(self, written: np.ndarray) -> None:
-        """written: all blocks that the next step writes to, and possibly others."""
-        if self.kept and np.isin(self.kept_blocks, written).any():
-            self.kept = {}
 
 
 @dataclass
@@ -99,22 +69,16 @@ class Batch:
     logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
     sample_rows: torch.Tensor  # (s,) the rows, as in `Sequence.row`, that they belong to
     prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
-    block_copies: torch.Tensor  # (2, c) blocks to copy from and to, before anything is written
     block_tables: torch.Tensor  # (b, w) the widest row's width
     host: dict[str, np.ndarray]  # the same by name, as the host has them
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
     query_lens: list[int]  # (b,) for what is computed row by row
     seq_lens_host: list[int]  # (b,)
-    block_size: int  # of the tables; the cache may be runs of such blocks
-    by_draft_model: bool = False  # another network computes it, see Step
-    # What attention works out once a step for all layers, and the memory that it gathers into. A
-    # batch is therefore one thread's; `replace(batch)` is one for another.
-    pieces: dict = field(default_factory=dict, init=False)
-    scratch: Scratch = field(default_factory=Scratch, init=False, repr=False)
+    network: int = 0  # which network computes it, see Step
 
     @classmethod
-    def unpack(cls, host: np.ndarray, device: torch.Tensor, block_size: int) -> "Batch":
+    def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
         views, host_views, at = {}, {}, HEADER
         for name, length in zip(SECTIONS, host[:len(SECTIONS)].tolist(), strict=True):
@@ -124,12 +88,11 @@ class Batch:
         for name, dtype in NOT_INTEGERS.items():
             views[name] = views[name].view(dtype)
         num_rows = len(host_views["seq_lens"])
-        views["block_copies"] = views["block_copies"].view(2, -1)
         views["block_tables"] = views["block_tables"].view(num_rows, -1) if num_rows else (
             views["block_tables"].view(0, 0))
         return cls(**views, host=host_views, num_decodes=int(host[NUM_DECODES]),
-                   num_unknown=int(host[NUM_UNKNOWN]), block_size=block_size,
-                   by_draft_model=bool(host[BY_DRAFT_MODEL]),
+                   num_unknown=int(host[NUM_UNKNOWN]),
+                   network=int(host[NETWORK]),
                    query_lens=np.diff(host_views["cu_seqlens_q"]).tolist(),
                    seq_lens_host=host_views["seq_lens"].tolist())
 
@@ -158,9 +121,9 @@ class BatchBuilder:
         self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
         # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
-        # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index, sample row,
-        # and a block to copy from and to. A draft is another sample: 8 of these.
-        size = HEADER + 4 * max_num_batched_tokens + 12 * max_num_seqs + 1 + max_num_seqs * width
+        # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index and sample
+        # row. A draft is another sample: 8 of these.
+        size = HEADER + 4 * max_num_batched_tokens + 10 * max_num_seqs + 1 + max_num_seqs * width
         size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
         size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
@@ -170,7 +133,6 @@ class BatchBuilder:
             pin or staged) else None
         self.device_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
-        self.scratch = Scratch(keeps=device.type == "cpu")
         self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
@@ -197,8 +159,7 @@ class BatchBuilder:
     def unpack(self, buffer: torch.Tensor) -> Batch:
         """Views of a packed buffer, or of its copy on the device, whose addresses stay the same.
 
-        The copy waits its turn behind the last step, which reads that memory. A batch is run before
-        the next one is unpacked: what attention keeps is told here what will be overwritten.
+        The copy waits its turn behind the last step, which reads that memory.
         """
         device = buffer
         if self.device_buffer is not None:
@@ -206,11 +167,7 @@ class BatchBuilder:
             device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
-        batch = Batch.unpack(buffer.numpy(), device, self.block_size)
-        batch.scratch = self.scratch
-        batch.scratch.forget(batch.host["slot_mapping"] // self.block_size)
-        batch.scratch.forget(batch.host["block_copies"])
-        return batch
+        return Batch.unpack(buffer.numpy(), device)
 
     def fix_tables(self, batch: Batch) -> Batch:
         """The same batch with block tables whose address and stride are always the same, too."""
@@ -251,7 +208,6 @@ class BatchBuilder:
             (self._sampled_tokens(step, last_token_of), 0, padding),
             (sample_rows, self.max_num_seqs, padding),  # a row that nobody has
             (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
-            (np.array(step.block_copies, dtype=np.int32).T.reshape(-1), 0, 0),
             (self.tables[rows, :width].reshape(-1), 0, padding * width),
         )
         at = HEADER
@@ -264,7 +220,7 @@ class BatchBuilder:
                 at = end + num_filled
         host[NUM_DECODES] = num_decodes + padding
         host[NUM_UNKNOWN] = (input_ids < 0).sum()
-        host[BY_DRAFT_MODEL] = step.by_draft_model
+        host[NETWORK] = step.network
 
     def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
                    query_lens: list[int], num_decodes: int) -> np.ndarray:
@@ -272,7 +228,7 @@ class BatchBuilder:
         one; a chunk's are all known, since whoever was preempted waits until they are, and a row
         with drafts ends with these."""
         ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
-               for seq, start in zip(seqs[:num_decodes], starts)]
+               for seq, start in zip(seqs[:num_decodes], starts, strict=False)]
         for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],
                                  strict=True):
             drafts = step.drafts.get(seq, [])

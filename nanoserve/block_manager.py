@@ -16,6 +16,9 @@ its key, and whoever has the same prefix finds it.
                     └──── last free ──────┘      free, findable ◄──┘ last free
                                                  reused oldest first: the key is forgotten *then*
 
+Free blocks stand in one ordered dictionary. Nothing that can be found is given up while a *blank*
+block, in which nothing can be found, is free.
+
 Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
 count equals the number of tables that hold the block, and have not released it; the cache names
 only committed blocks; a block that is handed out again has lost its old key *before* its new owner
@@ -32,133 +35,29 @@ any token, not only at block boundaries, and needs a tree where this needs a dic
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import xxhash
 
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import CacheEntry, Sequence
 
 ROOT_KEY = b""  # parent of a first block; an adapter or image id would be mixed in here
-
-
-@dataclass(eq=False, slots=True)
-class CacheEntry:
-    """A findable block. Equal only to itself, which makes `parent` a proof of the whole prefix."""
-
-    key: bytes
-    block_id: int
-    tokens: list[int]
-    parent: "CacheEntry | None"
-
-
-class FreeBlocks:
-    """The blocks that nobody holds, and which of them is taken next.
-
-    Two wishes, in this order. What can be found is kept: nothing of it is given up while a *blank*
-    block, in which nothing can be found, is free anywhere. And a sequence's blocks lie side by
-    side in *runs* of `in_run`, because a CPU's attention reads the keys of a run in little more
-    time than those of one block. So a sequence gets another block of the run in which its last one
-    lies, or else the first of the run that was touched longest ago, which then waits for it at the
-    end of the queue:
-
-        runs of 4    [A0 A1 A2 --]  [B0 B1 -- --]  [-- -- -- --]    A's next is the fourth block, C
-                                                                    starts with the third run
-
-    Where no blanks are left, the run that was touched longest ago is used up in the same way, its
-    blocks in the order in which they were freed. Confessed: recency is counted by runs, so what is
-    left of a run that a sequence began to use up counts as new, though nobody found it.
-    """
-
-    def __init__(self, num_blocks: int, in_run: int):
-        self.num_blocks, self.in_run, self.count = num_blocks, in_run, num_blocks
-        # An ordered dict is a linked list with an index: pop, append and remove are all O(1).
-        self.blanks = OrderedDict.fromkeys(range(num_blocks))
-        self.runs: OrderedDict[int, OrderedDict[int, None]] = OrderedDict()  # and their free blocks
-        for block_id in range(num_blocks):
-            self.runs.setdefault(block_id // in_run, OrderedDict())[block_id] = None
-        self.used_up: set[int] = set()  # runs from which what could be found is being given up
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self.runs.get(block_id // self.in_run, ())
-
-    def take(self, last: int | None) -> int:
-        """A block for a sequence whose last one is `last`. There must be one."""
-        oldest = next(iter(self.runs))
-        own = oldest if last is None else last // self.in_run
-        if self.blanks:  # a run's first block is blank, if any of its blocks is
-            firsts = [next(iter(self.runs.get(run, ())), None) for run in (own, oldest)]
-            block_id = next((first for first in firsts if first in self.blanks),
-                            next(iter(self.blanks)))
-            self.remove(block_id)
-        else:
-            run = own if own in self.used_up and own in self.runs else oldest
-            block_id = next(iter(self.runs[run]))
-            self.remove(block_id)
-            self.used_up.add(run)
-        return block_id
-
-    def remove(self, block_id: int) -> None:
-        """`block_id` is held by somebody now."""
-        run = block_id // self.in_run
-        self.blanks.pop(block_id, None)
-        self.used_up.discard(run)
-        del self.runs[run][block_id]
-        self.count -= 1
-        if self.runs[run]:
-            self.runs.move_to_end(run)  # who holds it comes back for the others
-        else:
-            del self.runs[run]
-
-    def add(self, block_id: int, blank: bool) -> None:
-        """Nobody holds `block_id` any more. blank: and nothing is to be found in it."""
-        run = block_id // self.in_run
-        if run not in self.runs:
-            self.runs[run] = OrderedDict()
-        self.runs[run][block_id] = None
-        self.runs.move_to_end(run)
-        self.used_up.discard(run)
-        self.count += 1
-        if blank:
-            self.forget(block_id)
-
-    def forget(self, block_id: int) -> None:
-        """Nothing is to be found in `block_id` any more."""
-        run = block_id // self.in_run
-        self.blanks[block_id] = None
-        self.runs[run].move_to_end(block_id, last=False)
-        first = run * self.in_run
-        if all(i in self.blanks for i in range(first, min(first + self.in_run, self.num_blocks))):
-            self.runs.move_to_end(run, last=False)
-
-    def check(self) -> None:
-        """Audit the lists against each other. O(free blocks): for tests."""
-        assert self.count == sum(map(len, self.runs.values())), "the count is of all runs' blocks"
-        for run, blocks in self.runs.items():
-            assert blocks, f"run {run} has no free block and must not be listed"
-            assert {block_id // self.in_run for block_id in blocks} == {run}, (
-                f"run {run} lists a block of another one: {list(blocks)}")
-            blank = [block_id in self.blanks for block_id in blocks]
-            assert blank == sorted(blank, reverse=True), f"run {run}: blank blocks come first"
-        assert all(block_id in self for block_id in self.blanks), "a blank block is not free"
 
 
 class BlockManager:
     """Hands out block ids, counts references, and remembers full blocks by content.
 
-    num_blocks: how many blocks the KV cache has. block_size: tokens each holds. in_run: how many
-    neighbours go to one sequence where possible, see `FreeBlocks`.
+    num_blocks: how many blocks the KV cache has. block_size: tokens each holds.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 in_run: int = 1):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
-        self.free_blocks = FreeBlocks(num_blocks, in_run)
+        # The next block to be handed out comes first: blank blocks, in which nothing can be found,
+        # then findable ones, least recently used first. An ordered dictionary is a linked list with
+        # an index: taking, adding and removing a block are all O(1).
+        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
         self.on_evict: Callable[[bytes], None] | None = None  # told each key that is forgotten
@@ -228,7 +127,7 @@ class BlockManager:
         assert not seq.block_table, f"sequence {seq.name} already has blocks: free them first"
         for entry in hits:
             if self.ref_counts[entry.block_id] == 0:
-                self.free_blocks.remove(entry.block_id)
+                del self.free_blocks[entry.block_id]
             self.ref_counts[entry.block_id] += 1
             seq.block_table.append(entry.block_id)
         seq.num_committed_blocks = len(hits)
@@ -240,7 +139,7 @@ class BlockManager:
         if num_missing > len(self.free_blocks):
             return False
         for _ in range(num_missing):
-            block_id = self.free_blocks.take(seq.block_table[-1] if seq.block_table else None)
+            block_id, _ = self.free_blocks.popitem(last=False)
             self._forget(block_id)
             self.ref_counts[block_id] = 1
             seq.block_table.append(block_id)
@@ -303,7 +202,9 @@ class BlockManager:
     def _dereference(self, block_id: int) -> None:
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
-            self.free_blocks.add(block_id, blank=self.entry_of[block_id] is None)
+            self.free_blocks[block_id] = None
+            if self.entry_of[block_id] is None:
+                self.free_blocks.move_to_end(block_id, last=False)
 
     def _forget(self, block_id: int) -> None:
         """Drop the block's cache entry, if it has one."""
@@ -312,7 +213,7 @@ class BlockManager:
             self.entry_of[block_id] = None
             del self.cached[entry.key]
             if block_id in self.free_blocks:
-                self.free_blocks.forget(block_id)
+                self.free_blocks.move_to_end(block_id, last=False)
             if self.on_evict:
                 self.on_evict(entry.key)
 
@@ -323,7 +224,7 @@ class BlockManager:
             return False
         for entry in list(self.cached.values()):
             self._forget(entry.block_id)
-        self.free_blocks = FreeBlocks(self.num_blocks, self.free_blocks.in_run)
+        self.free_blocks = OrderedDict.fromkeys(range(self.num_blocks))
         return True
 
     # ------------------------------------------------------------- the audit
@@ -331,7 +232,6 @@ class BlockManager:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Audit everything against the sequences that may hold blocks. O(pool): for tests."""
         sequences = list(sequences)  # gone through twice: an iterator would be empty by then
-        self.free_blocks.check()
         holders: dict[int, list[str]] = {}
         for seq in sequences:
             held = seq.block_table[seq.num_released_blocks:]
@@ -346,8 +246,6 @@ class BlockManager:
             names = holders.get(block_id, [])
             if block_id in self.free_blocks:
                 assert not names, f"block {block_id} is free but sequence {names[0]} points at it"
-                assert (block_id in self.free_blocks.blanks) == (self.entry_of[block_id] is None), (
-                    f"block {block_id} is free and must be blank exactly if nobody can find it")
             assert (block_id in self.free_blocks) == (count == 0), (
                 f"block {block_id} has {count} references and must be free exactly at 0")
             assert count == len(names), (
@@ -355,6 +253,9 @@ class BlockManager:
             entry = self.entry_of[block_id]
             assert entry is None or self.cached.get(entry.key) is entry, (
                 f"block {block_id} believes it is cached, but the cache does not name it")
+        blank = [self.entry_of[block_id] is None for block_id in self.free_blocks]
+        assert blank == sorted(blank, reverse=True), (
+            f"a findable block would be reused before a blank one: {list(self.free_blocks)}")
         for key, entry in self.cached.items():
             assert self.entry_of[entry.block_id] is entry and entry.key == key, (
                 f"the cache names block {entry.block_id}, which was reused since")

@@ -24,12 +24,9 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 DEVICES = ("auto", "cpu", "cuda")
-KERNELS = ("auto", "triton", "torch")
+KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
 RUNNERS = ("auto", "generate", "pooling")
 CONVERSIONS = ("auto", "none", "embed", "classify")
-RUN_TOKENS = 64  # at most, in blocks that are a run: their keys are what a CPU reads as one line
-HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # what is always fetched
-HUB_CODE = ["*.py", "*.tiktoken"]  # what `trust_remote_code` allows to run, and its vocabularies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class EngineConfig:
     hf_overrides: dict | None = None  # entries laid over config.json
     trust_remote_code: bool = False  # passed on to the tokenizer; no model code is ever loaded
     device: str = "auto"
-    kernels: str = "auto"  # "triton" on a GPU, or "torch": their plain twins
+    kernels: str = "auto"  # who computes between matrix products: see device/choice.py
     async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: on a GPU
     runner: str = "auto"  # "auto": what the checkpoint is made for, by its architecture's name
     convert: str = "auto"  # what a generator's checkpoint becomes when it pools
@@ -108,12 +105,6 @@ class EngineConfig:
             raise ValueError("speculative_config must be a dict such as {'method': 'ngram', "
                              f"'num_speculative_tokens': 5}}, got {self.speculative_config!r}")
         self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
-
-    @property
-    def blocks_in_run(self) -> int:
-        """How many neighbouring blocks are a run, which goes to one sequence where possible: 4 for
-        blocks of 16 tokens, 12 for blocks of 5, 1 for 48 or 100. The kernels read by blocks."""
-        return 1 if self.kernels == "triton" else max(1, RUN_TOKENS // self.block_size)
 
     @property
     def num_drafts(self) -> int:
@@ -186,7 +177,7 @@ class EngineConfig:
             raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
                              "it, and the model's max_position_embeddings if that is 1, too")
         on_gpu = device == "cuda"
-        kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "torch"
+        kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "cpu"
         overlap = on_gpu if self.async_scheduling is None else self.async_scheduling
         return replace(
             self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
@@ -213,6 +204,7 @@ class EngineConfig:
         asked: the user's own, which raises `ValueError` instead; so does a cache of one token, if
         it should hold a prompt and an answer."""
         capacity = num_blocks * self.block_size
+        assert self.max_model_len is not None, "a resolved config has a length"
         if self.max_model_len <= capacity:
             return self, []
         remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
@@ -226,28 +218,3 @@ class EngineConfig:
         said = (f"max_model_len is lowered from {self.max_model_len:,} to {capacity:,}, what the "
                 f"KV cache holds; {remedy} for more")
         return replace(self, max_model_len=capacity), [said]
-
-
-def find_model(model: str | Path, option: str = "model", weights: bool = True,
-               code: bool = False) -> Path:
-    """The folder of a model: a local one, or a hub id's (fetched, or from the offline cache).
-
-    weights, code: whether these are wanted from the hub, too. Raises `ValueError` when it is
-    neither, naming the option that it was given with.
-    """
-    if not isinstance(model, (str, Path)) or not str(model).strip():
-        raise ValueError(f"{option}={model!r}: name a folder or a hub id")
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
-    # Imported here because only a hub id needs it: a local folder works without the package.
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=[
-            *HUB_FILES, *["*.safetensors"] * weights, *HUB_CODE * code]))
-    except Exception as error:  # a network can fail in a dozen ways; the remedy is the same
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise ValueError(f"{option}={str(model)!r} is not a local folder, and as a hub id it could "
-                         f"not be fetched: {type(error).__name__}: {reason}") from error

@@ -14,7 +14,7 @@ All of them are lists of (row, token) pairs, so that the batch is edited in one 
 for the tokens it names, not for the vocabulary. A grammar would be one more set of allowed pairs.
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. That
-something is left of every row is checked when the request is made (`request.py`).
+something is left of every row is checked when the request is made (`frontend/request.py`).
 
 The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
 that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not

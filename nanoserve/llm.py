@@ -32,14 +32,16 @@ from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
 
-from nanoserve.config import EngineConfig, find_model
-from nanoserve.frontend.detokenizer import load_tokenizer
-from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
+from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.model_runner import LAST_WORD, ModelRunner, fit_to_device, pick_device, serve_rank
-from nanoserve.parallel.ranks import Ranks
-from nanoserve.parallel.processes import start_ranks
+from nanoserve.checkpoint.tokenizers import load_tokenizer
+from nanoserve.config import EngineConfig
+from nanoserve.device.choice import fit_to_device, pick_device
+from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Progress
 from nanoserve.frontend.request import InputProcessor, Prompt, Request, as_list, one_for_each
+from nanoserve.model_runner import LAST_WORD, ModelRunner, serve_rank
+from nanoserve.parallel.processes import start_ranks
+from nanoserve.parallel.ranks import Ranks
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestOutput, Sequence, Step
@@ -68,7 +70,9 @@ class LLM:
         config, said = fit_to_device(config, asked)
         _say(*said)
         config.check_ranks(self.model_config)
-        self.tokenizer = load_tokenizer(config, folder)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
+            folder, config.tokenizer, optional=config.load_format == "dummy",
+            trust_remote_code=config.trust_remote_code)
         pooler, make_inputs = None, InputProcessor
         if config.runner == "pooling":
             from nanoserve.extras.pooling import prepare  # here: the core runs without extras
@@ -94,7 +98,7 @@ class LLM:
         self.metrics = EngineMetrics(config.enable_prefix_caching)
         self.observers, self.trace = [self.metrics], None  # told what happens, they change nothing
         if config.trace is not None:
-            from nanoserve.tools.recorder import attach  # here: the core runs without extras
+            from nanoserve.tools.recorder import attach  # here: the core runs without it
             self.trace = attach(self, config.trace, _say)
         self.drafter = None
         if config.speculative_config is not None:

@@ -22,37 +22,32 @@ has it, where a fix is made as many times as there are files.
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
-from itertools import islice
-
 import torch
 from torch import nn
 
 from nanoserve.batch import Batch
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import (
     Embedding,
     Experts,
-    HeadNorm,
     Linear,
-    Part,
     Placement,
     RMSNorm,
     RotaryEmbedding,
+    as_span,
 )
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel.ranks import Span, share_heads
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see kv_cache.py
-Places = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # see `places_of` of ops or kernels
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see `ops.new_cache`
 
 
-class Decoder(Part):
-    """The whole network: `embed`, `forward` over a range of layers, `compute_logits`."""
+class Decoder(nn.Module):
+    """The whole network: token ids to hidden states, and hidden states to logits."""
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
-        self.config, self.ranks, self.ops = config, on.ranks, on.ops
-        vocabulary = on.ranks.share(config.vocab_size)
+        self.config, self.ranks = config, on.ranks
+        vocabulary = on.share(config.vocab_size)
         self.embed_tokens = Embedding(vocabulary, config.hidden_size, on,
                                       tied=config.tie_word_embeddings)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
@@ -62,7 +57,7 @@ class Decoder(Part):
                                     for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
         self.lm_head = None if config.tie_word_embeddings else Linear(
-            Span.whole(config.hidden_size), {"all": vocabulary}, False, on)
+            config.hidden_size, {"lm_head": vocabulary}, False, on)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
@@ -71,34 +66,22 @@ class Decoder(Part):
             hidden = hidden * torch.tensor(self.config.hidden_size ** 0.5, dtype=hidden.dtype)
         return hidden
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, layers: range | None = None,
-                taps: dict[int, torch.Tensor] | None = None,
-                wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Run `layers`, one behind the other (default: all); the last one's output is normalised.
-
-        hidden: (num_tokens, hidden_size), positions: (num_tokens,). Where `taps` has a layer's
-        number as a key, its value becomes that layer's output. wanted: (k,) indices of the tokens
-        whose output is needed, None for all. The others still write their keys and values in the
-        last layer, but skip its output projection and MLP. Returns (k or num_tokens, hidden_size).
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """input_ids, positions: (num_tokens,). wanted: (k,) indices of the tokens whose hidden
+        states are needed, None for all. The others still write their keys and values in the last
+        layer, but skip its output projection and MLP. Returns (k or num_tokens, hidden_size).
         """
-        layers = range(len(self.layers)) if layers is None else layers
-        global_rope = local_rope = self.rotary(positions)  # cos and sin
+        hidden, residual = self.embed(input_ids), None  # the residual stream is their sum
+        cos_sin = local_cos_sin = self.rotary(positions)
         if self.rotary_local is not None:
-            local_rope = self.rotary_local(positions)
-        places = self.ops.places_of(batch.slot_mapping, kv_cache[0][0].shape[1])
-        residual = None  # the stream is `hidden`, or the sum of both where there are two
-        last = len(self.layers) - 1
-        in_range = islice(self.layers, layers.start, layers.stop)  # `self.layers[i]` takes longer
-        for i, layer in zip(layers, in_range, strict=True):
-            cos, sin = global_rope if self.config.windows[i] is None else local_rope
-            hidden, residual = layer(hidden, residual, cos, sin, places, kv_cache[i], batch,
-                                     wanted if i == last else None)
-            if taps is not None and i in taps:
-                taps[i] = hidden + residual
-        if layers.stop == len(self.layers):
-            return self.norm.add(hidden, residual)[0]
-        return hidden if residual is None else hidden + residual
+            local_cos_sin = self.rotary_local(positions)
+        for i, layer in enumerate(self.layers):
+            angles = cos_sin if self.config.windows[i] is None else local_cos_sin
+            is_last = i == len(self.layers) - 1
+            hidden, residual = layer(hidden, residual, angles, kv_cache[i], batch,
+                                     wanted if is_last else None)
+        return self.norm.add(hidden, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
@@ -110,7 +93,7 @@ class Decoder(Part):
         return logits if cap is None or logits is None else cap * torch.tanh(logits / cap)
 
 
-class DecoderLayer(Part):
+class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream (pre-norm).
 
     The last addition is left to the norm that follows, in this layer or the next, which reads the
@@ -135,12 +118,12 @@ class DecoderLayer(Part):
                     else MLP(config, on))
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor,
-                sin: torch.Tensor, places: Places, kv: tuple[torch.Tensor, torch.Tensor],
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None,
+                cos_sin: tuple[torch.Tensor, torch.Tensor], kv: tuple[torch.Tensor, torch.Tensor],
                 batch: Batch, wanted: torch.Tensor | None = None,
                 ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.input_layernorm.add(hidden, residual)
-        attended = self.self_attn(normed, cos, sin, places, kv, batch, wanted)
+        attended = self.self_attn(normed, cos_sin, kv, batch, wanted)
         if wanted is not None:
             residual = residual[wanted]
         if self.pre_feedforward_layernorm is None:
@@ -151,7 +134,7 @@ class DecoderLayer(Part):
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 
-class Attention(Part):
+class Attention(nn.Module):
     """Grouped-query attention over the paged KV cache, with RoPE and optional qk-norm.
 
     A rank has a share of the KV heads with the query heads that read them; `share_heads` says how.
@@ -162,41 +145,43 @@ class Attention(Part):
         self.head_dim, self.eps, self.ops = config.head_dim, config.rms_norm_eps, on.ops
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.window = config.windows[index]
-        heads, kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads,
-                                      on.ranks)
+        heads, kv_heads = on.share_heads(config.num_attention_heads, config.num_key_value_heads)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        stream = Span.whole(config.hidden_size)
-        self.qkv_proj = Linear(stream, {"q": q, "k": kv, "v": kv}, config.qkv_bias, on)
-        self.o_proj = Linear(q, {"all": stream}, config.o_bias, on)
-        self.qk_norm = None if not config.qk_norm else HeadNorm(
-            self.head_dim, heads.size // kv_heads.size + 1, self.eps, on, config.norm_offset)
+        self.qkv_proj = Linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv},
+                               config.qkv_bias, on)
+        self.o_proj = Linear(q, {"o_proj": config.hidden_size}, config.o_bias, on)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, self.eps, on, config.norm_offset) if config.qk_norm else None
+            for _ in range(2))
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: Places,
+    def forward(self, hidden: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor],
                 kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
         # (num_tokens, heads of q, k and v, head_dim); q and out: (num_tokens, num_heads, head_dim)
-        qkv = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_dim)
-        weight = None if self.qk_norm is None else self.qk_norm.weight
-        q = self.ops.norm_rope_store(qkv, weight, self.eps, cos, sin, *kv, places)
+        qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
+        q_weight, k_weight = (norm and norm.weight for norm in (self.q_norm, self.k_norm))
+        q = self.ops.norm_rope_store(qkv, q_weight, k_weight, self.eps, *cos_sin, *kv,
+                                     batch.slot_mapping)
         out = self.ops.paged_attention(q, *kv, batch, self.scale, self.window, self.softcap)
         return self.o_proj((out if wanted is None else out[wanted]).flatten(1))
 
 
-class MLP(Part):
+class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), the gated MLP (Shazeer 2020, "GLU Variants")."""
 
     def __init__(self, config: ModelConfig, on: Placement):
         super().__init__()
-        stream, inner = Span.whole(config.hidden_size), on.ranks.share(config.intermediate_size)
+        stream, inner = config.hidden_size, on.share(config.intermediate_size)
         self.activation, self.ops = config.activation, on.ops
-        self.gate_up_proj = Linear(stream, {"gate": inner, "up": inner}, config.mlp_bias, on)
-        self.down_proj = Linear(inner, {"all": stream}, config.mlp_bias, on)
+        self.gate_up_proj = Linear(stream, {"gate_proj": inner, "up_proj": inner},
+                                   config.mlp_bias, on)
+        self.down_proj = Linear(inner, {"down_proj": stream}, config.mlp_bias, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))
 
 
-class MoE(Part):
+class MoE(nn.Module):
     """A mixture of experts: a router picks a few MLPs for each token and weighs their answers
     (Shazeer et al. 2017; Jiang et al. 2024, "Mixtral of Experts").
 
@@ -209,13 +194,13 @@ class MoE(Part):
         self.ranks = on.ranks
         self.experts_per_token = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
-        experts, inner = Span.whole(config.num_experts), Span.whole(config.moe_intermediate_size)
+        experts, inner = as_span(config.num_experts), as_span(config.moe_intermediate_size)
         # Every rank has the router, so that all of them pick the same experts unasked.
-        self.gate = Linear(Span.whole(config.hidden_size), {"all": experts}, False, on)
+        self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
         if expert_parallel:
-            experts = on.ranks.share(experts.total)
+            experts = on.share(experts.total)
         else:
-            inner = on.ranks.share(inner.total)
+            inner = on.share(inner.total)
         self.experts = Experts(experts, config.hidden_size, inner, config.activation, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,151 +1,246 @@
-"""What a layer computes between its matrix products, in plain torch.
+"""The specification: everything between two matrix products, attention included, in plain torch.
 
-Each function here has a namesake in `kernels`, with the same arguments and the same meaning, which
-does in one pass over memory what takes several below. **The slow version is the specification**:
-the kernels are tested against it, and a layer is given one module or the other and can't tell:
-
-                       nanoserve.ops        one torch operator after the other; any device
-    layers, model ──►  or
-                       nanoserve.device.kernels    one Triton kernel each; GPUs
+A model is matrix products with something between them. That something stands here, each function
+written to be read beside the formula of its paper:
 
     hidden ─ add_rms_norm ─ qkv_proj ─ norm_rope_store ─ paged_attention ─ o_proj ─ add_rms_norm ─
-    gate_up_proj ─ act_and_mul ─ down_proj ─►                  (or `experts` for the last three)
+    gate_up_proj ─ act_and_mul ─ down_proj ─►          (or `experts` for the last three)
+    logits ─ argmax, or floors and draw ─► token ids
 
-`new_caches` and `places_of` are here because the order of memory belongs to whoever reads it.
+This module is a *namespace*, and `device/` has twins of it, with the same names, signatures and
+meaning: Triton kernels for GPUs, compiled C++ for CPUs. Layers and the sampler are handed one of
+them and can't tell which. **The slow version is the specification**: it may be slow, it must be
+obvious, and the twins are tested against the same oracles as it is.
 
-Invariant: results are rounded to the tensors' dtype after each step that is a step below, in both
-modules. A function's memory is its own: arguments are left as they are, but for the KV cache.
+Invariants: arguments are left as they are, but for the KV cache. Every function computes in float32
+and rounds its result once, to the dtype of its input.
 
-Where weights have just run through a core's cache, Python is slow: hence `shape[0]` and
-`split_with_sizes`, where `len(x)` and `split` are functions in Python.
-
-Not known here: weights' names, ranks, phases. Road not taken: `torch.compile`, which fuses as well,
-but costs guards on every call, and may compile again in the middle of a request.
+A token's keys and values lie in a *slot* of the cache, which is `block id * block_size + offset`.
+`kernels="torch"` runs this file, on any device. Not known here: weights' names, ranks, requests.
 """
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from nanoserve.device.attention import paged_attention
-from nanoserve.device.kv_cache import Places, new_caches, places_of, store_kv
+from nanoserve.batch import Batch
 
-__all__ = ["act_and_mul", "add_rms_norm", "experts", "new_caches", "norm_rope_store",
-           "paged_attention", "rms_norm", "places_of"]
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
+           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
-SLICE = 256  # tokens whose float32 numbers a CPU keeps in its cache from one operator to the next
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+Floors = tuple[torch.Tensor, torch.Tensor]  # see `floors`
+
+# ------------------------------------------------------------ matrix products
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in whatever order of memory this namespace multiplies with; opaque to others.
+
+    weight: (outputs, inputs), or (experts, outputs, inputs). It may be kept or copied.
+    """
+    return weight
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias. x: (rows, inputs); packed: see `pack`. Returns (rows, outputs)."""
+    return F.linear(x, packed, bias)
+
+
+# ------------------------------------------------------- norms and gated MLPs
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), rounded once.
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    x: (..., size); weight: (size,), possibly float32 where x is not.
+    x: (..., size); weight: (size,) in float32, whatever x is.
     """
-    return add_rms_norm(x, None, weight, eps)[0]
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual): what the next part of the model reads of the residual
-    stream, and the stream. x, residual: (..., size); no residual is a stream's beginning. weight:
-    see `rms_norm`. (`F.rms_norm` takes up to three times as long on a CPU.)
-    """
+    stream, and the stream. x, residual: (num_tokens, size); no residual: the stream begins."""
     total = x if residual is None else x + residual
-    wide = total.float()
-    factors = _inverse_rms(wide, eps)
-    scaled = wide * factors if wide is total else wide.mul_(factors)  # `total` stays as it is
-    return scaled.mul_(weight).to(total.dtype), total
-
-
-def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: (..., size) in float32 -> (..., 1)"""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
-
-
-@cache
-def _constant(value: float, device: torch.device) -> torch.Tensor:
-    """Made once: one operator with a tensor takes half the time of two with numbers."""
-    return torch.tensor(value, dtype=torch.float32, device=device)
-
-
-def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
-                    cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
-                    v_cache: torch.Tensor, places: Places) -> torch.Tensor:
-    """Normalise queries and keys, turn them to their positions, and put K and V into the cache.
-
-    qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), the heads of queries, keys and values
-    in this order, num_heads a multiple of num_kv_heads; weight: (num_heads / num_kv_heads + 1, 1,
-    head_dim), the queries' repeated and then the keys' (`HeadNorm` says why), None for no norm;
-    cos, sin: (num_tokens, 1, 1, head_dim) in float32; caches and places: see `store_kv`. Returns
-    the new q, (num_tokens, num_heads, head_dim). Queries and keys are computed in float32 and
-    rounded once; values are copied.
-    """
-    if qkv.shape[0] > SLICE:
-        parts = zip(*(x.split(SLICE) for x in (qkv, cos, sin, *places)), strict=True)
-        return torch.cat([norm_rope_store(qkv, weight, eps, cos, sin, k_cache, v_cache, (b, o))
-                          for qkv, cos, sin, b, o in parts])
-    (num_tokens, all_heads, head_dim), num_kv_heads = qkv.shape, k_cache.shape[2]
-    num_heads = all_heads - 2 * num_kv_heads
-    qk, v = qkv.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
-    x = qk.float().view(num_tokens, num_heads // num_kv_heads + 1, num_kv_heads, head_dim)
-    qk = _norm_rotate(x, weight, eps, cos, sin).view(qk.shape).to(qkv.dtype)
-    q, k = qk.split_with_sizes((num_heads, num_kv_heads), dim=1)
-    store_kv(k, v, k_cache, v_cache, places)
-    return q
-
-
-def _norm_rotate(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
-                 sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of the norm of x, or of x itself where `weight` is None. x: (num_tokens, sets,
-    num_kv_heads, head_dim) in float32, see `HeadNorm`. A pair (a, b) becomes (a cos - b sin, b cos
-    + a sin); pairs are (i, i + head_dim / 2), as in Llama's Hugging Face checkpoints, not (2i, 2i +
-    1) as in the paper.
-
-    RoPE is linear, so the norm's factors may come in it or behind it: 1 / rms goes into the result,
-    in place, and the weights into cos and sin, which have num_kv_heads times fewer numbers: two for
-    each pair, because a's weight is not b's.
-    """
-    if weight is not None:
-        cos, sin = cos * weight, sin * weight
-    rotated = x * cos
-    (a, b), (sin_a, sin_b) = x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
-    to_a, to_b = rotated.chunk(2, dim=-1)
-    to_a.addcmul_(b, sin_b, value=-1)
-    to_b.addcmul_(a, sin_a)
-    return rotated if weight is None else rotated.mul_(_inverse_rms(x, eps))
+    return rms_norm(total, weight, eps), total
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up, the middle of a gated MLP. (num_tokens, 2 * size) -> (num_tokens, size)"""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate).mul_(up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
 def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_proj: torch.Tensor, down_proj: torch.Tensor, first_expert: int,
             activation: str) -> torch.Tensor:
-    """The weighted answers of each token's experts, of those that are here; the others' count 0.
+    """The weighted sum of what each token's experts answer. Experts that are not here count 0.
 
-    hidden: (num_tokens, hidden_size); weights, ids: (num_tokens, experts per token); gate_up_proj:
-    (num_experts, 2 * inner, hidden_size); down_proj: (num_experts, hidden_size, inner), of the
-    experts first_expert, first_expert + 1, ... Tokens are sorted by expert, and each expert that is
-    hit computes its own in one go. Counting them waits for the device: free on a CPU alone.
+    hidden: (num_tokens, hidden_size); weights, ids: (num_tokens, experts per token); gate_up_proj
+    and down_proj: packed, of experts first_expert, first_expert + 1, ..., each with matrices of
+    (2 * inner, hidden_size) and (hidden_size, inner).
     """
-    out = torch.zeros_like(hidden)
-    last_expert = first_expert + len(down_proj)
-    order = ids.flatten().argsort(stable=True)
-    tokens = order // ids.shape[1]
-    weights = weights.flatten()[order][:, None]
-    counts = ids.flatten().bincount(minlength=last_expert).tolist()
-    at = sum(counts[:first_expert])
-    for expert, count in enumerate(counts[first_expert:last_expert]):
-        if count:
-            own = tokens[at:at + count]
-            inner = act_and_mul(F.linear(hidden[own], gate_up_proj[expert]), activation)
-            result = F.linear(inner, down_proj[expert])
-            out.index_add_(0, own, (result * weights[at:at + count]).to(out.dtype))
-        at += count
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    for i, (gate_up, down) in enumerate(zip(gate_up_proj, down_proj, strict=True)):
+        tokens, choice = (ids == first_expert + i).nonzero(as_tuple=True)  # who chose this expert
+        if len(tokens):
+            answer = F.linear(act_and_mul(F.linear(hidden[tokens], gate_up), activation), down)
+            out.index_add_(0, tokens, answer.float() * weights[tokens, choice, None])
+    return out.to(hidden.dtype)
+
+
+# -------------------------------------------------- the KV cache and attention
+
+
+def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
+              dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's empty K and V caches. Their order of memory is this namespace's own affair; here
+    it is (num_blocks, block_size, num_kv_heads, head_dim)."""
+    shape = num_blocks, block_size, num_kv_heads, head_dim
+    return (torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device))
+
+
+def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
+                    k_weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
+                    sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                    slot_mapping: torch.Tensor) -> torch.Tensor:
+    """Normalise queries and keys, turn them to their positions, and write K and V to their slots.
+
+    qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), first the heads of the queries, then
+    of the keys, then of the values; q_weight, k_weight: (head_dim,) in float32, of a norm over each
+    head, None for no norm; cos, sin: (num_tokens, head_dim) in float32; slot_mapping: (num_tokens,)
+    with -1 for padding, which is not written. Returns q, (num_tokens, num_heads, head_dim).
+    """
+    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """RoPE (Su et al. 2021): the pair (a, b) becomes (a cos - b sin, b cos + a sin). Pairs are
+        (i, i + head_dim / 2), as in Hugging Face's checkpoints, not (2i, 2i + 1) as in the paper.
+        """
+        wide = x.float() if weight is None else rms_norm(x.float(), weight, eps)
+        a, b = wide.chunk(2, dim=-1)
+        return (wide * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]).to(x.dtype)
+
+    num_kv_heads = k_cache.shape[2]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    k_cache.flatten(0, 1)[slots] = turned(k, k_weight)[written]
+    v_cache.flatten(0, 1)[slots] = v[written]
+    return turned(q, q_weight)
+
+
+def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
+                    scale: float, window: int | None = None,
+                    softcap: float | None = None) -> torch.Tensor:
+    """softmax(q k^T * scale) v of each row's queries over its own sequence (Kwon et al. 2023).
+
+    q: (num_tokens, num_heads, head_dim). The step's own keys and values are in the cache already,
+    so a prefix hit, an earlier chunk and the step's own tokens are no different from each other.
+    window: a query sees this many keys at most, its own included. softcap: a score becomes
+    softcap * tanh(score / softcap) (Gemma 2). Returns q's shape; a row of padding gives zeros.
+
+        row: seq_len 38, query_len 3, blocks of 16, block table [7, 2, 9]
+        keys 0..15 lie in block 7, 16..31 in block 2, 32..37 in block 9; what lies behind them
+        there is another request's. The 3 queries stand at 35, 36, 37 and see 36, 37, 38 keys.
+    """
+    out, end = torch.zeros_like(q), 0
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host,
+                                                   strict=True)):
+        start, end = end, end + query_len
+        queries = torch.arange(seq_len - query_len, seq_len, device=q.device)  # their positions
+        # Blocks that lie before every query's window may belong to somebody else by now.
+        first = 0 if window is None else max(0, seq_len - query_len + 1 - window)
+        positions = torch.arange(first, seq_len, device=q.device)
+        if seq_len == 0:
+            continue
+        blocks = batch.block_tables[row, positions // block_size]
+        keys = k_cache[blocks, positions % block_size].float()  # (num_keys, num_kv_heads, head_dim)
+        values = v_cache[blocks, positions % block_size].float()
+        # Grouped-query attention (Ainslie et al. 2023): `g` query heads share a KV head `h`.
+        grouped = q[start:end].float().view(query_len, num_kv_heads, -1, head_dim)
+        scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = positions <= queries[:, None]  # (query_len, num_keys)
+        if window is not None:
+            visible &= positions > queries[:, None] - window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(q[start:end].shape)
     return out
+
+
+# ------------------------------------------------------------------- sampling
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row, the first of equals. (s, vocab_size) -> (s,) int64"""
+    return logits.argmax(-1)
+
+
+def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+           top_p: torch.Tensor, min_p: torch.Tensor) -> Floors:
+    """What min-p, top-k and top-p leave of each row, in this order, as two numbers: a token stays
+    if its logit / temperature is above floors[row], or equals it and its id is at most last[row].
+
+    logits: (s, vocab_size); the others: (s,). A row that asks for nothing (top_k 0, top_p 1, min_p
+    0) keeps everything. Equal logits at the k-th place all stay; of equal logits at top-p's edge
+    only as many as it takes, the lowest ids. Returns floors (s,) float32 and last (s,) int32.
+    """
+    ranked, ids = _heated(logits, temperature).sort(dim=-1, descending=True, stable=True)
+    p = ranked.softmax(-1)
+    keep = p >= min_p[:, None] * p[:, :1]
+    everything = torch.full_like(top_k, logits.shape[1])
+    k = torch.where(top_k > 0, top_k, everything).clamp(max=logits.shape[1]).long()
+    keep &= ranked >= ranked.gather(-1, k[:, None] - 1)
+    p = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
+    # The mass *before* a token decides, so that the token which crosses top_p stays. Example:
+    # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
+    keep &= (p.cumsum(-1) - p < top_p[:, None]) | (top_p[:, None] >= 1)
+    keep[:, 0] = True  # also where float32 rounds top_p to 0
+    last = keep.sum(-1, keepdim=True) - 1  # what is kept stands in front
+    return ranked.gather(-1, last)[:, 0], ids.gather(-1, last)[:, 0].int()
+
+
+def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
+         positions: torch.Tensor, floors: Floors | None = None) -> torch.Tensor:
+    """One token a row, drawn from softmax(logits / temperature); temperature 0 is greedy.
+
+    logits: (s, vocab_size); temperature: (s,) float32; seeds (64 bits) and positions: (s,) int64,
+    which alone decide the row's random number; floors: see `floors`, None for no filter. Returns
+    (s,) int64. By inverse CDF: the first token whose cumulated probability exceeds that number.
+    """
+    heated, vocab_size = _heated(logits, temperature), logits.shape[1]
+    if floors is not None:
+        floor, last = floors[0][:, None], floors[1][:, None]
+        beyond = torch.arange(vocab_size, device=logits.device) > last
+        heated = heated.masked_fill((heated < floor) | (heated == floor) & beyond, float("-inf"))
+    cumulated = heated.softmax(-1).double().cumsum(-1)
+    target = uniforms(seeds, positions)[:, None] * cumulated[:, -1:]
+    # The clamp is for rows of NaN: an overflow in one request must not end the whole batch.
+    drawn = torch.searchsorted(cumulated, target, right=True)[:, 0].clamp(max=vocab_size - 1)
+    return torch.where(temperature == 0, argmax(logits), drawn)
+
+
+def _heated(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """logits / temperature in float32. A greedy row, whose temperature is 0, stays as it is."""
+    return logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """(s,) float64 in [0, 1), a function of each row's seed and position alone: a counter-based
+    generator (Salmon et al. 2011), here SplitMix64 (Steele et al. 2014). torch's int64 wraps.
+
+    40 bits are used, so that the largest number times a float64 sum stays below that sum.
+    """
+    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:  # zeros come in, and not the sign
+        return (x >> bits) & (2 ** (64 - bits) - 1)
+
+    x = seeds + positions * (0x9E3779B97F4A7C15 - 2 ** 64)  # 2^64 / golden ratio, as an int64
+    x = (x ^ shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2 ** 64)
+    x = (x ^ shifted(x, 27)) * (0x94D049BB133111EB - 2 ** 64)
+    return shifted(x ^ shifted(x, 31), 24).double() * 2.0 ** -40

@@ -11,7 +11,7 @@ Invariant: a value that can't be honoured raises a `ValueError` that names the f
 the remedy. A control that is accepted and ignored would be a lie.
 
 Not known here: the model. What only its vocabulary or its tokenizer can tell (is there a token
-300,000? how is this bad word spelt?) is checked in request.py, when the request is made.
+300,000? how is this bad word spelt?) is checked in frontend/request.py, when the request is made.
 """
 
 import math
@@ -132,13 +132,13 @@ class SamplingParams:
                          f"got {value!r}")
 
     def _check_stopping(self) -> None:
-        for text in self.stop:
+        for text in self.stop or ():
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop={self.stop!r}: a stop string must be a non-empty str")
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={self.stop!r} with detokenize=False: stop strings are found in "
                              "the text, leave detokenize=True or use stop_token_ids")
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or ())
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 
@@ -184,7 +184,7 @@ def _token_ids(name: str, values: Iterable) -> list[int]:
 def _bias(value: object) -> float:
     """A bias beyond the bound is refused and not clamped in silence, as vLLM's server does."""
     if (isinstance(value, bool) or not isinstance(value, Real)
-            or not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS):
+            or not -MAX_LOGIT_BIAS <= float(value) <= MAX_LOGIT_BIAS):
         raise ValueError(f"logit_bias has a value of {value!r}: it must be a number in "
                          f"[-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}]; to rule a token in or out use "
                          "allowed_token_ids or bad_words")

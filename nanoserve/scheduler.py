@@ -42,13 +42,13 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):
+        assert config.max_num_batched_tokens and config.max_num_seqs, "config must be resolved"
         self.window = window
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_num_seqs = config.max_num_seqs
+        self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.by_priority = config.scheduling_policy == "priority"
-        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
-                                   config.blocks_in_run)
+        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
         # A heap, because preempted sequences come back into the middle of the order. One that was
         # aborted stays in it as a dead entry, until it surfaces or the dead are the majority.
         self.waiting: list[tuple[tuple[int, int, int], Sequence]] = []
@@ -108,7 +108,7 @@ class Scheduler:
         if budget and not step.preempted:
             self._schedule_waiting(step, budget)
         if self.propose is not None and not step.preempted:
-            self._add_drafts(step)
+            self._add_drafts(step, self.propose)
         if step.num_new_tokens:
             self.in_flight.append(step)
         return step
@@ -194,7 +194,7 @@ class Scheduler:
         for seq in sitting_out:
             heappush(self.waiting, (self.order(seq), seq))
 
-    def _add_drafts(self, step: Step) -> None:
+    def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
         """Let decoding rows compute guesses of what follows them (extras/speculative.py), with the
         budget and blocks that all have left. Who has 7 of 10 tokens needs only 2 guesses."""
         blocks, budget = self.blocks, self.max_num_batched_tokens - step.num_tokens
@@ -203,7 +203,7 @@ class Scheduler:
             room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
             most = min(budget, seq.max_num_tokens - 1 - num_known, room - num_known)
             decodes = start == num_known - 1 >= seq.num_prompt_tokens
-            if decodes and most > 0 and (drafts := self.propose(seq, most)):
+            if decodes and most > 0 and (drafts := propose(seq, most)):
                 blocks.allocate(seq, num_known + len(drafts))
                 step.drafts[seq] = drafts
                 step.num_new_tokens[seq] += len(drafts)
@@ -357,7 +357,7 @@ class Scheduler:
         rows = [seq.row for seq in self.running] + self.free_rows
         assert sorted(rows) == list(range(self.max_num_seqs)), (
             f"a row is lost or taken twice: {rows}")
-        inflight = Counter()
+        inflight: Counter[Sequence] = Counter()
         for step in self.in_flight:
             inflight.update(step.num_new_tokens)
         for seq in self.sequences():

@@ -17,7 +17,7 @@ The glossary. These words mean one thing each, everywhere:
     num_prompt_logprobs  how many leading prompt positions are to give a prompt logprob, or
                          (pooling) their hidden state
     num_new_tokens       how many tokens a step computes for a sequence
-    block_size           tokens a KV block holds; a run is `in_run` neighbouring blocks
+    block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
     slot                 a place for one token's KV: block id * block_size + offset in the block
     slot_mapping         the slot of every token of a step
@@ -72,7 +72,7 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)  # chained hashes of its full blocks
     num_released_blocks: int = 0  # leading blocks given back: no window reaches them any more
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
-    cache_entry: object = None  # the cache's entry for the last committed block
+    cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 
     sampler_state: object = None  # changed by the sampler alone: what it counts for penalties
 
@@ -115,6 +115,17 @@ class Sequence:
         return self.request_id if self.params.n == 1 else f"{self.request_id}.{self.index}"
 
 
+@dataclass(eq=False, slots=True)
+class CacheEntry:
+    """A block that the prefix cache can find. Equal only to itself, which makes `parent` a proof of
+    the whole prefix."""
+
+    key: bytes
+    block_id: int
+    tokens: list[int]
+    parent: "CacheEntry | None"
+
+
 @dataclass(eq=False)
 class Step:
     """One step's plan. `print(step)` shows it; an empty step is legal."""
@@ -124,11 +135,10 @@ class Step:
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
     sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # ... and one for each draft
-    by_draft_model: bool = False  # another network computes it, to find drafts
+    network: int = 0  # which network computes it; 1 drafts for 0, greedily
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: list[Sequence] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before it runs
     pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
 
     @property
@@ -151,12 +161,13 @@ class Step:
         if not self.drafts:
             return {seq: [] if token_id is None else [token_id]
                     for seq, token_id in zip(self.sampling, sampled, strict=True)}
-        tokens, result = iter(sampled), {}
+        result = {}
+        tokens = iter(token for token in sampled if token is not None)  # none of these is pooled
         for seq in self.sampling:
             drafts = self.drafts.get(seq, ())
             row = [next(tokens) for _ in range(len(drafts) + 1)]
             num_right = 0
-            for token_id, draft in zip(row, drafts):  # one token more than drafts
+            for token_id, draft in zip(row, drafts, strict=False):  # one token more than drafts
                 if token_id != draft or token_id in seq.stop_ids:
                     break
                 num_right += 1
@@ -165,7 +176,7 @@ class Step:
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:
         """Results of some of `samples()`, given by index there: each sequence's, in order."""
-        samples, found = self.samples(), {}
+        samples, found = self.samples(), dict[Sequence, list]()
         for place, result in results.items():
             found.setdefault(samples[place], []).append(result)
         return found

@@ -77,7 +77,6 @@ def naive_sections(step: Step, block_size: int) -> dict[str, list]:
         out["top_k"].append(params.top_k if params.top_k > 0 else 0)
         out["top_p"].append(float(np.float32(params.top_p)))
         out["min_p"].append(float(np.float32(params.min_p)))
-    out["block_copies"] = [[a for a, _ in step.block_copies], [b for _, b in step.block_copies]]
     return out
 
 
@@ -88,7 +87,7 @@ def assert_equals_twin(batch: Batch, step: Step, block_size: int, num_blocks: in
         assert getattr(batch, name).tolist() == expected, f"{step}: {name}"
     width = max(map(len, tables), default=0)
     assert batch.block_tables.shape == (len(tables), width)
-    for line, table in zip(batch.block_tables.tolist(), tables):
+    for line, table in zip(batch.block_tables.tolist(), tables, strict=True):
         assert line[:len(table)] == table
         # Padding is never read as a number, but it is used as an index: it must name a block.
         assert all(0 <= block < num_blocks for block in line[len(table):])
@@ -189,13 +188,16 @@ def test_a_copy_of_the_buffer_says_everything():
     for i in range(3):
         scheduler.add(make_sequence(i, range(3 + 5 * i)))
     step = scheduler.schedule()
+    step.network = 1
     batch = builder.build(step)
+    assert batch.network == 1
     received = builder.buffers[0].clone()
-    again = Batch.unpack(received.numpy(), received, batch.block_size)
+    again = Batch.unpack(received.numpy(), received)
     assert received.dtype == torch.int32
     for name in SECTIONS:
         assert torch.equal(getattr(again, name), getattr(batch, name)), name
-    for name in ("num_decodes", "query_lens", "seq_lens_host", "num_tokens", "num_rows"):
+    for name in ("num_decodes", "num_unknown", "network", "query_lens", "seq_lens_host",
+                 "num_tokens", "num_rows"):
         assert getattr(again, name) == getattr(batch, name), name
 
 
@@ -301,7 +303,7 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     assert fixed.block_tables[:2, :2].tolist() == [[5, 9], [6, 9]]
     assert fixed.block_tables.shape == full.block_tables.shape == (4, MAX_LEN // 4)
     for name in SECTIONS:
-        if name not in ("prompt_logprob_indices", "block_copies"):  # empty
+        if name != "prompt_logprob_indices":  # empty
             assert getattr(fixed, name).data_ptr() == addresses[name], name
     assert [getattr(batch, name).shape for name in SECTIONS[:8]] == [
         getattr(full, name).shape for name in SECTIONS[:8]]
@@ -415,32 +417,3 @@ def test_ctrl_c_while_a_row_is_taken_over(name):
     scheduler.drop_in_flight()
     step = scheduler.schedule()
     assert_equals_twin(builder.build(step), step, 4, 24)
-
-
-def test_scratch_memory_outlives_its_batch():
-    """So that a long context's copy is not mapped anew in every step."""
-    builder = BatchBuilder(6, 6, MAX_LEN, 4, CPU)
-    first = builder.unpack(builder.take_buffer())
-    first.scratch.memory = torch.ones(100)
-    second = builder.unpack(builder.take_buffer())
-    assert second is not first and second.scratch.memory is first.scratch.memory
-    assert BatchBuilder(6, 6, MAX_LEN, 4, CPU).scratch is not builder.scratch
-
-
-@pytest.mark.parametrize("tables, copies, stays", [
-    ([[6, 7]], [], True), ([[6, 4]], [], False), ([[4, 6]], [], True), ([[6, 7]], [(8, 3)], False),
-    ([[6, 7]], [(8, 9)], True)])
-def test_copies_are_kept_until_a_step_writes_to_their_blocks(tables, copies, stays):
-    """Rows of 6 tokens decode into the second block of their table."""
-    _, builder = make_engine()
-    builder.scratch.keep([3, 4, 5])[1000] = "a cache", "a copy"
-    step = Step(0, block_copies=copies)
-    for row, table in enumerate(tables):
-        seq = make_sequence(row, [1] * 6)
-        seq.row, seq.block_table = row, table
-        step.num_new_tokens[seq] = 1
-        step.starts.append(5)
-        step.sampling.append(seq)
-    builder.build(step)
-    assert (builder.scratch.keep([3, 4]) == {1000: ("a cache", "a copy")}) == stays
-    assert builder.scratch.keep([3, 5]) == {}

@@ -1,119 +1,22 @@
-"""bench.py: what it asks, what it computes from what it sees, and that every way to run it works.
+"""bench.py: what it computes from what it sees, and that every way to run it works.
 
-No test here times anything or judges a time. Oracles: nano-vllm's own lines for the community
-workload; PERFORMANCE figures worked out by others for eight real models; sums done by hand or by
-brute force; transformers for the number of parameters.
+No test here times anything or judges a time.
 """
 
-import argparse
 import contextlib
 import json
-import math
-import random
 import re
-import sys
-import time
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from bench_runs import PEER, run
 
 import bench
 from nanoserve import LLM
-from nanoserve.tools import peers
-from nanoserve.tools import meter
-from nanoserve.tools import roofline
-from nanoserve.tools import workloads
-from nanoserve.tools.roofline import MODELS, Machine, Work
-from nanoserve.tools.workloads import SMALL, Request
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.sampling_params import SamplingParams
-from nanoserve.sequence import Sequence, Step
+from nanoserve.tools import meter, roofline, workloads
+from nanoserve.tools.roofline import Machine
+from nanoserve.tools.workloads import SMALL
 
-sys.path.insert(0, str(Path(bench.__file__).parent / "docs"))
-import benchmark  # noqa: E402
-
-H200 = Machine(4.3e12, 790e12)
-
-
-@pytest.fixture(autouse=True)
-def known_machine(monkeypatch):
-    """What the machine can do is measured in one test only; here it takes time for nothing."""
-    monkeypatch.setattr(roofline, "measure", lambda device, dtype: Machine(3e10, 4e11))
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory):
-    """Shapes without weights, as a user's own config.json would be."""
-    folder = tmp_path_factory.mktemp("toy")
-    config = MODELS["Qwen3-0.6B"] | dict(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=48, vocab_size=300, torch_dtype="float32")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def run(capsys, toy, *args) -> tuple[int, str, str]:
-    code = bench.main(["--model", str(toy), "--set", "device=cpu", "--set",
-                       "num_gpu_blocks_override=400", *args])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-# ------------------------------------------------------------ what is asked
-
-
-def test_the_community_workload_is_nano_vllms_number_by_number():
-    random.seed(0)  # what follows is copied from its bench.py
-    prompt_token_ids = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))]
-                        for _ in range(256)]
-    max_tokens = [random.randint(100, 1024) for _ in range(256)]
-    requests = workloads.generate(workloads.LARGE["batch"], 151_936)
-    assert [request.prompt for request in requests] == prompt_token_ids
-    assert [request.max_tokens for request in requests] == max_tokens
-    assert sum(map(len, prompt_token_ids)) == 142_827 and sum(max_tokens) == 133_966
-
-
-@pytest.mark.parametrize("name", workloads.WORKLOADS)
-def test_workloads_have_the_shape_they_say(name):
-    shape = SMALL[name]
-    requests = workloads.generate(shape, 300)
-    assert requests == workloads.generate(shape, 300)
-    assert requests != workloads.generate(shape, 300, seed=1)
-    assert len(requests) == shape.num_prompts
-    assert all(0 <= token < 300 for request in requests for token in request.prompt)
-    assert all(shape.output_len[0] <= r.max_tokens <= shape.output_len[1] for r in requests)
-    long = requests[3::4] if shape.long_every else []
-    assert all(len(request.prompt) == shape.long_len for request in long)
-    usual = [request for request in requests if request not in long]
-    low, high = (shape.shared_len + length for length in shape.input_len)
-    assert all(low <= len(request.prompt) <= high for request in usual)
-    assert len({tuple(request.prompt[:shape.shared_len]) for request in usual}) == 1
-    assert len({tuple(request.prompt) for request in requests}) == len(requests)
-    if shape.period:
-        assert all(r.prompt[shape.period:] == r.prompt[:-shape.period] for r in requests)
-
-
-def test_poisson_arrivals_are_independent_of_each_other():
-    requests = [Request([i], 1) for i in range(5000)]
-    timed = workloads.poisson(requests, rate=8.0, seed=3)
-    assert [r.prompt for r in timed] == [r.prompt for r in requests]
-    gaps = [b.arrival - a.arrival for a, b in zip(timed, timed[1:])]
-    assert min(gaps) > 0
-    # Exponential: mean 1 / 8, and e^-1 of all gaps are longer than that.
-    assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
-    assert sum(gap > 1 / 8 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), rel=0.05)
-    assert timed == workloads.poisson(requests, rate=8.0, seed=3)
-
-
-def test_a_trace_is_replayed(tmp_path):
-    path = tmp_path / "arrivals.csv"
-    path.write_text("seconds,prompt,output,shared\n1.5,20,4,16\n0.25,18,3,16\n")
-    requests = workloads.replay(path, 300)
-    assert [(r.arrival, len(r.prompt), r.max_tokens) for r in requests] == [
-        (0.25, 18, 3), (1.5, 20, 4)]
-    assert requests[0].prompt[:16] == requests[1].prompt[:16]
+pytestmark = pytest.mark.usefixtures("known_machine")
 
 
 @pytest.mark.parametrize("text, says", [
@@ -128,141 +31,6 @@ def test_a_bad_trace_is_refused(tmp_path, toy, capsys, text, says):
     assert says in capsys.readouterr().err
 
 
-# ------------------------------------------------------------ what is computed
-
-
-def test_spread_and_summary_by_hand():
-    assert workloads.spread([]) is None
-    values = [float(i) for i in range(1, 101)]
-    random.Random(0).shuffle(values)
-    assert workloads.spread(values) == dict(mean=50.5, p50=50, p90=90, p99=99)
-    assert workloads.spread([3.0]) == dict(mean=3, p50=3, p90=3, p99=3)
-    summary = workloads.summarize(4.0, 30, [[1.0, 1.5, 3.0], [2.0]])
-    assert summary["inter_token"] == dict(mean=1.0, p50=0.5, p90=1.5, p99=1.5)
-    assert summary["ttft"]["mean"] == 1.5 and summary["end_to_end"]["p99"] == 3.0
-    assert (summary["num_output_tokens"], summary["requests_s"]) == (4, 0.5)
-    assert (summary["output_tok_s"], summary["total_tok_s"]) == (1.0, 8.5)
-    assert summary["decode_tok_s"] == 1.0  # two tokens behind a first one, in 2.0 seconds
-    ends_only = workloads.summarize(4.0, 30, [[1.0, 3.0], [2.0, 2.0]], num_tokens=[3, 1])
-    assert ends_only.pop("inter_token") is None
-    assert ends_only == {k: v for k, v in summary.items() if k != "inter_token"}
-    assert workloads.summarize(1.0, 3, [])["ttft"] is None
-
-
-def nano_vllm_steps(layers: int) -> list[Work]:
-    """The community workload as nano-vllm schedules it: whole prompts of up to 16,384 tokens a
-    step, and when all are in, decodes."""
-    requests, steps = workloads.community(), []
-    prompts = [len(request.prompt) for request in requests]
-    while prompts:
-        count = sum(1 for i in range(len(prompts)) if sum(prompts[:i + 1]) <= 16_384)
-        batch, prompts = prompts[:count], prompts[count:]
-        steps.append(Work(sum(batch), count, layers * sum(batch),
-                          layers * sum(n * (n + 1) // 2 for n in batch)))
-    for i in range(1, max(request.max_tokens for request in requests)):
-        ctx = [len(r.prompt) + i for r in requests if r.max_tokens > i]
-        steps.append(Work(len(ctx), len(ctx), layers * sum(ctx), layers * sum(ctx)))
-    return steps
-
-
-# Worked out by others, for a copy of 4.3 TB/s and 790 TFLOP/s: minimum seconds of the community
-# workload, its output tokens a second, and those of a single stream at 1k of context.
-PUBLISHED = {
-    "Qwen3-0.6B": (3.75, 35_730, 3_284), "Qwen3-1.7B": (4.71, 28_471, 1_208),
-    "Qwen3-4B": (7.67, 17_474, 525), "Qwen3-8B": (10.74, 12_478, 281),
-    "Qwen3-14B": (16.8, 7_963, 153), "Qwen3-32B": (35.5, 3_773, 67),
-    "Qwen3-30B-A3B": (17.6, 7_634, 695), "Llama-3.1-8B": (10.2, 13_093, 284)}
-
-
-def test_the_roofline_of_eight_real_models():
-    assert list(MODELS) == list(PUBLISHED)
-    for name, (seconds, output_tok_s, stream_tok_s) in PUBLISHED.items():
-        config = ModelConfig.from_dict(MODELS[name])
-        layers = config.num_hidden_layers
-        steps = nano_vllm_steps(layers)
-        assert len(steps) == 9 + 1023
-        total = sum(roofline.run_seconds(steps, config, H200).values())
-        assert total == pytest.approx(seconds, rel=0.005), name
-        assert round(133_966 / total) == output_tok_s, name
-        one = roofline.step_seconds(Work(1, 1, 1024 * layers, 1024 * layers), config, H200)
-        assert 1 / sum(one.values()) == pytest.approx(stream_tok_s, rel=0.005), name
-        # Our own schedule, prompts and decodes in one batch, can't be far from theirs.
-        if name in ("Qwen3-0.6B", "Qwen3-30B-A3B"):
-            ours = roofline.simulate(workloads.community(), config)
-            assert sum(roofline.run_seconds(ours, config, H200).values()) == pytest.approx(
-                total, rel=0.01)
-
-
-def test_one_step_by_hand():
-    """0.6B, 4 rows at 1,000 tokens of context, on a machine of 1 GB/s and 1 GFLOP/s."""
-    config = ModelConfig.from_dict(MODELS["Qwen3-0.6B"])
-    slow = Machine(1e9, 1e9)
-    found = roofline.step_seconds(Work(4, 4, 28 * 4000, 28 * 4000), config, slow)
-    matrices = 28 * (1024 * 4096 + 2048 * 1024 + 3 * 1024 * 3072)  # 440 million
-    assert found == pytest.approx(dict(
-        linear=2 * matrices * 4 / 1e9,  # at so few flops a byte arithmetic is slower
-        head=(2 * 151_936 * 1024 * 4 + 4 * 151_936 * 4) / 1e9,
-        attention=4 * 2048 * 28 * 4000 / 1e9,
-        other=16 * 4 * 1024 * 28 / 1e9))
-    fast = roofline.step_seconds(Work(4, 0, 28 * 4000, 28 * 4000), config, Machine(1e9, 1e15))
-    assert fast == pytest.approx(dict(
-        linear=2 * matrices / 1e9, head=0.0, attention=4000 * 114_688 / 1e9,
-        other=16 * 4 * 1024 * 28 / 1e9))
-    assert roofline.step_seconds(Work(4, 0, 0, 0), config, Machine(1e9, 1e15), itemsize=4)[
-        "linear"] == pytest.approx(4 * matrices / 1e9)
-
-
-def test_matrices_are_counted_as_transformers_has_them():
-    for name in ("Qwen3-0.6B", "Qwen3-30B-A3B", "Llama-3.1-8B"):
-        entries = dict(MODELS[name])
-        config = AutoConfig.for_model(entries.pop("model_type"), **entries)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        real = sum(parameter.numel() for name, parameter in model.named_parameters()
-                   if ".layers." in name and parameter.dim() > 1)
-        config = ModelConfig.from_dict(MODELS[name])
-        read, used = roofline.matrix_parameters(config, 10 ** 6)  # every expert is hit
-        assert read == pytest.approx(real)
-        assert (used < real / 8) == bool(config.num_experts)
-
-
-def test_the_experts_that_are_hit():
-    """Of 4 experts with 2 a token, drawn at random: simulated."""
-    config = ModelConfig.from_dict(MODELS["Qwen3-30B-A3B"] | dict(
-        num_experts=4, num_experts_per_tok=2, num_hidden_layers=1))
-    rng = random.Random(0)
-    expert = 3 * 2048 * 768
-    rest = roofline.matrix_parameters(config, 1)[0] - 2 * expert
-    for n in (1, 2, 3, 8):
-        hit = sum(len({e for _ in range(n) for e in rng.sample(range(4), 2)})
-                  for _ in range(4000)) / 4000
-        assert (roofline.matrix_parameters(config, n)[0] - rest) / expert == pytest.approx(
-            hit, rel=0.02)
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 7])
-def test_work_is_what_brute_force_counts(window):
-    rows = [(0, 5), (4, 1), (3, 6), (0, 1), (11, 2)]  # (start, new tokens)
-    step, keys, pairs = Step(0), 0, 0
-    for start, num_new in rows:
-        step.num_new_tokens[Sequence("a", [0], SamplingParams())] = num_new
-        step.starts.append(start)
-        seen = [{key for key in range(at + 1) if window is None or key > at - window}
-                for at in range(start, start + num_new)]
-        keys += len(set.union(*seen))
-        pairs += sum(map(len, seen))
-    step.sampling = list(step.num_new_tokens)[:2]
-    assert Work.of(step, (window, None)) == Work(
-        15, 2, keys + sum(start + n for start, n in rows),
-        pairs + sum(start + i + 1 for start, n in rows for i in range(n)))
-
-
-def test_the_machine_is_measured(monkeypatch):
-    monkeypatch.undo()
-    machine = roofline.measure(torch.device("cpu"), torch.float32)
-    assert 1e6 < machine.bandwidth < 1e14 and 1e6 < machine.matrix_rate < 1e16
-
-
 @pytest.mark.parametrize("machine, model, count", [
     (Machine(1e12, 1e14), "Qwen3-0.6B", 16), (Machine(3e10, 1.5e11), "Qwen3-0.6B", None),
     (Machine(1e9, 1e10), "storyteller", 16)])
@@ -271,9 +39,6 @@ def test_without_a_model_a_cpu_gets_what_it_can_do(monkeypatch, machine, model, 
     with bench.Bench(bench.make_parser().parse_args(["--set", "device=cpu"])) as found:
         assert found.folder.name == model
         assert len(found.requests) == count if count else 4 <= len(found.requests) < 16
-
-
-# ------------------------------------------------------------ that it runs
 
 
 FIELDS = {"machine", "model", "workload", "engine", "result", "interrupted", "roofline",
@@ -362,49 +127,6 @@ def test_peak_memory_is_the_runs_and_not_the_measurements(toy, capsys, monkeypat
         Machine(3e10, 4e11)))
     assert run(capsys, toy, "--dtype", "float32")[0] == 0
     assert done == ["measure", "peak", "measure"]
-
-
-def test_the_steps_are_those_of_the_scheduler(toy):
-    """What the meter has seen is what a simulation of the same scheduler does."""
-    requests = workloads.generate(bench.replace(SMALL["batch"], output_len=(2, 9)), 300)
-    with LLM(toy, device="cpu", load_format="dummy", skip_tokenizer_init=True,
-             max_num_batched_tokens=300, max_num_seqs=8, max_model_len=400,
-             num_gpu_blocks_override=400) as llm:
-        _, seen = meter.serve(llm, requests)
-        assert llm.observers == [llm.metrics]
-        steps = [Work.of(step, llm.model_config.windows) for step in seen.steps]
-    assert steps == roofline.simulate(requests, llm.model_config, 8, 300)
-
-
-def test_a_clock_starts_when_the_request_arrives(toy, monkeypatch):
-    """Each step takes a second here. B arrives in the middle of the first one and is served by the
-    second, C while nobody is there."""
-    class Clock:
-        now = 100.0
-        perf_counter = staticmethod(time.perf_counter)
-
-        def monotonic(self):
-            return self.now
-
-        def sleep(self, seconds):
-            self.now += seconds
-
-    clock = Clock()
-    monkeypatch.setattr(meter, "clock", clock)
-    requests = [Request([1], 1, 9.25), Request([1, 2], 2, 0.5), Request([1, 2, 3], 1, 0.0)]
-    with LLM(toy, device="cpu", load_format="dummy", skip_tokenizer_init=True,
-             num_gpu_blocks_override=9) as llm:
-        launch = llm.runner.launch
-
-        def slow(step):
-            clock.now += 1
-            return launch(step)
-
-        llm.runner.launch = slow
-        result, _ = meter.serve(llm, requests)
-    assert result["ttft"] == dict(mean=3.5 / 3, p50=1.0, p90=1.5, p99=1.5)
-    assert result["end_to_end"]["p99"] == 2.5
-    assert result["seconds"] == 10.25
 
 
 def test_arrivals_and_a_profile(toy, tmp_path, capsys):
@@ -506,18 +228,6 @@ def test_against_transformers(toy, tmp_path, capsys):
     assert re.search(r"transformers [\d.]+, static batch .*times as good", out)
 
 
-PEER = """
-import json, sys
-print(json.dumps({"ready": "another engine"}), flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    if len(asked["prompts"][0]) == 13:
-        sys.exit("out of luck")
-    print(json.dumps({"seconds": 2.0, "times": [[0.5, 2.0] for _ in asked["prompts"]],
-                      "num_tokens": asked["max_tokens"]}), flush=True)
-"""
-
-
 def test_any_script_can_be_a_peer(toy, tmp_path, capsys):
     script, path = tmp_path / "peer.py", tmp_path / "out.json"
     script.write_text(PEER)
@@ -529,77 +239,6 @@ def test_any_script_can_be_a_peer(toy, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run(capsys, toy, *common, "--input-len", "13")
     assert "the peer ended: out of luck" in capsys.readouterr().err
-
-
-def test_the_readmes_tables_come_from_a_measurement(toy, tmp_path, capsys):
-    script = tmp_path / "peer.py"
-    script.write_text(PEER)
-    data = {}
-    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", min_seconds="0",
-                              against=[str(script)], peer_python=sys.executable, no_ladder=False)
-    kept = [sorted(data) for _ in benchmark.measure(args, data)]  # what is written after each part
-    assert kept == [["comparisons"], ["comparisons", "ladder"]]
-    data = json.loads(json.dumps(benchmark.rounded(data)))
-    text = benchmark.render(data)
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    titles = [title for title in rows[0][1:]]
-    assert titles == ["batch: output tok/s", "single: TTFT s", "single: decode tok/s",
-                      "single: total s", "long-prompt: TTFT s", "shared-prefix: total s"]
-    found = {row[0]: row[1:] for row in rows}
-    count = sum(request.max_tokens for request in workloads.generate(SMALL["batch"], 300))
-    assert found["another engine"] == [f"{count / 2:.3g}", "0.5", "42", "2", "0.5", "2"]
-    ours = data["comparisons"][0]["rounds"]["shared-prefix"]["nanoserve"]
-    assert found["nanoserve"][-1] == f"{sum(run['seconds'] for run in ours) / 2:.3g}"
-    ratio = [2 / run["seconds"] for run in ours]
-    assert found["times as good as another engine"][-1].startswith(f"{sum(ratio) / 2:.2f} (")
-    assert len(found["nanoserve, share of the roofline"]) == 6
-    assert "one request at a time" in found and "+ prefix caching" in found
-    assert "`shared-prefix`: 16 requests of 512 common and 32 tokens in, 32 out" in text
-
-
-def test_a_comparison_takes_the_place_of_its_machines_last_one(toy, tmp_path, monkeypatch):
-    """Another CPU's stays, and so do the same one's in another dtype and that of its GPU."""
-    new, *others = (dict(model=dict(dtype=dtype), machine=dict(cpu=cpu, device=device))
-                    for dtype, cpu, device in (("float32", "B", "cpu"), ("float32", "A", "cpu"),
-                                               ("bfloat16", "B", "cpu"), ("float32", "B", "GPU")))
-    monkeypatch.setattr(benchmark.bench.Bench, "against", lambda self, names: new)
-    args = argparse.Namespace(model=str(toy), dtype="float32", rounds="2", min_seconds="0",
-                              against=None, peer_python=sys.executable, no_ladder=True)
-    data = dict(comparisons=[dict(new, old=True), *others])
-    list(benchmark.measure(args, data))
-    assert sorted(map(str, data["comparisons"])) == sorted(map(str, [new, *others]))
-
-
-def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):
-    def ours(requests, label):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(label)
-        return workloads.summarize(2.0, 3, [[1.0, 2.0]]) | dict(interrupted=False)
-
-    done = []
-    found = peers.compare(ours, [], {"batch": [Request([1], 2)], "single": []}, rounds=3)
-    assert found["interrupted"] and list(found["rounds"]) == ["batch"]
-    assert len(found["rounds"]["batch"]["nanoserve"]) == 2
-    assert "batch, medians of 2" in capsys.readouterr().out
-
-
-def test_a_short_workload_gets_more_rounds(capsys):
-    """A batch takes 40 s, a single request 15: in a minute at least, and two rounds, two and four.
-    The table says so."""
-    def ours(requests, label):
-        return workloads.summarize({"batch": 40.0, "single": 15.0}[label], 3, [[1.0, 2.0]]) | dict(
-            interrupted=False, roofline=dict(share=0.5, bandwidth=next(speeds), matrix_rate=2e11))
-
-    speeds = iter(1e9 * n for n in (30, 41, 35, 35, 35, 35))
-    found = peers.compare(ours, [], dict.fromkeys(("batch", "single"), [Request([1], 2)]), 2, 60)
-    assert [len(runs["nanoserve"]) for runs in found["rounds"].values()] == [2, 4]
-    assert "batch, medians of 2" in capsys.readouterr().out
-    machine = dict(cpu="A", device="cpu", date="today", num_cores=2, threads=2, torch="2",
-                   python="3", bandwidth=1e9, matrix_rate=1e9)
-    text = benchmark.comparison(found | dict(machine=machine, model=dict(dtype="d", name="M")))
-    assert "medians of 2 rounds, of `single` 4:" in text
-    assert "copy 30 to 41 GB/s, matrix product 200 GFLOP/s" in text
 
 
 def test_min_seconds_reach_the_comparison(toy, capsys, monkeypatch):
@@ -623,18 +262,6 @@ def test_single_tokens_have_no_rate(toy, tmp_path, capsys):
     assert code == 0 and "decode tok/s nan" in out
     code, out, _ = run(capsys, toy, "--ladder", "--rounds", "1", "--output-len", "1")
     assert code == 0 and "+ prefix caching" in out and "nan ms" in out
-
-
-def test_ratios_say_how_many_times_as_good_we_are():
-    def one(tok_s, seconds, ttft, decode):
-        return dict(output_tok_s=tok_s, seconds=seconds, ttft=dict(mean=ttft), decode_tok_s=decode)
-
-    ours, theirs = [one(6, 2, 1, 5), one(8, 4, 3, 4)], [one(3, 3, 4, 10), one(2, 4, 1.5, 2)]
-    assert peers.ratios("batch", ours, theirs) == [[2, 4]]
-    assert peers.ratios("single", ours, theirs) == [[4, 0.5], [0.5, 2], [1.5, 1]]
-    assert peers.ratios("long-prompt", ours, theirs) == [[4, 0.5]]
-    assert peers.ratios("shared-prefix", ours, theirs) == [[1.5, 1]]
-    assert peers.ratios("mixed", ours, theirs) == [[2, 4]]
 
 
 @pytest.mark.parametrize("args, on_gpu, temperature", [
@@ -682,21 +309,3 @@ def test_wrong_use_is_refused_before_any_work(args, says, toy, capsys, monkeypat
     with pytest.raises(SystemExit) as exit:
         run(capsys, toy, *args)
     assert exit.value.code == 2 and says in capsys.readouterr().err
-
-
-def test_built_in_names_are_found_in_any_case(tmp_path, monkeypatch):
-    assert roofline.built_in("qwen3-0.6b") == "Qwen3-0.6B"
-    assert roofline.built_in("Qwen/Qwen3-0.6B") is None  # a hub id: the real weights
-    for name in MODELS:
-        ModelConfig.from_folder(roofline.write_config(name, tmp_path))
-    monkeypatch.setattr(sys, "argv", ["roofline"])
-    with pytest.raises(ValueError, match="config.json"):
-        ModelConfig.from_folder(tmp_path / "nothing")
-
-
-def test_the_roofline_table_can_be_printed(capsys, monkeypatch):
-    monkeypatch.setattr(roofline, "MODELS", {"Qwen3-0.6B": MODELS["Qwen3-0.6B"]})
-    monkeypatch.setattr(roofline, "community", lambda: workloads.community(4, (5, 9), (2, 3)))
-    monkeypatch.setattr(sys, "argv", ["roofline", "--bandwidth", "2", "--rate", "100"])
-    roofline.main()
-    assert re.search(r"^Qwen3-0.6B +[\d.]+ +[\d,]+ +[\d,]+$", capsys.readouterr().out, re.M)

@@ -1,63 +1,26 @@
 """Penalties and constraints: exactly what a plain loop over one row's tokens makes of the logits.
 
-Oracles: `plain_edits`, which goes through one row token by token in numpy's float32, in the order
-of vLLM's documentation; and `naive_text`, which asks transformers for the logits of the whole text
-before every single token. Neither knows of batches, blocks or steps. What comes after the edits
+The oracle is `plain_edits`, which goes through one row token by token in numpy's float32, in the
+order of vLLM's documentation. It knows of no batches, blocks or steps. What comes after the edits
 (temperature, filters, the draw) is proved in test_sampler.
 """
 
-import json
 import random
-import re
-import shutil
-from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    EOS,
-    NEAR_TIE,
-    Reference,
-    assert_same_text,
-    byte_tokenizer,
-    sampling_batch,
-)
+from checkpoints import sampling_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_sampling import plain_edits
 
-from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve import SamplingParams, ops
 from nanoserve.controls import RowState
-from nanoserve.sampler import SamplingInputs, sample
+from nanoserve.sampler import sample
 from nanoserve.sequence import Sequence
 
 CPU = torch.device("cpu")
-
-
-def plain_edits(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int],
-                late: list[int] = (), bad_words: list[list[int]] = ()) -> np.ndarray:
-    """One row, one rule and one token after the other. logits: (vocab_size,) float32."""
-    one = np.float32
-    row = [one(x) for x in logits]
-    for token in range(len(row)):
-        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
-            row[token] = one(-np.inf)
-    for word in bad_words:
-        if (output + [word[-1]])[-len(word):] == word:
-            row[word[-1]] = one(-np.inf)
-    if len(output) < params.min_tokens:
-        for token in late:
-            row[token] = one(-np.inf)
-    for token, bias in (params.logit_bias or {}).items():
-        row[token] += one(bias)
-    repetition = one(params.repetition_penalty)
-    for token in set(prompt + output):
-        row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
-    for token, count in Counter(output).items():
-        row[token] -= one(params.frequency_penalty) * one(count)
-        row[token] -= one(params.presence_penalty)
-    return np.array(row, dtype=np.float32)
 
 
 # -------------------------------------------------- the sampler, on random logits
@@ -97,7 +60,8 @@ def rows(draw) -> tuple[Sequence, list[int], list[int]]:
 
 
 def sampled(logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
-    return sample(logits, SamplingInputs.of(seqs, sampling_batch(seqs), VOCAB_SIZE)).token_ids.tolist()
+    inputs = sampling_inputs(seqs, VOCAB_SIZE)
+    return sample(logits, inputs, ops).token_ids.tolist()
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -114,7 +78,7 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
     expected = torch.tensor(np.array([
         plain_edits(row, seq.params, prompt, output, seq.late_ids, seq.bad_word_ids)
         for row, (seq, prompt, output) in zip(logits.float().numpy(), batch, strict=True)]))
-    inputs = SamplingInputs.of(seqs, sampling_batch(seqs), VOCAB_SIZE)
+    inputs = sampling_inputs(seqs, VOCAB_SIZE)
     edited = logits.float().clone()
     if inputs.edits is not None:
         edited[inputs.edits.rows] = inputs.edits.apply(edited[inputs.edits.rows])
@@ -138,7 +102,7 @@ def test_a_sequence_is_counted_as_it_grows():
     seq = Sequence("1", list(prompt), params, num_unknown_tokens=1)
     for step in range(60):
         row = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
-        edits = SamplingInputs.of([seq], sampling_batch([seq]), VOCAB_SIZE).edits
+        edits = sampling_inputs([seq], VOCAB_SIZE).edits
         expected = plain_edits(row[0].numpy(), params, prompt, seq.output_token_ids)
         assert np.array_equal(edits.apply(row.clone())[0].numpy(), expected)
         if rng.random() < .8:  # else the same step again: one that failed is asked for twice
@@ -161,9 +125,9 @@ def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RowState, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            SamplingInputs.of([seq], sampling_batch([seq]), 64)
+            sampling_inputs([seq], 64)
     for _ in range(2):
-        edits = SamplingInputs.of([seq], sampling_batch([seq]), 64).edits
+        edits = sampling_inputs([seq], 64).edits
         assert (edits.seen[1].tolist(), edits.counts.tolist()) == ([5, 6], [2, 1])
 
 
@@ -174,7 +138,7 @@ def test_penalties_by_hand():
         repetition_penalty=2, frequency_penalty=.5, presence_penalty=1.5), num_unknown_tokens=1)
     seq.token_ids += [2, 2, 2, 3]
     logits = torch.tensor([[2.0, -2.0, 8.0, -1.0, 5.0]])
-    edits = SamplingInputs.of([seq], sampling_batch([seq]), 5).edits
+    edits = sampling_inputs([seq], 5).edits
     assert edits.apply(logits).tolist() == [[1.0, -4.0, 1.0, -4.0, 5.0]]
 
 
@@ -186,333 +150,7 @@ def test_rows_without_controls_get_no_edits():
     for seq in seqs:
         seq.token_ids += [2, 2]
         seq.num_unknown_tokens = 1
-    assert SamplingInputs.of(seqs, sampling_batch(seqs), 9).edits is None
+    assert sampling_inputs(seqs, 9).edits is None
     seqs[1].token_ids.pop()  # one more to come
-    edits = SamplingInputs.of(seqs, sampling_batch(seqs), 9).edits
+    edits = sampling_inputs(seqs, 9).edits
     assert (edits.rows.tolist(), edits.banned.tolist()) == ([1], [[0], [3]])
-
-
-# ------------------------------------------------------- the engine, in every mode
-
-MAX_TOKENS = 16
-PROMPT = [10, 20, 30, 20, 10, 30, 30] + list(range(40, 60))
-
-
-def greedy(**fields) -> SamplingParams:
-    return SamplingParams(**dict(temperature=0, max_tokens=MAX_TOKENS) | fields)
-
-
-TOKENIZER = byte_tokenizer()
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-LETTERS = ids_of("abcdefghijklmnopqrstuvwxyz")
-A, B = LETTERS[:2]
-ASCII = ids_of("".join(map(chr, range(33, 127))))
-
-
-class Naive:
-    """Greedy text by the whole forward pass for each token, edited by the plain loop."""
-
-    def __init__(self, folder):
-        self.model = Reference(folder).model
-
-    @torch.no_grad()
-    def text(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], list[float]]:
-        output, gaps, late = [], [], [EOS, *params.stop_token_ids]
-        words = [ids_of(word.lstrip()) for word in params.bad_words or []]
-        while len(output) < params.max_tokens:
-            logits = self.model(torch.tensor([prompt + output])).logits[0, -1].numpy()
-            row = plain_edits(logits, params, prompt, output, late, words)
-            best = np.sort(row)[::-1]
-            gaps.append(float(best[0] - best[1]))
-            output.append(int(row.argmax()))
-            if output[-1] in params.stop_token_ids or output[-1] == EOS and not params.ignore_eos:
-                break
-        return output, gaps
-
-
-@pytest.fixture(scope="module")
-def naive(qwen3) -> Naive:
-    return Naive(qwen3)
-
-
-@pytest.fixture(scope="module")
-def cases(naive) -> list[tuple[SamplingParams, list[int], list[float]]]:
-    """Requests with and without controls, and what the naive loop says of each."""
-    plain, _ = naive.text(PROMPT, greedy())
-    said = [TOKENIZER.decode(token) for token in plain if token in ASCII]
-    in_letters, _ = naive.text(PROMPT, greedy(allowed_token_ids=LETTERS))
-    asked = [
-        greedy(), greedy(repetition_penalty=1.3), greedy(repetition_penalty=.7),
-        greedy(frequency_penalty=1.5), greedy(presence_penalty=2.0), greedy(presence_penalty=-1.0),
-        greedy(repetition_penalty=1.5, frequency_penalty=.5, presence_penalty=.5),
-        greedy(logit_bias={plain[0]: -100, plain[3]: 3.0, 99: 2.5}),
-        greedy(logit_bias={77: 100}, repetition_penalty=2.0),
-        greedy(allowed_token_ids=list(range(60, 70)), frequency_penalty=2.0),
-        greedy(stop_token_ids=plain[1:3]), greedy(stop_token_ids=plain[1:3], min_tokens=5),
-        greedy(stop_token_ids=plain[1:3], min_tokens=3, ignore_eos=True, presence_penalty=.7),
-        greedy(bad_words=said),
-        greedy(bad_words=[TOKENIZER.decode(in_letters[:3]), "abc"], allowed_token_ids=LETTERS),
-        greedy(logit_bias={EOS: 100}, min_tokens=7),
-    ]
-    made = [(params, *naive.text(PROMPT, params)) for params in asked]
-    texts = {tuple(text) for _, text, _ in made}
-    assert len(texts) >= 13, "most controls must make a difference"
-    return made
-
-
-MODES = {
-    "plain": dict(),
-    "chunks": dict(max_num_batched_tokens=16, max_num_seqs=16),
-    "overlap": dict(async_scheduling=True),
-    "blocks of 3, no cache": dict(block_size=3, num_gpu_blocks_override=300,
-                                  enable_prefix_caching=False),
-    "a tiny pool": dict(num_gpu_blocks_override=9, max_num_batched_tokens=40),
-    "a tiny pool, chunks, overlap": dict(num_gpu_blocks_override=9, max_num_batched_tokens=16,
-                                         max_num_seqs=8, async_scheduling=True),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_controls_equal_the_naive_loop(qwen3, cases, mode):
-    """Sixteen requests in one engine, each with its own controls: none knows of the others."""
-    llm = LLM(qwen3, dtype="float32", device="cpu",
-              **dict(num_gpu_blocks_override=64) | MODES[mode])
-    steps, schedule = [], llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
-    outs = llm.generate([PROMPT] * len(cases), [params for params, _, _ in cases], use_tqdm=False)
-    for out, (params, text, gaps) in zip(outs, cases, strict=True):
-        assert_same_text(out.outputs[0].token_ids, text, gaps, f"{mode}, {params}")
-    assert any(step.preempted for step in steps) == ("tiny pool" in mode)
-    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
-
-
-def test_seeded_samples_with_controls_are_the_same_with_overlap(qwen3):
-    """A row that needs its last token's value waits for it; the draw is the same."""
-    params = [SamplingParams(n=2, seed=seed, max_tokens=20, ignore_eos=True, **kinds)
-              for seed, kinds in enumerate([
-                  dict(), dict(repetition_penalty=1.4), dict(frequency_penalty=2., top_k=9),
-                  dict(bad_words=["ab", "b"]), dict(min_tokens=9, stop_token_ids=list(range(120))),
-                  dict(presence_penalty=2., top_p=.8)])]
-    texts = []
-    for options in (dict(), dict(async_scheduling=True),
-                    dict(async_scheduling=True, num_gpu_blocks_override=8, max_num_seqs=7)):
-        llm = LLM(qwen3, dtype="float32", **dict(num_gpu_blocks_override=64) | options)
-        outs = llm.generate([PROMPT[:18]] * len(params), params, use_tqdm=False)
-        texts.append([sample.token_ids for out in outs for sample in out.outputs])
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_who_waits_for_the_last_token_and_who_does_not(qwen3):
-    """With overlap, a plain row samples in every step; a row with a penalty in every second one,
-    because its next token depends on one that the host has not seen. min_tokens is only a count."""
-    llm = LLM(qwen3, num_gpu_blocks_override=64, async_scheduling=True)
-    for name, kinds in dict(plain={}, late=dict(min_tokens=8), biased=dict(logit_bias={5: 1}),
-                            penalty=dict(presence_penalty=1), word=dict(bad_words=["ab"])).items():
-        llm.add_request(name, [1, 2, 3], greedy(max_tokens=8, ignore_eos=True, **kinds))
-    rows, schedule = [], llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: rows.append(schedule()) or rows[-1]
-    while llm.has_unfinished_requests():
-        llm.step()
-    sampled_in = {name: [step.index for step in rows for seq in step.sampling if seq.name == name]
-                  for name in ("plain", "late", "biased", "penalty", "word")}
-    assert sampled_in["plain"] == sampled_in["late"] == sampled_in["biased"] == list(range(8))
-    assert sampled_in["penalty"] == sampled_in["word"] == list(range(0, 16, 2))
-
-
-def test_rows_beside_controls_are_left_alone(qwen3):
-    """The tokens of plain requests, greedy and drawn, with and without neighbours that use
-    everything."""
-    plain = [greedy(), SamplingParams(seed=1, max_tokens=MAX_TOKENS, top_p=.9)]
-    loud = [SamplingParams(seed=2, max_tokens=MAX_TOKENS, repetition_penalty=1.5, logprobs=4,
-                           min_tokens=5, bad_words=["a", "bc"], logit_bias={50: 9}),
-            greedy(allowed_token_ids=[1, 2, 3], prompt_logprobs=2, presence_penalty=1)]
-    texts = []
-    for params in (plain, [loud[0], plain[0], loud[1], plain[1]]):
-        llm = LLM(qwen3, num_gpu_blocks_override=64)
-        outs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-        texts.append([out.outputs[0].token_ids for out, p in zip(outs, params, strict=True)
-                      if p in plain])
-    assert texts[0] == texts[1]
-
-
-@pytest.fixture(scope="module")
-def llm(qwen3) -> LLM:
-    return LLM(qwen3, dtype="float32", num_gpu_blocks_override=64)
-
-
-def run(llm: LLM, params: SamplingParams, prompt=PROMPT):
-    return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-
-
-def test_the_ends_of_a_logit_bias(llm):
-    """100 makes a token certain, -100 impossible, for these logits."""
-    assert run(llm, greedy(logit_bias={65: 100})).token_ids == [65] * MAX_TOKENS
-    wild = SamplingParams(temperature=2, max_tokens=200, seed=0, ignore_eos=True,
-                          logit_bias={token: -100 for token in range(0, 260, 2)})
-    assert all(token % 2 for token in run(llm, wild).token_ids)
-
-
-def test_allowed_tokens_alone_come_and_may_end_it(llm):
-    allowed = [7, 8, 9, EOS]
-    wild = SamplingParams(temperature=2, max_tokens=100, seed=0, allowed_token_ids=allowed,
-                          logit_bias={token: 5 for token in allowed})
-    outs = [run(llm, replace(wild, seed=seed)) for seed in range(8)]
-    assert {token for out in outs for token in out.token_ids} == set(allowed)
-    assert any(out.finish_reason == "stop" and len(out.token_ids) < 100 for out in outs)
-
-
-# ----------------------------------------------------------------- bad words
-
-
-def test_a_word_that_is_another_token_behind_a_space():
-    """The bundled model writes "was" as two tokens at the start of a text and as one behind a
-    space. vLLM bans the second only where it has as many tokens as the first, so here " was" would
-    come; it must not, in any spelling of the request."""
-    llm = LLM()
-    encode = llm.get_tokenizer().encode
-    words = ["was", "Prince", "delighted"]
-    assert len(encode("was")) == 2 and len(encode(" was")) == 1
-    banned = [encode(space + word) for word in words for space in ("", " ")]
-
-    def said(out) -> list[str]:
-        ids = out.token_ids
-        found = [word for word in words if re.search(rf"\b{word}\b", out.text)]
-        return found + [word for word in banned for i in range(len(ids))
-                        if ids[i:i + len(word)] == word]
-
-    assert {*words} <= {*map(str, said(run(llm, greedy(max_tokens=60), "Once upon a time")))}
-    for spelled in (words, [" " + word for word in words]):
-        params = [greedy(max_tokens=60, bad_words=spelled), *(
-            SamplingParams(temperature=1.2, seed=seed, max_tokens=60, bad_words=spelled)
-            for seed in range(4))]
-        outs = llm.generate(["Once upon a time the Prince was"] * 5, params, use_tqdm=False)
-        assert [said(out.outputs[0]) for out in outs] == [[]] * 5
-        assert all(len(out.outputs[0].text) > 100 for out in outs)
-
-
-def test_only_the_last_token_of_a_word_is_banned_and_only_behind_the_others(llm, naive):
-    """With the first two letters of its text as a word, the first still comes and the second does
-    not. A word that begins in the prompt does not count, as in vLLM."""
-    letters = greedy(allowed_token_ids=LETTERS)
-    text, _ = naive.text(PROMPT, letters)
-    word = TOKENIZER.decode(text[:2])
-    out = run(llm, replace(letters, bad_words=[word]))
-    assert out.token_ids[0] == text[0] and word not in out.text and len(word) == 2
-    prompt = PROMPT + ids_of("x")
-    first, _ = naive.text(prompt, replace(letters, max_tokens=1))
-    behind = "x" + TOKENIZER.decode(first)
-    assert run(llm, replace(letters, max_tokens=1, bad_words=[behind]), prompt).token_ids == first
-
-
-# ---------------------------------------------------------------- min_tokens
-
-
-@pytest.mark.parametrize("min_tokens", [0, 1, 5, MAX_TOKENS])
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_no_end_before_min_tokens(qwen3, min_tokens, async_scheduling):
-    """The model wants to end at once; it may as soon as it has said enough."""
-    llm = LLM(qwen3, num_gpu_blocks_override=64, async_scheduling=async_scheduling)
-    for wish, kinds in ((EOS, {}), (66, dict(stop_token_ids=[66]))):
-        out = run(llm, greedy(logit_bias={wish: 100}, min_tokens=min_tokens, **kinds))
-        assert wish not in out.token_ids[:min_tokens]
-        if min_tokens < MAX_TOKENS:
-            assert out.token_ids.index(wish) == min_tokens == len(out.token_ids) - 1
-            assert (out.finish_reason, out.stop_reason) == ("stop", kinds and 66 or None)
-        else:
-            assert (out.finish_reason, len(out.token_ids)) == ("length", MAX_TOKENS)
-
-
-def test_min_tokens_keeps_eos_away_even_where_it_ends_nothing(llm):
-    """As in vLLM: `ignore_eos` makes EOS a token like others, but not one to begin with."""
-    ids = run(llm, greedy(logit_bias={EOS: 100}, min_tokens=4, ignore_eos=True)).token_ids
-    assert EOS not in ids[:4] and ids[4:] == [EOS] * (MAX_TOKENS - 4)
-
-
-@pytest.mark.parametrize("kind", list(RequestOutputKind))
-@pytest.mark.parametrize(("stop", "min_tokens", "text", "num_tokens"), [
-    ("ab", 0, "", 2), ("ab", 1, "", 2),  # it begins within the first token, and ends behind
-    ("ab", 2, "ab", 4), ("ab", 7, "ababcd", 8), ("ab", 8, "ababcdab", 10),
-    ("cd", 3, "abab", 6), ("cd", 6, "ababcdabababababab", 18),
-    ("dabab", 9, "ababc", 10), ("dabab", 10, "ababcdabababababab", 18),
-], ids=str)
-def test_stop_strings_are_not_looked_for_before_min_tokens(
-        llm, stop, min_tokens, text, num_tokens, kind, monkeypatch):
-    """vLLM's rule: a stop string may begin within the first min_tokens tokens, but not end there.
-    The model says ab ab cd ab ab ..., one letter a token: 18 of them."""
-    words = ids_of("ababcdabababababab")
-    really = llm.runner.launch
-
-    def spoken(step):
-        output = really(step)
-        at = [seq.num_tokens - 1 - seq.num_prompt_tokens for seq in step.sampling]
-        output.token_ids = torch.tensor([words[i] for i in at])
-        return output
-    monkeypatch.setattr(llm.runner, "launch", spoken)
-    params = greedy(max_tokens=18, stop=[stop], min_tokens=min_tokens, output_kind=kind)
-    outs = [out.outputs[0] for out in llm.stream([PROMPT], params)]
-    shown = "".join(o.text for o in outs) if kind is RequestOutputKind.DELTA else outs[-1].text
-    assert shown == text
-    count = sum(len(o.token_ids) for o in outs) if kind is RequestOutputKind.DELTA else len(
-        outs[-1].token_ids)
-    assert count == num_tokens
-
-
-# --------------------------------------------------------------- at the edge
-
-REFUSED = [
-    (dict(logit_bias={260: 1.0}), "logit_bias.*260.*vocabulary of 260"),
-    (dict(allowed_token_ids=[5, 999]), "allowed_token_ids.*999.*0 to 259"),
-    (dict(stop_token_ids=[260]), "stop_token_ids.*260.*vocabulary"),
-    (dict(logprobs=261), "logprobs=261.*at most 260"),
-    (dict(prompt_logprobs=1000), "prompt_logprobs=1000.*at most 260"),
-    (dict(allowed_token_ids=[EOS], min_tokens=1), r"allowed_token_ids=\[257\].*min_tokens=1.*no"),
-    (dict(allowed_token_ids=[EOS, 5], stop_token_ids=[5], min_tokens=1), "min_tokens=1.*no token"),
-    (dict(allowed_token_ids=[A], bad_words=["a"]), r"bad_words=\['a'\].*no token"),
-    (dict(allowed_token_ids=[A, B], bad_words=["ab", "ba"]), "no token"),
-    (dict(allowed_token_ids=[*LETTERS, EOS], bad_words=[chr(i) for i in range(97, 123)],
-          min_tokens=9), "no token"),
-    (dict(stop_token_ids=list(range(260)), min_tokens=1), "min_tokens=1.*no token"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_cannot_work_is_refused_before_any_work_starts(llm, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        llm.generate([PROMPT], greedy(**arguments), use_tqdm=False)
-    assert not llm.requests
-
-
-@pytest.mark.parametrize("arguments", [
-    dict(logit_bias={259: 1.0}), dict(allowed_token_ids=[259]), dict(stop_token_ids=[259]),
-    dict(logprobs=260), dict(prompt_logprobs=260), dict(allowed_token_ids=[EOS, 5], min_tokens=1),
-    dict(allowed_token_ids=[EOS]), dict(allowed_token_ids=[A, B], bad_words=["ab"]),
-    dict(allowed_token_ids=[A], bad_words=["xa"]),  # x is not allowed, so the word never begins
-    dict(allowed_token_ids=np.array([5, 5, 6])), dict(logit_bias={np.int64(5): np.float64(2)}),
-    dict(stop_token_ids=list(range(259)), min_tokens=1, ignore_eos=True),
-], ids=str)
-def test_what_is_just_possible_is_accepted(llm, arguments):
-    assert run(llm, greedy(**arguments)).token_ids
-
-
-def test_bad_words_need_a_tokenizer(qwen3):
-    llm = LLM(qwen3, num_gpu_blocks_override=16, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match=r"bad_words=\['word'\].*needs a tokenizer"):
-        llm.generate([PROMPT], greedy(bad_words=["word"]), use_tqdm=False)
-    assert run(llm, greedy(bad_words=[])).token_ids
-
-
-def test_a_repetition_penalty_that_the_model_recommends(qwen3, tmp_path, naive):
-    """generation_config.json may ask for one (Qwen2.5's does): it was refused, and is applied."""
-    folder = shutil.copytree(qwen3, tmp_path / "qwen3")
-    (folder / "generation_config.json").write_text(json.dumps(dict(
-        eos_token_id=EOS, temperature=0, repetition_penalty=1.3, max_new_tokens=MAX_TOKENS)))
-    llm = LLM(folder, dtype="float32", num_gpu_blocks_override=16)
-    assert llm.get_default_sampling_params() == greedy(repetition_penalty=1.3)
-    text, gaps = naive.text(PROMPT, greedy(repetition_penalty=1.3))
-    assert min(gaps) > NEAR_TIE
-    assert run(llm, None).token_ids == text

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_same_text, write_json
+from checkpoints import assert_same_text
+from helpers import write_json
 
 from nanoserve import LLM, SamplingParams, model_runner
 from nanoserve.sampler import SamplingInputs
@@ -61,26 +62,29 @@ class LateDevice:
         self.num_unknown.append(batch.num_unknown)
         self.placeholders += batch.input_ids[batch.input_ids < 0].tolist()
         # What the host decides about the samples is decided now; only the device is late.
-        inputs = SamplingInputs.of(step.sampling, batch, self.runner.model_config.vocab_size)
+        inputs = SamplingInputs.of(step, batch, self.runner.model_config.vocab_size)
         self.queue.append((step, batch, inputs, LateTokens(self, index)))
         return self.queue[-1][-1]
 
     def catch_up(self, index: int) -> None:
         """Run everything up to step `index`, as a stream does."""
         while self.queue and self.queue[0][-1].index <= index:
-            step, batch, inputs, tokens = self.queue.pop(0)
-            known = []  # the inputs as the model got them, if some had to be filled in
-            with self.monkeypatch.context() as patch:
-                patch.setattr(self.runner.builder, "take_buffer", lambda: None)
-                patch.setattr(self.runner.builder, "pack", lambda step, buffer, size: None)
-                patch.setattr(self.runner.builder, "unpack", lambda buffer: batch)
-                patch.setattr(model_runner, "SamplingInputs",
-                              SimpleNamespace(of=lambda *arguments: inputs))
-                really_known = self.runner._known
-                patch.setattr(self.runner, "_known", lambda ids: known.append(
-                    really_known(ids)) or known[-1])
-                tokens.values = self.really_launch(step)
-            self.filled += [token for ids in known for token in ids[batch.input_ids < 0].tolist()]
+            self.run_next()
+
+    def run_next(self) -> None:
+        step, batch, inputs, tokens = self.queue.pop(0)
+        known = []  # the inputs as the model got them, if some had to be filled in
+        with self.monkeypatch.context() as patch:
+            patch.setattr(self.runner.builder, "take_buffer", lambda: None)
+            patch.setattr(self.runner.builder, "pack", lambda step, buffer, size: None)
+            patch.setattr(self.runner.builder, "unpack", lambda buffer: batch)
+            patch.setattr(model_runner, "SamplingInputs",
+                          SimpleNamespace(of=lambda *arguments: inputs))
+            really_known = self.runner._known
+            patch.setattr(self.runner, "_known", lambda ids: known.append(
+                really_known(ids)) or known[-1])
+            tokens.values = self.really_launch(step)
+        self.filled += [token for ids in known for token in ids[batch.input_ids < 0].tolist()]
 
 
 def start(folder, depth=1, **options) -> LLM:
@@ -138,7 +142,7 @@ def test_unknown_inputs_are_filled_on_the_device(qwen3, references, monkeypatch)
     outputs = generate(llm, prompts, greedy(ignore_eos=True))
     assert device.num_unknown == [0] + [2] * (MAX_TOKENS - 1)
     assert len(set(device.placeholders)) == 2 and max(device.placeholders) < 0  # one for each row
-    columns = zip(*(output.outputs[0].token_ids[:-1] for output in outputs))
+    columns = zip(*(output.outputs[0].token_ids[:-1] for output in outputs), strict=True)
     assert device.filled == [token for tokens in columns for token in tokens]
     assert_transformers_agrees(outputs, references, "overlap")
 
@@ -240,7 +244,7 @@ def test_stop_strings_in_flight(qwen3, monkeypatch):
         sample = output.outputs[0]
         assert (sample.text, sample.stop_reason) == (text[:text.index(stop)], stop)
     num_tokens = [len(output.outputs[0].token_ids) for output in outputs]
-    needed = sum(len(prompt) - 1 + n for prompt, n in zip(prompts, num_tokens))
+    needed = sum(len(prompt) - 1 + n for prompt, n in zip(prompts, num_tokens, strict=True))
     wasted = sum(n < MAX_TOKENS for n in num_tokens)  # but for those that ended by length as well
     assert wasted > 0 and sum(step.num_tokens for step in device.steps) == needed + wasted
 

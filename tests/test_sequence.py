@@ -14,6 +14,7 @@ import pytest
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence
 
+pytestmark = pytest.mark.floor
 DEFAULTS = dict(
     n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=1.0,
     top_p=1.0, top_k=0, min_p=0.0, seed=None, stop=[], stop_token_ids=[], ignore_eos=False,

@@ -180,7 +180,7 @@ def train(options: argparse.Namespace) -> None:
         state = torch.load(checkpoint)
         first, seconds = state["step"], state["seconds"]
         model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
     start = time.monotonic() - seconds

@@ -1,11 +1,15 @@
-"""safetensors to parameters: find the files, rename, fuse, and prove that nothing was missed.
+"""safetensors to parameters: find the files, find each tensor's place, and prove none was missed.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
 in which file. Files are read one tensor at a time straight from the page cache, so that loading
 needs the model's size and one tensor, never two models.
 
-    model.layers.0.self_attn.k_proj.weight   the checkpoint's name
-          layers.0.self_attn.qkv_proj  "weight"  part "k"      module, parameter, part of its rows
+A layer says itself which tensors fill it: `tensors(path)` yields their names, each with a function
+that copies what belongs there (layers.py). Names are those that most checkpoints use; the dialects
+of the others are translated here:
+
+    model.layers.0.self_attn.k_proj.weight         layers.0.self_attn.k_proj.weight
+    ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
 
 With tensor parallelism each rank reads the same files, and copies from each tensor the share that
 is its own: a file is mapped, so that the rest is never read, and no rank ever holds all weights.
@@ -20,7 +24,7 @@ checkpoints, which can run code when they are loaded.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,22 +32,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
-from nanoserve.layers import RMSNorm
 from nanoserve.checkpoint.model_config import ModelConfig
 
-# What the engine computes in one go: the checkpoint's name -> (module, part).
-FUSED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
-         "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
-         "q_norm": ("qk_norm", "q"), "k_norm": ("qk_norm", "k")}
-UNFUSED = {fused: leaf for leaf, fused in FUSED.items()}
-# A mixture's experts are one module here and a module each in the file, and Mixtral has its own
-# names for everything about them.
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)$")
-EXPERT_PARTS = {"gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
-                "down_proj": ("down_proj", "down")}
-EXPERT_PARTS |= {w: EXPERT_PARTS[leaf] for w, leaf in
-                 (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj"))}
-
+# How other files spell the names that layers know: applied in this order.
+DIALECTS = [(r"^model\.", ""), (r"\.block_sparse_moe\.", ".mlp."),
+            (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+            (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+            (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
 
 
@@ -52,36 +47,54 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     """Fill `model` from the safetensors files in `folder`. unused: the beginnings of tensors' names
     that may be there and are passed over.
 
-    The books are kept in one set: all places there are, from which each tensor takes its own. What
+    The books are kept in one dict: all places there are, from which each tensor takes its own. What
     finds none, or finds it taken, is left over; what remains at the end is missing.
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
-    missing, tied_head = _expected(model), None
+    missing, tied_head = expected_tensors(model), None
     for file, name, tensor in _tensors(folder, show_progress):
         if name.startswith(unused):
             continue
         if _is_redundant(name, config):
             tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
             continue
-        piece = _piece(name)
-        if piece not in missing:
+        fill = missing.pop(_translated(name), None)
+        if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
                              "with this config.json, or comes twice")
-        module_name, parameter, part = piece
         try:
-            model.get_submodule(module_name).weight_loader(parameter, tensor, part)
+            fill(tensor)
         except ValueError as error:
             raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
                 from None
-        missing.remove(piece)
     if missing:
-        names = sorted(_checkpoint_name(*piece) for piece in missing)
+        names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
+                       for name in missing)
         raise ValueError(f"{folder}: {len(missing)} tensors are missing from the checkpoint: "
                          f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
     if tied_head is not None:
         _check_tied(model, *tied_head)
     _finish(model)
+
+
+def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
+    """Every checkpoint tensor that the model needs, with the function that takes it."""
+    found: dict[str, Callable[[torch.Tensor], None]] = {}
+    for path, module in model.named_modules():
+        weights = [name for name, _ in module.named_parameters(recurse=False)]
+        assert not weights or hasattr(module, "tensors"), f"nobody would fill {path}.{weights[0]}"
+        for name, fill in module.tensors(path) if weights else ():
+            assert name not in found, f"two layers want {name}"
+            found[name] = fill
+    return found
+
+
+def _translated(name: str) -> str:
+    """A checkpoint's name for a tensor, in the layers' words."""
+    for pattern, replacement in DIALECTS:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
@@ -105,8 +118,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             seed += 1
-            if isinstance(module, RMSNorm):
-                parameter.fill_(0 if module.offset else 1)
+            if hasattr(module, "neutral"):  # a norm
+                parameter.fill_(module.neutral)
             else:
                 generator = torch.Generator(parameter.device).manual_seed(seed)
                 deviation = max(parameter.shape[-1], 1) ** -0.5  # a share may be empty
@@ -115,42 +128,6 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
                 for part in parameter.view(-1).split(DUMMY_NUMBERS):
                     part.copy_(numbers[:len(part)])
     _finish(model)
-
-
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that own weights, by name."""
-    for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            assert hasattr(module, "weight_loader"), f"{name} has no weight_loader"
-            yield name, module
-
-
-def _expected(model: nn.Module) -> set[tuple[str, str, str | None]]:
-    """Everything that must be written: (module, parameter, part) triples."""
-    return {(name, *piece) for name, module in _parts(model) for piece in module.pieces()}
-
-
-def _piece(name: str) -> tuple[str, str, str | None]:
-    """Where a checkpoint's tensor belongs, by its name."""
-    name = name.removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
-    path, _, parameter = name.rpartition(".")
-    if (expert := EXPERT.match(path)) and expert[3] in EXPERT_PARTS and parameter == "weight":
-        stacked, part = EXPERT_PARTS[expert[3]]
-        return expert[1], stacked, f"{int(expert[2])}.{part}"
-    parent, _, leaf = path.rpartition(".")
-    module, part = FUSED.get(leaf, (leaf, None))
-    return (f"{parent}.{module}" if parent else module), parameter, part
-
-
-def _checkpoint_name(module: str, parameter: str, part: str | None) -> str:
-    """The inverse of `_piece`, for messages: users know their checkpoint's names, not ours. (An
-    expert of Mixtral's is named as the other families would.)"""
-    parent, _, leaf = module.rpartition(".")
-    if leaf == "experts":
-        index, part = part.split(".")
-        return f"model.{module}.{index}.{UNFUSED.get((parameter, part), parameter)}.weight"
-    path = ".".join(filter(None, (parent, UNFUSED.get((leaf, part), leaf), parameter)))
-    return path if path.startswith(("lm_head.", "score.")) else "model." + path
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
@@ -203,5 +180,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _finish(model: nn.Module) -> None:
-    for _, module in _parts(model):
-        module.finish_loading()
+    """All weights are in place: layers may pack them, one after the other."""
+    for module in model.modules():
+        if hasattr(module, "finish_loading"):
+            module.finish_loading()

@@ -21,6 +21,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from nanoserve.checkpoint.rope_config import (
     RopeConfig,
@@ -62,8 +63,12 @@ FAMILIES: dict[str, dict] = {
 # What a name ends with says which head the checkpoint has. The network below it is the generator's.
 HEAD = re.compile(
     r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|EmbeddingModel|Model)$")
+SUPPORTED = (f"one of {', '.join(FAMILIES)}, or with another ending that pools: Model, "
+             "EmbeddingModel, ForSequenceClassification, ForRewardModel")
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# How a file says that its weights are quantised; the second name is MLX's.
+QUANTIZED = ("quantization_config", "quantization")
 # Entries of some families alone, which have a default for them above; in others' files they mean
 # nothing, as in transformers.
 OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
@@ -136,14 +141,11 @@ class ModelConfig:
         Of both files' EOS ids generation_config.json's count, if it has any: a chat model's turn
         often ends with a token that config.json doesn't name, and would run on without it.
         """
-        architecture = config.get("architectures") or config.get("model_type", "unknown")
-        if isinstance(architecture, list):
-            architecture = architecture[0]
+        architecture = _read_architecture(config)
         family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
         if family is None:
-            raise ValueError(f"the architecture {architecture} is not supported: choose one of "
-                             f"{', '.join(FAMILIES)}, or with another ending that pools: Model, "
-                             "EmbeddingModel, ForSequenceClassification, ForRewardModel")
+            raise ValueError(f"the architecture {architecture} is not supported: choose "
+                             f"{SUPPORTED}")
         config = family | {k: v for k, v in config.items() if (
             v is not None or k in OFF_WHEN_NULL) and (k in family or k not in OF_SOME_FAMILIES)}
         _refuse_what_is_not_implemented(config)
@@ -183,10 +185,23 @@ class ModelConfig:
     @property
     def window(self) -> int | None:
         """The widest layer's: no layer reads keys further back. None: some layer reads all."""
-        return None if None in self.windows else max(self.windows)
+        reaches = [window for window in self.windows if window is not None]
+        return max(reaches) if len(reaches) == len(self.windows) else None
 
 
 # ------------------------------------------------------- reading, entry by entry
+
+
+def _read_architecture(config: dict) -> str:
+    """The network's name. `architectures` is a list of one; files of old tools leave it out."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"config.json: architectures={names!r} names no network (its model_type is "
+            f"{config.get('model_type')!r}): add the entry, or give it with hf_overrides="
+            f"{{'architectures': [...]}}; choose {SUPPORTED}")
+    return name
 
 
 def _read_json(path: Path, required: bool = False) -> dict:
@@ -205,7 +220,7 @@ def _read_json(path: Path, required: bool = False) -> dict:
     return content
 
 
-def _read_sizes(config: dict) -> dict[str, int]:
+def _read_sizes(config: dict) -> dict[str, Any]:
     """Sizes as the file or its family has them. Where both are silent, every head has its own keys
     and values, and the heads share the hidden size out evenly (64 heads of 128 for 8,192)."""
     num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
@@ -227,7 +242,7 @@ def _read_sizes(config: dict) -> dict[str, int]:
     return sizes
 
 
-def _read_experts(config: dict, family: dict, sizes: dict[str, int]) -> dict:
+def _read_experts(config: dict, family: dict, sizes: dict[str, Any]) -> dict:
     """Mixtral and transformers 5 say `num_local_experts`, Qwen says `num_experts`."""
     num_layers = sizes["num_hidden_layers"]
     if "num_experts" not in family:
@@ -317,6 +332,7 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
     if read_flag("use_bidirectional_attention", config.get("use_bidirectional_attention", False)):
         raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
                          "generated causally")
-    if "quantization_config" in config:
-        raise ValueError("config.json: quantization_config: quantised checkpoints are not "
-                         "supported; use the unquantised one")
+    for name in QUANTIZED:
+        if config.get(name) is not None:
+            raise ValueError(f"config.json: {name}={str(config[name])[:60]}: quantised checkpoints "
+                             "are not supported, use the unquantised one")

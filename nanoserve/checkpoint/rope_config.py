@@ -39,7 +39,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192  # llama3 and yarn
+    original_max_position_embeddings: float = 8192  # llama3 and yarn
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True

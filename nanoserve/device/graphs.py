@@ -59,7 +59,7 @@ class DecodeGraphs:
     """The recordings of a step of decodes, by its number of rows.
 
     prepare: makes a batch of so many rows, at its place in memory. run: what is recorded.
-    graph_class: `CudaGraph`, or a stand-in.
+    graph_class: `CudaGraph`, or a stand-in. Raises `ValueError` when memory runs out.
     """
 
     def __init__(self, max_num_seqs: int, prepare: Callable[[int], Batch],
@@ -71,13 +71,21 @@ class DecodeGraphs:
         if on_gpu:
             torch.cuda.empty_cache()  # a recording begins with that, too: it is no gain of memory
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-        # The largest first: the smaller ones fit into the memory that it took.
-        for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph"):
-            batch = prepare(size)
-            run(batch)  # once for real: kernels are compiled, and libraries take what they need
-            graph = self.graphs[size] = graph_class(pool)
-            graph.capture(lambda batch=batch: run(batch))
-            pool = pool or graph.pool()
+        try:
+            # The largest first: the smaller ones fit into the memory that it took.
+            for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph"):
+                batch = prepare(size)
+                run(batch)  # once for real: kernels are compiled, and libraries take what they need
+                graph = self.graphs[size] = graph_class(pool)
+                graph.capture(lambda batch=batch: run(batch))
+                pool = pool or graph.pool()
+        except RuntimeError as error:  # a recording that ends early may have an error of its own
+            if torch.OutOfMemoryError not in (type(error), type(error.__context__)):
+                raise
+            raise ValueError(
+                "no memory for CUDA graphs beside the KV cache: lower gpu_memory_utilization (or "
+                "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs, or do without "
+                "them with enforce_eager=True") from error
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
         print(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} took "

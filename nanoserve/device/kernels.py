@@ -31,17 +31,19 @@ from nanoserve.device.kernels_fused import (
     FMA,
     act_and_mul,
     add_rms_norm,
+    draw,
     experts,
-    find_floors,
+    floors,
     norm_rope_store,
     rms_norm,
-    sample_tokens,
     table_line,
 )
+from nanoserve.ops import argmax, linear, new_cache, pack
 
-# What the engine calls. All but four come from kernels_fused, which the engine need not know.
-__all__ = ["INTERPRETED", "new_caches", "paged_attention", "act_and_mul", "add_rms_norm", "experts",
-           "find_floors", "norm_rope_store", "rms_norm", "sample_tokens", "places_of"]
+# The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
+# own; all but attention comes from kernels_fused.
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
+           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
@@ -62,22 +64,10 @@ MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more split
 
 
-def new_caches(shape: tuple[int, int, int, int], dtype: torch.dtype,
-               device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.new_caches` in these kernels' order: that of `shape`, a token's heads together."""
-    return (torch.zeros(shape, dtype=dtype, device=device),
-            torch.zeros(shape, dtype=dtype, device=device))
-
-
-def places_of(slot_mapping: torch.Tensor, slots_of_run: int) -> torch.Tensor:
-    """`ops.places_of` for these kernels, whose caches have a row for each slot."""
-    return slot_mapping
-
-
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
                     scale: float, window: int | None = None,
                     softcap: float | None = None) -> torch.Tensor:
-    """`attention.paged_attention`, with the same arguments and meaning.
+    """`ops.paged_attention`, with the same arguments and meaning.
 
     q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
     both with the same strides; the last dimension contiguous. fp16, bf16, fp32. Any head size (a

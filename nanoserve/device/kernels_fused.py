@@ -7,10 +7,10 @@ cost, not arithmetic. So each kernel reads its input once and writes its result 
     x, residual ──► sum ──► sum, norm(sum)          gate_up ──► act(gate) * up
     hidden ──► only the experts that are hit ──► weighted sum      logits ──► token ids
 
-Invariant: **the slow version is the specification.** Layers' functions have namesakes in `ops`, and
-round to the tensors' dtype wherever those do; samplers' say beside them what they equal. Nothing
-here waits for the device or has a shape that depends on data: all of it can stand in a CUDA graph.
-Sums have a fixed order (no atomics): the same call gives the same bits.
+Invariant: **the slow version is the specification.** Each function is the twin of its namesake in
+`ops`, where arguments, shapes and meaning are described. Nothing here waits for the device or has a
+shape that depends on data: all of it can stand in a CUDA graph. Sums have a fixed order (no
+atomics): the same call gives the same bits.
 
 Launch parameters are constants or stand in a table; nothing is tuned at run time. The last
 dimension of every tensor is contiguous; rows may be further apart (views of one larger matrix).
@@ -23,6 +23,8 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+
+from nanoserve.ops import Floors
 
 FMA = dict(enable_fp_fusion=True)  # a * b + c in one go; Triton 3.10 wants to be asked for it
 NORM_PAIRS = 1024  # pairs a program turns: one 128-bit load of each half a lane for 4 warps
@@ -119,10 +121,11 @@ def _norm_rope_launch(head_dim: int) -> dict:
     return dict(HALF=half, HEADS=max(NORM_PAIRS // half, 1))
 
 
-def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
-                    cos: torch.Tensor, sin: torch.Tensor, k_cache: torch.Tensor,
-                    v_cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """`ops.norm_rope_store`, but a slot of -1 (a graph's padding) writes nothing.
+def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
+                    k_weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
+                    sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+                    slot_mapping: torch.Tensor) -> torch.Tensor:
+    """`ops.norm_rope_store`.
 
     A row of qkv and the caches is dense, rows may be further apart. Returns the new q, dense: as
     many bytes are written as in place, attention reads neat rows, and running twice turns once.
@@ -130,8 +133,6 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    # Queries' weights are all alike: the kernel reads the first, and the last, which is the keys'.
-    q_weight, k_weight = (None, None) if weight is None else (weight[0], weight[-1])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert all(x.stride()[-2:] == (head_dim, 1) for x in (qkv, k_cache, v_cache))
     assert k_cache.stride() == v_cache.stride() and cos.is_contiguous() and sin.is_contiguous()
@@ -139,7 +140,7 @@ def norm_rope_store(qkv: torch.Tensor, weight: torch.Tensor | None, eps: float,
     launch = _norm_rope_launch(head_dim)
     tiles = sum(triton.cdiv(n, launch["HEADS"]) for n in (num_heads, num_kv_heads))
     _norm_rope_store_kernel[len(qkv), tiles](
-        q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, places,
+        q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
         qkv.stride(0), out.stride(0), k_cache.stride(1), num_heads, num_kv_heads, head_dim,
         num_warps=4, **launch, **FMA)
     return out
@@ -193,8 +194,7 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     z = gate
     if ACTIVATION == "gelu_tanh":
         z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    gate = (gate / (1 + tl.exp(-z))).to(dtype).to(tl.float32)
-    return (gate * up.to(dtype).to(tl.float32)).to(dtype)
+    return (gate / (1 + tl.exp(-z)) * up.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -312,7 +312,7 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
 # ----------------------------------------------------------------- sampling
 
 
-GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # SplitMix64's increment, as in sampler.py
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # SplitMix64's increment, as in ops.py
 NO_ID = tl.constexpr(2 ** 31 - 1)
 
 
@@ -381,23 +381,21 @@ def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scor
     tl.store(tokens + at, tl.min(tl.where(best == top, best_id, NO_ID), 0).to(tl.int64))
 
 
-def sample_tokens(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
-                  positions: torch.Tensor, floors: torch.Tensor | None = None,
-                  last_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """One token a row: the likeliest, or one drawn by the Gumbel-max trick (Gumbel 1954; Maddison
-    et al. 2014): argmax(logits / temperature + Gumbel noise) is distributed like their softmax.
+def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
+         positions: torch.Tensor, floors: Floors | None = None) -> torch.Tensor:
+    """`ops.draw`, by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014): argmax(logits /
+    temperature + Gumbel noise) is distributed like their softmax.
 
-    logits: (s, vocab_size); temperature: (s,) float32, 0 is greedy; seeds: (s,) int64, a seed's 64
-    bits as they are; positions: (s,); floors and last_ids from `find_floors`. Ties go to the lowest
-    id. Greedy rows are `sampler.choose`'s token for token. Drawn ones are only distributed like its
-    own: an inverse CDF takes one random number a row where this takes one a logit, so the same seed
-    says something else on a CPU. (The tests have these very bits in plain torch.)
+    Ties go to the lowest id. Greedy rows are `ops.draw`'s token for token. Drawn ones are only
+    distributed alike: an inverse CDF takes one random number a row where this takes one a logit, so
+    the same seed says something else on a CPU. (The tests have these very bits in plain torch.)
     """
     s, vocab_size = logits.shape
+    lowest, last = floors or (None, None)
     chunks = triton.cdiv(vocab_size, SAMPLE_CHUNK)
     scores = torch.empty(s, chunks, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(s, chunks, dtype=torch.int64, device=logits.device)
-    _sample_kernel[s, chunks](logits, temperature, seeds, positions, floors, last_ids, scores,
+    _sample_kernel[s, chunks](logits, temperature, seeds, positions, lowest, last, scores,
                               tokens, logits.stride(0), vocab_size, SAMPLE_CHUNK, SAMPLE_BLOCK,
                               num_warps=8, **FMA)
     return tokens.gather(1, scores.argmax(1, keepdim=True))[:, 0]  # the first of equal chunks
@@ -480,19 +478,17 @@ def _find_floors_kernel(logits, temperature, log_min_p, top_k, top_p, floors, la
     tl.store(last_ids + row, last_id)
 
 
-def find_floors(logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor,
-                top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sampler.apply_filters`, but what that drops is told by two numbers a row: the tokens whose
-    logit / temperature is below floors[row], or equals it with an id beyond last_ids[row].
+def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+           top_p: torch.Tensor, min_p: torch.Tensor) -> Floors:
+    """`ops.floors`. The programs of rows that don't ask return at once, as greedy ones do.
 
-    logits: (s, vocab_size); the rest (s,): min_p 0, top_k 0 and top_p 1 are rows that don't ask,
-    whose programs return at once, as greedy ones do. Confessed: a row is searched by one program,
-    in about 20 passes for top-k and as many for top-p, over a row that lies in the L2 cache.
+    Confessed: a row is searched by one program, in about 20 passes for top-k and as many for top-p,
+    over a row that lies in the L2 cache.
     """
     s, vocab_size = logits.shape
-    floors = torch.empty(s, dtype=torch.float32, device=logits.device)
-    last_ids = torch.empty(s, dtype=torch.int32, device=logits.device)
-    _find_floors_kernel[s,](logits, temperature, min_p.log(), top_k, top_p, floors, last_ids,
+    lowest = torch.empty(s, dtype=torch.float32, device=logits.device)
+    last = torch.empty(s, dtype=torch.int32, device=logits.device)
+    _find_floors_kernel[s,](logits, temperature, min_p.log(), top_k, top_p, lowest, last,
                             logits.stride(0), vocab_size, FILTER_BLOCK, num_warps=16,
                             **FMA)
-    return floors, last_ids
+    return lowest, last

@@ -32,7 +32,7 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence, Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free
-PLENTY = 4  # copies of the weights for which memory must be free, for a second order to be kept
+MIN_CACHE_TOKENS = 2 ** 16
 UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
 # glibc's names in malloc.h, and what is asked for: keep up to this much at the heap's end, take
@@ -49,8 +49,7 @@ def largest_step(config: EngineConfig) -> Step:
     config: resolved.
 
     Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
-    torch copies what chunks see, and lists every line that a decode row reads: on a GPU, long
-    sequences can take more with it than is measured here.
+    torch gathers a row's keys: on a GPU, long sequences can take more with it than is measured.
     """
     num_drafts = min(config.num_drafts, config.max_model_len - 1,
                      config.max_num_batched_tokens // config.max_num_seqs - 1)
@@ -94,8 +93,34 @@ def gpu_budget(config: EngineConfig, device: torch.device,
         "largest step")
 
 
+def count_kv_blocks(config: EngineConfig, device: torch.device, block_bytes: int, local_size: int,
+                    least: Callable[[int], int], run_largest_step: Callable[[], None]) -> int:
+    """How many KV blocks of `block_bytes` there is room for on every rank.
+
+    config: resolved; local_size: ranks on this machine; least: the smallest of all ranks' numbers.
+    Raises `ValueError` with the numbers when there is room for none.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        budget, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        budget, reason = (gpu_budget(config, device, run_largest_step) if device.type == "cuda"
+                          else cpu_budget(local_size))
+        # Every sequence at its full length; a small engine keeps room to remember prefixes.
+        most = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
+        budget = min(budget, -(-most // config.block_size) * block_bytes)
+    num_blocks = least(budget // block_bytes)
+    if num_blocks < 1:
+        raise ValueError(
+            f"no room for one KV block: {block_bytes:,} bytes are needed, {budget:,} are to be had "
+            f"({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, lower block_size, "
+            "or end other programs that use the memory")
+    return num_blocks
+
+
 def cpu_budget(local_size: int) -> tuple[int, str]:
-    """The same for one of `local_size` ranks on this machine."""
+    """The same on a CPU that `local_size` ranks share."""
     free = free_cpu_memory()
     return int(CPU_MEMORY_SHARE * free / local_size), (
         f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
@@ -113,12 +138,6 @@ def keep_freed_memory() -> bool:
         return all([ctypes.CDLL(None).mallopt(*wish) for wish in KEPT_MEMORY.items()])
     except (AttributeError, OSError, TypeError):  # no such function; Windows: no such library
         return False
-
-
-def plenty_for_weights(num_bytes: int, local_size: int) -> bool:
-    """Whether a CPU's memory has room for the weights in a second order, beside the packed one
-    (packing.py); of a tied embedding that makes three."""
-    return PLENTY * num_bytes * local_size <= free_cpu_memory()
 
 
 def free_cpu_memory() -> int:

@@ -28,11 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.config import EngineConfig
-from nanoserve.layers import Embedding, Linear, Placement
-from nanoserve.model import Decoder
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.parallel.ranks import Span
+from nanoserve.config import EngineConfig
+from nanoserve.layers import Embedding, Linear, Placement, Tensors
+from nanoserve.model import Decoder
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
 # What a model can do by its kind; the first is what a request gets that asks for nothing.
@@ -162,18 +161,17 @@ class Pooler:
         """Put the head in the LM head's place, before weights are loaded. On every rank it is
         whole: it is small, and only rank 0 uses it."""
         model.lm_head = None
-        model.embed_tokens.packed = False  # nor is the embedding one, where the two are tied
+        model.embed_tokens.tied = False  # nor is the embedding one, where the two are tied
         if self.kind == "embed":
             return
-        on = replace(on, dtype=torch.float32, packed=False)
-        stream, labels = Span.whole(model.config.hidden_size), Span.whole(self.num_labels)
+        on, stream = replace(on, dtype=torch.float32), model.config.hidden_size
         if self.token_ids:
             self.head = TokenRows(self.token_ids, self.subtract, model.embed_tokens, self.tied, on)
         elif self.kind == "reward":  # Qwen's
-            self.head = nn.Sequential(Linear(stream, {"all": stream}, True, on), nn.ReLU(),
-                                      Linear(stream, {"all": labels}, True, on))
+            self.head = nn.Sequential(Linear(stream, {"0": stream}, True, on), nn.ReLU(),
+                                      Linear(stream, {"2": self.num_labels}, True, on))
         else:
-            self.head = Linear(stream, {"all": labels}, False, on)
+            self.head = Linear(stream, {"score": self.num_labels}, False, on)
         setattr(model, "lm_head" if self.token_ids and not self.tied else "score", self.head)
 
     def pool(self, hidden: torch.Tensor, num_samples: int) -> "PooledStep":
@@ -206,11 +204,11 @@ class TokenRows(nn.Module):
         self.tied_to = [embedding] if tied else []  # in a list: it is no part of this module
         self.weight = on.weight(len(token_ids), embedding.weight.shape[1])
 
-    def pieces(self):
+    def tensors(self, path: str) -> Tensors:
         if not self.tied_to:
-            yield "weight", None
+            yield f"{path}.weight", self.fill
 
-    def weight_loader(self, name: str, tensor: torch.Tensor, part: str | None = None) -> None:
+    def fill(self, tensor: torch.Tensor) -> None:
         expected = (self.vocab_size, self.weight.shape[1])
         if tuple(tensor.shape) != expected:
             raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
@@ -238,9 +236,13 @@ class PooledStep:
             self.ready = torch.cuda.Event()
             self.ready.record()
 
+    def to_host(self) -> "PooledStep":
+        """The tensors stay where they are."""
+        return self
+
     def tolist(self) -> tuple[list[None], dict[int, torch.Tensor], torch.Tensor]:
         """Wait for the step, so that an error of the device is heard of here, where it can still be
-        dropped. The tensors stay where they are."""
+        dropped."""
         if self.ready is not None:
             self.ready.synchronize()
         return [None] * len(self.last), dict(enumerate(self.last)), self.positions

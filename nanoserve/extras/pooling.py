@@ -24,9 +24,6 @@ request by request. Not known here: blocks, the queue. Road not taken: an engine
 encoders, which would repeat what `LLM` does already.
 """
 
-import argparse
-import random
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -38,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.extras.pooler import Pooler
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.frontend.request import InputProcessor, Prompt, as_list, one_for_each
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestStateStats, Sequence
@@ -310,7 +307,8 @@ class PoolingInputs(InputProcessor):
                              f"encode() with one of {', '.join(self.pooler.tasks)}")
         if len(first) == 1:
             first *= len(second)
-        prompts = [self._pair(*pair, chat_template) for pair in zip(first, second)]
+        prompts = [self._pair(*pair, chat_template)
+                   for pair in zip(first, second, strict=True)]
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
         return _converted(outputs, lambda data: ScoringOutput(data.item()))
 
@@ -363,60 +361,3 @@ def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
         raise ValueError(f"pooling_params has task={params.task!r}, which is not pooling_task="
                          f"{task!r}: leave one of them out")
     return replace(params, task=task)
-
-
-# --------------------------------------------------------------- what it costs
-
-
-def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,
-          rounds: int = 5) -> dict[str, float]:
-    """Seconds to embed texts of 4 to 256 tokens, on the CPU and in float32: ours, and those of
-    transformers with padded batches, in the order of arrival and sorted by length. They take turns,
-    because others use the machine, too; the medians count."""
-    from transformers import AutoModel  # here: only who measures needs it
-
-    from nanoserve.llm import LLM
-    rng = random.Random(0)
-    theirs = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
-    prompts = [[rng.randrange(theirs.config.vocab_size) for _ in range(int(2 ** rng.uniform(2, 8)))]
-               for _ in range(num_texts)]
-    llm = LLM(model, runner="pooling", dtype="float32", device="cpu", enable_prefix_caching=False)
-
-    def padded(prompts: list[list[int]]) -> list[torch.Tensor]:
-        vectors = []
-        for i in range(0, len(prompts), batch_size):
-            batch = [torch.tensor(ids) for ids in prompts[i:i + batch_size]]
-            ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
-            lengths = torch.tensor([len(ids) for ids in batch])
-            mask = torch.arange(ids.shape[1]) < lengths[:, None]
-            with torch.inference_mode():
-                hidden = theirs(ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
-            vectors += F.normalize(hidden[torch.arange(len(batch)), lengths - 1], dim=-1)
-        return vectors
-
-    runs = {"nanoserve": lambda: llm.embed(prompts, use_tqdm=False),
-            "transformers, padded": lambda: padded(prompts),
-            "transformers, padded, sorted": lambda: padded(sorted(prompts, key=len))}
-    for ours, vector in zip(runs["nanoserve"](), padded(prompts), strict=True):  # and to warm up
-        assert torch.allclose(torch.tensor(ours.outputs.embedding), vector, atol=1e-5)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Embed texts of mixed lengths, and take the time.")
-    parser.add_argument("--model", default=Path(__file__).parent.parent / "assets" / "storyteller")
-    parser.add_argument("--num-texts", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=32, help="of the padded batches")
-    args = parser.parse_args()
-    for name, seconds in bench(args.model, args.num_texts, args.batch_size).items():
-        print(f"{name:30} {seconds:7.2f} s  {args.num_texts / seconds:8.1f} texts/s")
-
-
-if __name__ == "__main__":
-    main()

@@ -27,16 +27,14 @@ have to guess behind tokens that it has not seen: it is switched off. Steps with
 recorded as CUDA graphs. Not known here: layers, the sampler, text.
 """
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from nanoserve.config import EngineConfig, find_model
-from nanoserve.frontend.detokenizer import load_tokenizer
-from nanoserve.frontend.metrics import Counter
+from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.tokenizers import load_tokenizer
+from nanoserve.config import EngineConfig
+from nanoserve.frontend.metrics import Counter
 from nanoserve.sequence import Sequence, Step
 
 KEYS = {"ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
@@ -114,7 +112,7 @@ def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelCon
                          f"{draft.vocab_size} tokens, {config.model!r} one of "
                          f"{model_config.vocab_size}: choose a draft model of the same family")
     if tokenizer is not None and any(folder.glob("*token*")):
-        other = load_tokenizer(replace(config, tokenizer=None), folder)
+        other = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
         if _vocabulary(other) != _vocabulary(tokenizer):
             raise ValueError(f"speculative_config: the tokens of model={name!r} are others than "
                              f"those of {config.model!r}: choose a draft model of the same family")
@@ -217,7 +215,7 @@ class ModelGuesser:
         self.runner, self.max_num_batched_tokens = llm.runner, llm.config.max_num_batched_tokens
         # A block may only be given back where neither network's window reaches it. The small one
         # looks back from one token earlier: see `fill`.
-        windows = [llm.scheduler.window, llm.runner.draft_model.config.window]
+        windows = [llm.scheduler.window, llm.runner.networks[1].config.window]
         llm.scheduler.window = None if None in windows else max(windows) + 1
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
@@ -237,8 +235,7 @@ class ModelGuesser:
         Confessed: a sequence that ends right then, is preempted, or decodes where no budget is left
         leaves a block with such a gap, and whoever reads it gets worse guesses there.
         """
-        first = Step(step.index, by_draft_model=True, sampling=list(step.drafts))
-        first.block_copies, step.block_copies = step.block_copies, []  # they copy all layers
+        first = Step(step.index, network=1, sampling=list(step.drafts))
         spare = self.max_num_batched_tokens - step.num_tokens
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
             decodes = num_new == 1 and start >= seq.num_prompt_tokens and spare > 0
@@ -251,8 +248,7 @@ class ModelGuesser:
             rows = [seq for seq, drafts in step.drafts.items() if len(drafts) > i]
             # Their input, the guess before, is still on the device: see batch.py.
             one = Step(step.index, dict.fromkeys(rows, 1), [len(seq.token_ids) - 1 + i
-                                                            for seq in rows], rows)
-            one.by_draft_model = True
+                                                            for seq in rows], rows, network=1)
             passes.append((one, self.runner.launch(one)))
         for i, (one, output) in enumerate(passes):
             for seq, token_id in zip(one.sampling, self.runner.fetch(output)[0], strict=True):
@@ -307,7 +303,7 @@ class Drafter:
             if seq not in grown:
                 continue  # it was aborted meanwhile
             num_right = 0
-            for token_id, draft in zip(grown[seq], drafts):
+            for token_id, draft in zip(grown[seq], drafts, strict=False):
                 if token_id != draft:
                     break
                 self.num_accepted[num_right] += 1
@@ -331,82 +327,3 @@ class Drafter:
         name = "vllm:spec_decode_{}".format
         return [*(Counter(name(key), self.labels, value) for key, value in counters.items()),
                 Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
-
-
-# ---------------------------------------------------------------- what it brings
-
-PROMPT = "Once upon a time there was a king who"
-
-
-def mean_length(before: tuple[int, int], after: tuple[int, int]) -> float:
-    """Tokens that a row with a draft gets in a step: the accepted ones, and one more."""
-    return 1 + (after[1] - before[1]) / max(after[0] - before[0], 1)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure one stream with and without, taking turns, so that all meet the same other load."""
-    # Here, because `llm` imports this file in its turn.
-    from nanoserve.llm import BUNDLED_MODEL, LLM
-    from nanoserve.sampling_params import SamplingParams
-
-    parser = argparse.ArgumentParser(description="What speculative decoding brings, in steps and "
-                                                 "in time: one request at a time.")
-    parser.add_argument("model", nargs="?", default=str(BUNDLED_MODEL))
-    parser.add_argument("--draft-model", default=f"{BUNDLED_MODEL}-draft")
-    parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--num-tokens", type=int, default=256, help="output tokens of a request")
-    parser.add_argument("--rounds", type=int, default=7, help="how often all take turns")
-    parser.add_argument("--dtype", default="auto")
-    args = parser.parse_args(arguments)
-    configs = {"none": None,
-               "ngram": dict(method="ngram", num_speculative_tokens=5, prompt_lookup_max=4,
-                             prompt_lookup_min=2),
-               "draft_model": dict(method="draft_model", num_speculative_tokens=4,
-                                   model=args.draft_model)}
-    engines = {name: LLM(args.model, dtype=args.dtype, speculative_config=config,
-                         enable_prefix_caching=False, num_gpu_blocks_override=8 + args.num_tokens
-                         // 16) for name, config in configs.items()}
-    print(f"{'text':8}{'drafts':12}{'steps':>6}{'a draft':>9}{'seconds':>9}{'gain':>7}"
-          f"{'CPU seconds':>13}{'gain':>7}")
-    for text, temperature in (("greedy", 0), ("drawn", 1)):
-        runs = {name: [] for name in engines}
-        for i in range(args.rounds + 1):  # the first is for caches, ours and the machine's
-            params = SamplingParams(temperature=temperature, seed=i, max_tokens=args.num_tokens,
-                                    ignore_eos=True)
-            for name in [*engines][i % 3:] + [*engines][:i % 3]:
-                runs[name].append(measure(engines[name], args.prompt, params))
-        for name, some in runs.items():
-            pairs = list(zip(runs["none"][1:], some[1:], strict=True))
-            steps = statistics.mean(run.num_steps for _, run in pairs)
-            length = "" if name == "none" else f"{statistics.mean(r.length for r in some[1:]):.2f}"
-            print(f"{text:8}{name:12}{steps:6.0f}{length:>9}", end="")
-            for clock, width in (("seconds", 9), ("cpu_seconds", 13)):
-                times = [(getattr(a, clock), getattr(b, clock)) for a, b in pairs]
-                print(f"{statistics.median(b for _, b in times):{width}.2f}"
-                      f"{statistics.median(a / b for a, b in times):6.2f}x", end="")
-            print("" if all(a.text == b.text for a, b in pairs) else "  another text: a near-tie?")
-
-
-@dataclass
-class Run:
-    """What one request took."""
-
-    text: list[int]
-    num_steps: int
-    length: float  # tokens a draft
-    seconds: float
-    cpu_seconds: float  # of all threads: the time that others took from us is not in it
-
-
-def measure(llm, prompt: str, params) -> Run:
-    num_steps, counts = llm.metrics.num_steps, llm.drafter and llm.drafter.counts()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    output, = llm.generate(prompt, params, use_tqdm=False)
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    length = mean_length(counts, llm.drafter.counts()) if llm.drafter else 1.0
-    return Run(output.outputs[0].token_ids, llm.metrics.num_steps - num_steps, length, seconds,
-               cpu_seconds)
-
-
-if __name__ == "__main__":
-    main()

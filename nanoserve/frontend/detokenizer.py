@@ -15,17 +15,16 @@ Stop strings are looked for in the text, because they need not coincide with tok
 be the beginning of one is held back until it is clear: a stream never shows what the final text
 does not contain.
 
-Invariant: the pieces that were emitted, put together, are the final text.
+A decoder with byte tokens (SentencePiece's, as of Llama 2 and Gemma) decodes a run of them as a
+whole: one byte that begins a new character spoils the characters before it, which were emitted
+already. There the new tokens are decoded by themselves.
 
-`load_tokenizer`, at the end, gets transformers' tokenizer from a folder or the hub. Not known here:
-where the tokens come from, and what ends a request otherwise.
+Invariants: the pieces that were emitted, put together, are the final text; and the text does not
+depend on whether anybody looked at it before the end.
+
+Not known here: where the tokens come from, and what ends a request otherwise.
 """
 
-from pathlib import Path
-
-from transformers import AutoTokenizer
-
-from nanoserve.config import EngineConfig, find_model
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
@@ -53,20 +52,35 @@ class Detokenizer:
         Where nobody looks at the text before the end, `flush` makes it all at once.
         """
         self.ids += token_ids
-        if self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop:
-            return None
-        before = self._decode(self.ids[self.window:self.read])
-        after = self._decode(self.ids[self.window:])
-        if len(after) > len(before) and not after.endswith("\ufffd"):
-            return self._extend(after[len(before):])
-        return None
+        return None if self.is_deferred else self._emit(len(self.ids))
 
     def flush(self) -> str | None:
         """The output is over: what is still incomplete is emitted as it is. Returns the stop string
         that turns up in it, if one does."""
-        if self.stop_string is None:
-            before = self._decode(self.ids[self.window:self.read])
-            return self._extend(self._decode(self.ids[self.window:])[len(before):])
+        if self.stop_string is not None:
+            return None
+        if self.is_deferred and "\ufffd" in self._decode(self.ids[self.window:]):
+            for end in range(self.read + 1, len(self.ids) + 1):  # as if they came one by one
+                self._emit(end)
+        return self._emit(len(self.ids), at_the_end=True)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether nobody looks at the text before the end: then it is decoded in one call, which
+        gives the same text unless there are broken characters in it."""
+        return self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop
+
+    def _emit(self, end: int, at_the_end: bool = False) -> str | None:
+        """Emit the text of the tokens before `end`, unless it ends in half a character. Returns a
+        stop string that the text now contains."""
+        before = self._decode(self.ids[self.window:self.read])
+        after = self._decode(self.ids[self.window:end])
+        if not after.startswith(before):
+            # Byte tokens 0A | F0: before is a newline, after is two broken characters. What was
+            # emitted stays; F0 by itself is one broken character, and may be the first of four.
+            before, after = "", self._decode(self.ids[self.read:end])
+        if at_the_end or len(after) > len(before) and not after.endswith("\ufffd"):
+            return self._extend(after[len(before):], end)
         return None
 
     @property
@@ -106,11 +120,11 @@ class Detokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens,
                                      clean_up_tokenization_spaces=False)
 
-    def _extend(self, new_text: str) -> str | None:
-        self.window, self.read = self.read, len(self.ids)
+    def _extend(self, new_text: str, end: int) -> str | None:
+        self.window, self.read = self.read, end
         start = len(self.text)
         self.text += new_text
-        if len(self.ids) - self.num_context <= self.params.min_tokens:
+        if end - self.num_context <= self.params.min_tokens:
             return None  # as in vLLM: a stop string may begin in here, but not end
         # A stop string may begin in older text, at most its length minus one character back.
         found = [(at, stop) for stop in self.params.stop
@@ -120,23 +134,3 @@ class Detokenizer:
             end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at
             self.text = self.text[:end]
         return self.stop_string
-
-
-def load_tokenizer(config: EngineConfig, folder: Path):
-    """The tokenizer beside the model, or the one that was named; None if it is not wanted, or if
-    random weights come without one. Raises `ValueError` when it can't be loaded."""
-    if config.skip_tokenizer_init:
-        return None
-    source = folder if not config.tokenizer else find_model(
-        config.tokenizer, "tokenizer", weights=False, code=config.trust_remote_code)
-    if config.load_format == "dummy" and not any(source.glob("*token*")):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code)
-        if len(tokenizer) < 2:  # transformers makes an empty one up where there is none
-            raise ValueError("it is empty: its files are missing")
-        return tokenizer
-    except Exception as error:  # transformers raises whatever its parsers raise
-        raise ValueError(f"{source}: the tokenizer can't be loaded ({error}): name another with "
-                         "tokenizer=, or use skip_tokenizer_init=True and token ids") from error

@@ -104,7 +104,7 @@ class EngineMetrics:
             if seq.num_preemptions == 0:
                 if self.prefix_caching and not seq.needs_all_positions:
                     self.num_queries += seq.num_prompt_tokens
-                    self.num_hits += seq.num_cached_tokens
+                    self.num_hits += seq.num_cached_tokens or 0
                 request = self.stats[seq]
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
@@ -125,6 +125,7 @@ class EngineMetrics:
         """They have a `finish_reason`; saying so twice is harmless."""
         for seq in sequences:
             if self.stats.pop(seq, None) is not None:
+                assert seq.finish_reason is not None, f"sequence {seq.name} has not ended"
                 self.num_finished[seq.finish_reason] += 1
 
     def read(self, scheduler: Scheduler, model: str) -> list[Counter | Gauge | Histogram]:
@@ -207,7 +208,7 @@ class Progress:
         self.num_prompt_tokens = self.num_output_tokens = 0
 
     def finished(self, output: RequestOutput) -> None:
-        self.metrics.append(output.metrics)
+        self.metrics.append(output.metrics or RequestStateStats())
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         seconds = max(time.perf_counter() - self.start, 1e-9)

@@ -22,10 +22,10 @@ from numbers import Integral
 
 import xxhash
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence
 
@@ -294,7 +294,8 @@ class InputProcessor:
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
                              "generate()")
-        conversation = [message | {"content": _content(message)} for message in conversation]
+        conversation = [message | {"role": _role(message), "content": _content(message)}
+                        for message in conversation]
         try:
             text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
         except Exception as error:  # a template is a program of its own
@@ -347,6 +348,15 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: 
             f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that "
             "is always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
             "token): allow another token")
+
+
+def _role(message: dict) -> str:
+    """Who speaks. A template looks for the roles that it knows, and drops what has none."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"a message needs a 'role' such as 'system', 'user' or 'assistant', got "
+                         f"role={role!r} in {str(message)[:80]}")
+    return role
 
 
 def _content(message: dict) -> str | None:

@@ -135,13 +135,14 @@ class Ranks:
         if self.size > 1:
             self._run(self.control.broadcast, [x], _from_rank_0())
 
-    def minimum(self, value: int) -> int:
-        """The smallest of the ranks' numbers."""
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' numbers, between the hosts, and outside any step."""
         if self.size == 1:
             return value
         tensor, options = torch.tensor([value]), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        self._run(self.control.allreduce, [tensor], options)
+        with self.together():
+            self._run(self.control.allreduce, [tensor], options)
         return int(tensor)
 
     def _run(self, collective, *args) -> None:

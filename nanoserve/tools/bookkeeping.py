@@ -70,7 +70,8 @@ def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
         scheduler.update(step, [7] * len(step.sampling))
         t3 = time.perf_counter()
         times.append((t1 - t0, t2 - t1, t3 - t2))
-    return [1e6 * statistics.median(column) for column in zip(*times[2:])]  # without the prefill
+    columns = zip(*times[2:], strict=True)  # without the prefill
+    return [1e6 * statistics.median(column) for column in columns]
 
 
 class Timed:
@@ -112,7 +113,7 @@ def bench_observers(model: list[str], num_prompts: int, input_len: int, output_l
             (plain, traced)[i].step()
             pair[i] = time.perf_counter() - start
         times.append((pair[0], pair[1]))
-    without, with_trace = (statistics.median(column) for column in zip(*times))
+    without, with_trace = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"{len(times)} steps of {num_prompts} requests, median {1e3 * without:.2f} ms without "
           f"a trace and {1e3 * with_trace:.2f} ms with one, in turns")
     print(f"{'observer':10} {'µs per step':>12} {'of a step':>10}")

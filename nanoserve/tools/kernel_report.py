@@ -32,8 +32,7 @@ from unittest import mock
 
 import torch
 
-from nanoserve.device import kernels_fused
-from nanoserve.device import kernels
+from nanoserve.device import kernels, kernels_fused
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
 # RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.
@@ -79,9 +78,9 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
     found["rope head 128 no norm"] = partial(turn, dtype, 128, norms=False)
     for size in (1024, 4096, 8192):
         row = torch.zeros(1, size, dtype=dtype)
-        found[f"norm {size}"] = partial(kernels.add_rms_norm, row, row, row[0], 1e-6)
+        found[f"norm {size}"] = partial(kernels.add_rms_norm, row, row, torch.zeros(size), 1e-6)
     found["norm 1024 first"] = partial(kernels.rms_norm, torch.zeros(1, 1024, dtype=dtype),
-                                       torch.zeros(1024, dtype=dtype), 1e-6)
+                                       torch.zeros(1024), 1e-6)
     for activation in ("silu", "gelu_tanh"):
         found[f"act {activation}"] = partial(
             kernels.act_and_mul, torch.zeros(1, 64, dtype=dtype), activation)
@@ -115,10 +114,10 @@ def turn(dtype: torch.dtype, head_dim: int, norms: bool = True, num_tokens: int 
          offset: int = 0) -> None:
     """As a model does, out of one product for q, k and v."""
     qkv = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
-    weight = torch.zeros(3, 1, head_dim, dtype=dtype) if norms else None
-    angles = torch.zeros(num_tokens, 1, 1, head_dim)
+    weight = torch.zeros(head_dim) if norms else None
+    angles = torch.zeros(num_tokens, head_dim)
     cache = torch.zeros(1, 16, 2, head_dim, dtype=dtype)
-    kernels.norm_rope_store(qkv, weight, 1e-6, angles, angles, cache, cache,
+    kernels.norm_rope_store(qkv, weight, weight, 1e-6, angles, angles, cache, cache,
                             ints(num_tokens, offset))
 
 
@@ -133,8 +132,8 @@ def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 
     logits, heat = torch.zeros(num_rows, 64, dtype=dtype), torch.zeros(offset + num_rows)[offset:]
     numbers = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
     top_k = ints(num_rows, offset)
-    floors = kernels.find_floors(logits, heat, heat, top_k, heat) if filtered else ()
-    kernels.sample_tokens(logits, heat, numbers, numbers, *floors)
+    floors = kernels.floors(logits, heat, top_k, heat, heat) if filtered else None
+    kernels.draw(logits, heat, numbers, numbers, floors)
 
 
 def main() -> None:
@@ -198,10 +197,11 @@ def measure(program) -> dict:
 
 def table(rows: list[dict]) -> str:
     cells = [COLUMNS, *([str(row[column]) for column in COLUMNS] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(
         cell.ljust(width) if i < 3 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells)
+        for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in cells)
 
 
 if __name__ == "__main__":

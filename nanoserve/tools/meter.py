@@ -27,12 +27,12 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-from nanoserve import model_runner, ops
-from nanoserve.tools.workloads import Request, summarize
+from nanoserve import model_runner
 from nanoserve.layers import Experts, Linear
 from nanoserve.llm import LLM
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence, Step
+from nanoserve.tools.workloads import Request, summarize
 
 
 class Meter:
@@ -91,7 +91,7 @@ class Meter:
                     if isinstance(module, (Linear, Experts))]
         return [*calls, ("forward", runner.model, "forward"),
                 ("head", runner.model, "compute_logits"), ("sampling", model_runner, "sample"),
-                ("attention", runner.kernels or ops, "paged_attention"),
+                ("attention", runner.ops, "paged_attention"),
                 *(("linear", module, "forward") for module in matrices)]
 
     def timed(self, part: str, call):

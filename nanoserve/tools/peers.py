@@ -11,7 +11,7 @@ A peer is a process that speaks `tests/peers/protocol.py`: engines may need diff
 torch, and must not share threads. Between its turns it waits for its input and takes no time.
 
 Not known here: what a peer is. Road not taken: comparing texts as well; random weights differ from
-engine to engine, and `extras/verify.py` does that with real ones.
+engine to engine, and `tools/verify.py` does that with real ones.
 """
 
 import json
@@ -145,9 +145,9 @@ def print_comparison(workload: str, runs: dict[str, list[dict]]) -> None:
     """A line for each engine: medians, and behind a peer's our ratios, their median first."""
     print(f"\n{workload}, medians of {len(runs['nanoserve'])}")
     for engine, theirs in runs.items():
-        values = zip(*(headline(workload, run) for run in theirs))
+        values = zip(*(headline(workload, run) for run in theirs), strict=True)
         compared = zip(HEADLINES.get(workload, HEADLINES["batch"]), values,
-                       ratios(workload, runs["nanoserve"], theirs))
+                       ratios(workload, runs["nanoserve"], theirs), strict=False)
         print(f"  {engine:42}" + "   ".join(
             f"{title} {statistics.median(column):.2f}" + ("" if engine == "nanoserve" else
             f" (nanoserve is {statistics.median(pairs):.2f} times as good: "

@@ -332,7 +332,7 @@ def chrome_trace(stream: dict) -> dict:
         begin, end = max(frame["t"], begin), max(frame["t"] + max(frame["d"], 0), begin)
         sums = dict(prefill=0, decode=0, recompute=0)
         still: dict[int, dict] = {}
-        for request, start, n, samples in found:
+        for request, start, n, _ in found:
             kind = ("recompute" if start < reached[request] else
                     "prefill" if start < prompt[request] else "decode")
             sums[kind] += n

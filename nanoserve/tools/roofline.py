@@ -35,12 +35,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoserve.config import EngineConfig
-from nanoserve.tools.workloads import Request, community
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve.tools.workloads import Request, community
 
 PARTS = ("linear", "head", "attention", "other")
 

@@ -32,11 +32,11 @@ from math import inf
 from pathlib import Path
 
 from nanoserve.config import EngineConfig
-from nanoserve.tools.recorder import Trace
 from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestStateStats, Sequence, Step
+from nanoserve.tools.recorder import Trace
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 WIDEST_TABLE = 12  # requests; more have no table, only a summary
@@ -217,7 +217,8 @@ def table(simulation: Simulation) -> str:
         rows.append([str(step.index), f"{step.num_tokens}/{scheduler.max_num_batched_tokens}",
                      *cells, str(scheduler.blocks.num_free_blocks)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    return "\n".join("  ".join(
+        cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)
 
 

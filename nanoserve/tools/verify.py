@@ -36,11 +36,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from nanoserve.config import EngineConfig, find_model
-from nanoserve.frontend.detokenizer import load_tokenizer
-from nanoserve.llm import LLM
+from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.model_runner import pick_device
+from nanoserve.checkpoint.tokenizers import load_tokenizer
+from nanoserve.config import KERNELS, EngineConfig
+from nanoserve.device.choice import pick_device
+from nanoserve.llm import LLM
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
@@ -87,11 +88,11 @@ MODES = [
     Mode("blocks of 5", dict(block_size=5)),
     Mode("blocks of 32", dict(block_size=32)),
     Mode("all at once", dict(block_size=5, max_num_batched_tokens=33, async_scheduling=True),
-         n=3, rounds=2, tiny=True)]
+         n=3, rounds=2, tiny=True),
+    Mode("plain operators", dict(kernels="torch"))]  # the specification without a twin
 GPU_MODES = [  # what a GPU has of its own, switched off one after the other
     Mode("no overlap", dict(async_scheduling=False)),
-    Mode("no graphs", dict(enforce_eager=True)),
-    Mode("no kernels", dict(kernels="torch"))]
+    Mode("no graphs", dict(enforce_eager=True))]
 PARALLEL_MODES = [  # run over several ranks, too
     BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED,
     Mode("overlap", dict(async_scheduling=True))]
@@ -201,7 +202,7 @@ def write_reference(model, prompt: list[int], eos_token_ids: tuple[int, ...], ma
         cache, logits = out.past_key_values, out.logits[0, -1]  # (vocab_size,)
         best = logits.topk(min(NUM_RIVALS, len(logits)))
         gaps = (best.values[0] - best.values).tolist()
-        text.gaps.append(dict(zip(best.indices.tolist(), gaps)))
+        text.gaps.append(dict(zip(best.indices.tolist(), gaps, strict=True)))
         text.near.append(near_tie * logits.abs().max().item())
         new = [int(logits.argmax())]
         text.token_ids += new
@@ -211,7 +212,7 @@ def write_reference(model, prompt: list[int], eos_token_ids: tuple[int, ...], ma
 def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **options) -> Row:
     """One engine, one row. An error while it runs is a difference; one at its start (`ValueError`:
     the options don't fit the model) is the caller's."""
-    options = dict(block_size=16) | mode.options | options
+    options = dict(block_size=16) | options | mode.options
     ranks = options["tensor_parallel_size"]
     row = Row(mode.name + (f", {ranks} ranks" if ranks > 1 else ""))
     needs = [len(text.prompt) + max_tokens for text in texts]
@@ -256,11 +257,11 @@ def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> 
 def verify(args: argparse.Namespace) -> Iterator[Row]:
     """Yields each row when its mode has run. Raises `ValueError` for what can't be run."""
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
-    engine = EngineConfig(model=args.model, tensor_parallel_size=ranks)  # refuses before any work
+    engine = EngineConfig(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks)
     folder = find_model(args.model)
     config = ModelConfig.from_folder(folder)
     engine.check_ranks(config)
-    tokenizer = load_tokenizer(engine, folder) if any(folder.glob("*token*")) else None
+    tokenizer = load_tokenizer(folder, optional=True)
     longest = config.max_position_embeddings - max_tokens
     if min(args.num_prompts, max_tokens, longest) < 1:
         raise ValueError(f"--num-prompts and --max-tokens must be at least 1, and the latter below "
@@ -283,7 +284,8 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)
         bar.clear()  # the engine has a line to print
-        yield run_mode(folder, mode, texts, max_tokens, dtype=args.dtype, tensor_parallel_size=size)
+        yield run_mode(folder, mode, texts, max_tokens, dtype=args.dtype, kernels=args.kernels,
+                       tensor_parallel_size=size)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -295,6 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-prompts", type=int, default=12, help="at most; default: 12")
     parser.add_argument("--max-tokens", type=int, default=24, help="of each text; default: 24")
     parser.add_argument("--dtype", choices=NEAR_TIE, default="float32", help="default: float32")
+    parser.add_argument("--kernels", choices=KERNELS, default="auto", help="default: auto")
     parser.add_argument("--near-tie", type=float, metavar="X", help=(
         "the largest gap of a near-tie, as a share of the largest |logit|; default: "
         + ", ".join(f"{x:g} in {dtype}" for dtype, x in NEAR_TIE.items())))

@@ -21,11 +21,12 @@ token is decides nothing but which experts are hit.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-from nanoserve.tools.trace import read_csv
 from nanoserve.frontend.metrics import percentile
+from nanoserve.tools.trace import read_csv
 
 COMMUNITY_TOKENS = 10_000  # nano-vllm draws its token ids from 0 to this, inclusive
 Range = tuple[int, int]  # from, to, inclusive
@@ -158,7 +159,7 @@ def summarize(seconds: float, num_prompt_tokens: int, token_times: list[list[flo
     """
     if num_tokens is None:
         num_tokens = [len(times) for times in token_times]
-        gaps = [b - a for times in token_times for a, b in zip(times, times[1:])]
+        gaps = [b - a for times in token_times for a, b in pairwise(times)]
     else:
         gaps = []
     waited = sum(times[-1] - times[0] for times in token_times)

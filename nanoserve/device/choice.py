@@ -1,0 +1,99 @@
+"""Which device runs the model, and which operators: what was asked for, held against what is there.
+
+    asked            found                            becomes
+    device="auto"    a GPU that torch sees            "cuda", else "cpu"
+    dtype="auto"     a GPU without bfloat16           float16
+    kernels="auto"   a GPU from 8.0 on, and triton    "triton"
+                     another GPU, or no triton        "torch", the specification itself
+                     a CPU and a compiler             "cpu", the compiled twin
+                     a CPU without a compiler         "onednn", `ops` with packed products
+
+Invariant: a slow path is never silent. What the user left open is settled with a line for standard
+error; what the user named and the machine has not is an error with the remedy.
+
+Not known here: models, memory.
+"""
+
+from dataclasses import replace
+from textwrap import shorten
+from types import ModuleType
+
+import torch
+
+from nanoserve import ops
+from nanoserve.config import EngineConfig
+
+
+def pick_device(device: str) -> str:
+    """ "auto" is the GPU if there is one. Raises `ValueError` for a GPU that isn't there."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device="cuda", but torch sees no GPU: use device="cpu" or "auto"')
+    return device
+
+
+def namespace(kernels: str) -> ModuleType:
+    """`ops`, or the twin of it that `kernels` names. Imported late, because only who uses a twin
+    needs what it needs: a compiler, or triton, which there is for Linux alone. Raises `ImportError`
+    where that is missing."""
+    if kernels == "triton":
+        from nanoserve.device import kernels as triton_kernels
+        return triton_kernels
+    if kernels == "cpu":
+        from nanoserve.device import cpu
+        return cpu
+    if kernels == "onednn":
+        from nanoserve.device import onednn
+        return onednn
+    return ops
+
+
+def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:
+    """What this machine's devices and software make of a resolved config, with what to say about
+    it. Raises `ValueError` where the user asked for what isn't there."""
+    said: list[str] = []
+    if config.device == "cuda" and config.dtype == "bfloat16" and (
+            not torch.cuda.is_bf16_supported(including_emulation=False)):
+        name = torch.cuda.get_device_name()
+        if asked.dtype != "auto":
+            raise ValueError(f'dtype="bfloat16", but {name} has no bfloat16: use "float16"')
+        said.append(f"{name} has no bfloat16: float16 takes its place, whose range is smaller")
+        config = replace(config, dtype="float16")
+    reason, instead = _what_is_missing(config)
+    if reason and asked.kernels != "auto":
+        raise ValueError(f"kernels={asked.kernels!r}, but {reason}: install what is missing, or "
+                         f"use kernels={instead!r}")
+    if reason:
+        said.append(f"{shorten(reason, 300)}. kernels={instead!r} takes its place, which is slower")
+        config = replace(config, kernels=instead)
+    return config, said
+
+
+def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
+    """Why `config.kernels` can't run here, and what can; "" if they can."""
+    on_gpu = config.device == "cuda"
+    if config.kernels == "cpu":
+        if on_gpu:
+            return "these kernels are for CPUs and the device is a GPU", "triton"
+        try:
+            namespace("cpu")
+        except ImportError as error:
+            return str(error), "onednn"
+    if config.kernels == "onednn" and on_gpu:
+        return "oneDNN is for CPUs and the device is a GPU", "triton"
+    if config.kernels != "triton":
+        return "", ""
+    try:
+        interpreted = namespace("triton").INTERPRETED
+    except ImportError as error:
+        return f"triton can't be imported ({error})", "torch"
+    if on_gpu and interpreted:
+        return ("TRITON_INTERPRET is set, with which kernels run in Python and not on the GPU, and "
+                "no graph can be recorded (unset it)"), "torch"
+    if not on_gpu and not interpreted:
+        return ("there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
+                "runs them slowly in Python)"), "cpu"
+    if on_gpu and torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0", "torch"
+    return "", ""

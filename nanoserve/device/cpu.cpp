@@ -1,0 +1,748 @@
+// The compiled twin of nanoserve/ops.py for CPUs: the same functions, in one file of plain C++.
+//
+// One loop multiplies everything: `multiply` below. Its right-hand side lies in *panels*. A panel
+// is 16 outputs wide and as long as there are inputs; 16 outputs of one *unit* are neighbours, one
+// line of a CPU's cache. A unit is 32 bits along the inputs: one float32, or two bfloat16, which
+// AVX512-BF16 multiplies and adds in one instruction. Its left-hand side, the rows, is repacked in
+// each call, so that for each unit a tile's rows stand side by side:
+//
+//     panel (units, 16)                       rows (units, R)         sums (R, 16 P), in registers
+//     unit 0   o0 o1 o2 ... o15   64 bytes    unit 0   r0 r1 .. rR    r0  o0 o1 ... o15 | o16 ...
+//     unit 1   o0 o1 o2 ... o15               unit 1   r0 r1 .. rR    r1
+//     ...                                     ...                     ..
+//
+// A weight (outputs, inputs) is packed into panels when it is loaded. **A block of the KV cache is
+// a packed weight**: 16 neighbouring slots are a *tile*, and for each KV head
+//
+//     K of a tile    one panel whose 16 outputs are the tokens:    (head_dim units, 16 tokens)
+//     V of a tile    head_dim / 16 panels whose inputs are them:   (head_dim / 16, token units, 16)
+//
+// so scores = q K^T and the sum of weights times V are the linear layer's loop once more. Nothing
+// is gathered: the loop takes a list of panels, wherever they lie. Sizes that are no multiple of 16
+// or of a unit are filled up with zeros, so that none is unfit.
+//
+// Every sum is made by one thread in the order of its inputs, so a row's numbers depend neither on
+// the threads nor on the other rows. float16 comes here as float32. Threads are OpenMP's, which
+// torch has started. Work is dealt out in small pieces, so that a thread which loses its core to
+// another program costs its share and no more.
+//
+// Shapes and dtypes are checked in cpu.py before an address comes here. Built by build.py.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <sys/mman.h>
+#include <thread>
+#include <utility>
+#include <vector>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+extern "C" int omp_get_num_threads();  // without omp.h, which Apple's compiler hasn't
+
+namespace {
+
+// ------------------------------------------------------------------ numbers
+
+constexpr long PANEL = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14, 0, 6};  // rows of a tile, by its panels:
+#elif defined(__AVX__)
+constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2, 0, 1};  // as many sums as there are registers
+#else
+constexpr int LANES = 4, MAX_ROWS[] = {0, 6, 2, 0, 1};
+#endif
+constexpr int VECTORS = PANEL / LANES;  // of a panel's line
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+struct BFloat16 { uint16_t bits; };
+
+inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+
+inline float wide(float x) { return x; }
+inline float wide(BFloat16 x) { return as_float(uint32_t(x.bits) << 16); }
+inline void narrow(float x, float &out) { out = x; }
+inline void narrow(float x, BFloat16 &out) {  // to the nearest, ties to even; NaN stays NaN
+    uint32_t bits = as_bits(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    out.bits = uint16_t(x != x ? 0x7fc0 : rounded);
+}
+
+// exp(x) = 2^n exp(r), with r = x - n log 2 in [-log(2) / 2, log(2) / 2], where a polynomial's
+// relative error is 2e-7. Without a branch, so that loops of it become vectors.
+inline float fast_exp(float x) {
+    float kept = x > 88.0f ? 88.0f : x;
+    float shifted = kept * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;  // rounds
+    float r = kept - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1 + r * (1 + r * (0.5f + r * (0.166666667f + r * (0.0416666667f
+              + r * (0.00833333333f + r * 0.00138888889f)))));
+    float result = as_float(as_bits(p) + (as_bits(shifted) << 23));
+    return x < -87.0f ? 0.0f : result;
+}
+inline float fast_tanh(float x) { return 1 - 2 / (1 + fast_exp(2 * x)); }
+
+// The innermost multiply-and-add: 16 outputs' (or a part's) units of a panel, times one of a row.
+template <class T> constexpr long PER_UNIT = 4 / sizeof(T);  // numbers
+template <class T> inline void multiply_add(Vector &sum, Bits panel, uint32_t row) {
+    if constexpr (PER_UNIT<T> == 1) sum += (Vector)panel * as_float(row);
+    else {
+#if defined(__AVX512BF16__)
+        sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(row)),
+                                       (__m512bh)panel);
+#else
+        sum += (Vector)(panel << 16) * as_float(row << 16);
+        sum += (Vector)(panel & 0xffff0000u) * as_float(row & 0xffff0000u);
+#endif
+    }
+}
+
+inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
+template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squared = false) {
+    Sum sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < count; i++) sum += squared ? wide(x[i]) * wide(x[i]) : wide(x[i]);
+    return sum;
+}
+
+// Unit u of a row of `count` numbers; what isn't there is zero.
+template <class T> inline uint32_t unit_of(const T *x, long u, long count) {
+    if constexpr (PER_UNIT<T> == 1) return as_bits(x[u]);
+    else return x[2 * u].bits | (2 * u + 1 < count ? uint32_t(x[2 * u + 1].bits) << 16 : 0);
+}
+
+// Memory of the calling thread, which outlives the call: memory that is new to a process costs more
+// than what is computed in it. `place` keeps its uses apart. It begins at a line of the cache.
+template <class X> X *scratch(int place, long count) {
+    static thread_local std::vector<uint64_t> memory[8];
+    const size_t words = size_t(count) * sizeof(X) / 8 + 16;
+    if (memory[place].size() < words) memory[place] = std::vector<uint64_t>(words);
+    return reinterpret_cast<X *>((uintptr_t(memory[place].data()) + 63) / 64 * 64);
+}
+
+// Call work(i) for each i below `count`, on all of torch's threads if it is worth it. Each takes
+// the next one that is left, so that a slow thread takes fewer.
+//
+// A thread that finds nothing left waits for the others, and soon it sleeps: where another program
+// has taken a core, one of our threads wants the other core, and must not find it busy waiting.
+template <class Work> void share_out(long count, bool is_worth_it, const Work &work) {
+    std::atomic<long> next{0};
+    std::atomic<int> done{0};
+#pragma omp parallel if (is_worth_it && count > 1)
+    {
+        for (long i; (i = next++) < count;) work(i);
+        done++;
+        for (long turns = 0; done < omp_get_num_threads(); turns++)
+            if (turns > 20000) std::this_thread::sleep_for(std::chrono::microseconds(10));
+    }
+}
+
+// ------------------------------------------------------------------ the loop
+
+// sums (R, 16 * P) = rows (units, R) times P panels. The units may lie in several segments: of V,
+// each tile is one. panels: where each segment's P panels begin, (segments, P). next: the same of
+// what is read afterwards, which is fetched meanwhile; or null. out: rows of `stride` numbers, to
+// which the sums are added if `add` says so.
+template <class T, int R, int P>
+void multiply(const uint32_t *rows, const uint32_t *const *panels, const uint32_t *const *next,
+              long segments, long units, float *out, long stride, bool add) {
+    constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
+    Vector sums[R * WIDTH];
+#pragma GCC unroll 64
+    for (int i = 0; i < R * WIDTH; i++) {
+        const float *at = out + i / WIDTH * stride + i % WIDTH * LANES;
+        sums[i] = Vector{};
+        if (add) std::memcpy(&sums[i], at, sizeof(Vector));
+    }
+    for (long s = 0; s < segments; s++, panels += P, next += next ? P : 0)
+        for (long u = 0; u < units; u++, rows += R) {
+            Bits line[WIDTH];
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
+                std::memcpy(line + p * VECTORS, panels[p] + u * PANEL, PANEL * 4);
+                if (next) __builtin_prefetch(next[p] + u * PANEL);
+            }
+#pragma GCC unroll 64
+            for (int i = 0; i < R * WIDTH; i++)
+                multiply_add<T>(sums[i], line[i % WIDTH], rows[i / WIDTH]);
+        }
+#pragma GCC unroll 64
+    for (int i = 0; i < R * WIDTH; i++)
+        std::memcpy(out + i / WIDTH * stride + i % WIDTH * LANES, &sums[i], sizeof(Vector));
+}
+
+using Multiply = void (*)(const uint32_t *, const uint32_t *const *, const uint32_t *const *, long,
+                          long, float *, long, bool);
+
+// The loop for a tile of `rows` rows and `panels` panels, 4, 2 or 1.
+template <class T, int... R>
+Multiply pick_loop(int rows, long panels, std::integer_sequence<int, R...>) {
+    static const Multiply loops[][sizeof...(R)] = {
+        {multiply<T, R + 1, 1>...}, {multiply<T, std::min(R + 1, MAX_ROWS[2]), 2>...},
+        {multiply<T, std::min(R + 1, MAX_ROWS[4]), 4>...}};
+    return loops[panels / 2][rows - 1];
+}
+template <class T> Multiply loop_for(int rows, long panels) {
+    return pick_loop<T>(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
+}
+
+// How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
+struct Tiling {
+    int rows, panels;  // of a tile
+    long tiles;
+    explicit Tiling(long count) {
+        panels = count <= MAX_ROWS[4] ? 4 : count <= MAX_ROWS[2] || LANES == 16 ? 2 : 1;
+        if (LANES == 16 && count > MAX_ROWS[2] && count <= MAX_ROWS[1]) panels = 1;
+        tiles = ceil_div(count, MAX_ROWS[panels]);
+        rows = int(ceil_div(count, tiles));
+    }
+};
+
+// Rows first, first + 1, ... as one tile: units side by side, zeros from row `count` on. Row i is
+// row at[i] of x, or row i where `at` is null.
+template <class T>
+void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_rows, long inputs,
+               uint32_t *out) {
+    for (int r = 0; r < tile_rows; r++) {
+        const bool is_there = first + r < count;
+        const T *row = x + (is_there ? at ? at[first + r] : first + r : 0) * inputs;
+        for (long u = 0; u < ceil_div(inputs, PER_UNIT<T>); u++)
+            out[u * tile_rows + r] = is_there ? unit_of(row, u, inputs) : 0;
+    }
+}
+
+// ------------------------------------------------------------------ products
+
+constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
+constexpr long PANELS_AT_ONCE = 8;  // a piece of work: of 1024 inputs in bfloat16 256 KB
+constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are needed
+
+// out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
+template <class T>
+void product(const T *x, const int64_t *at, long rows, const uint32_t *weight, long inputs,
+             long outputs, const T *bias, T *out) {
+    const Tiling tiling(rows);
+    const long units = ceil_div(inputs, PER_UNIT<T>), panels = ceil_div(outputs, PANEL);
+    const long tile_size = units * tiling.rows;
+    uint32_t *packed = scratch<uint32_t>(0, tiling.tiles * tile_size);
+    share_out(tiling.tiles, rows > 32, [&](long t) {
+        pack_rows(x, at, t * tiling.rows, rows, tiling.rows, inputs, packed + t * tile_size);
+    });
+    const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tiling.rows);
+    const long groups = ceil_div(panels, PANELS_AT_ONCE);
+    const long pieces = ceil_div(tiling.tiles, tiles_at_once) * groups;
+    share_out(pieces, rows * inputs * outputs > 65536, [&](long piece) {
+        const long first_tile = piece / groups * tiles_at_once;
+        const long end_tile = std::min(first_tile + tiles_at_once, tiling.tiles);
+        long p = piece % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
+        for (long width = tiling.panels; p < end; p += width) {
+            while (p + width > end) width /= 2;
+            const Multiply loop = loop_for<T>(tiling.rows, width);
+            const uint32_t *list[4], *next[4];
+            for (int i = 0; i < width; i++) {
+                list[i] = weight + (p + i) * units * PANEL;
+                next[i] = list[i] + (end_tile - first_tile > 1 ? width * units : AHEAD) * PANEL;
+            }
+            for (long t = first_tile; t < end_tile; t++) {
+                alignas(64) float sums[16 * 4 * PANEL];
+                loop(packed + t * tile_size, list, t == end_tile - 1 ? next : nullptr, 1, units,
+                     sums, width * PANEL, false);
+                const long count = std::min(width * PANEL, outputs - p * PANEL);
+                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
+                    T *row = out + (t * tiling.rows + r) * outputs + p * PANEL;
+                    const float *sum = sums + r * width * PANEL;
+                    for (long i = 0; i < count; i++)
+                        narrow(bias ? sum[i] + wide(bias[p * PANEL + i]) : sum[i], row[i]);
+                }
+            }
+        }
+    });
+}
+
+// weight (outputs, inputs) into panels, for each of `count` matrices.
+template <class T>
+void pack(const T *weight, long count, long outputs, long inputs, uint32_t *out) {
+    const long units = ceil_div(inputs, PER_UNIT<T>), panels = ceil_div(outputs, PANEL);
+    share_out(count * panels, true, [&](long p) {
+        for (long o = 0; o < PANEL; o++) {
+            const long output = p % panels * PANEL + o;
+            const T *row = weight + (p / panels * outputs + output) * inputs;
+            for (long u = 0; u < units; u++)
+                out[(p * units + u) * PANEL + o] = output < outputs ? unit_of(row, u, inputs) : 0;
+        }
+    });
+}
+
+// ------------------------------------------------- norms and gated MLPs
+
+// out = total / rms(total) * weight, total = x + residual, by rows. No residual: total is x.
+template <class T>
+void add_rms_norm(const T *x, const T *residual, const float *weight, float eps, long rows,
+                  long size, T *out, T *total) {
+    share_out(rows, rows * size > 32768, [&](long row) {
+        const T *values = x + row * size;
+        T *rounded = total + row * size, *result = out + row * size;
+        if (residual) {
+            for (long i = 0; i < size; i++)
+                narrow(wide(values[i]) + wide(residual[row * size + i]), rounded[i]);
+            values = rounded;
+        }
+        const float factor = 1 / std::sqrt(sum_of<float>(values, size, true) / float(size) + eps);
+        for (long i = 0; i < size; i++) narrow(wide(values[i]) * factor * weight[i], result[i]);
+    });
+}
+
+// act(gate) * up. Both activations are x * sigmoid(z): tanh(y) = 2 sigmoid(2 y) - 1.
+template <class T>
+void act_and_mul(const T *gate_up, long rows, long size, long is_gelu, T *out) {
+    const float linear = is_gelu ? 1.5957691216f : 1, cubic = is_gelu ? 0.0713548163f : 0;
+    share_out(rows, rows * size > 16384, [&](long row) {
+        const T *gate = gate_up + 2 * row * size, *up = gate + size;
+        for (long i = 0; i < size; i++) {
+            const float x = wide(gate[i]), z = x * (linear + cubic * x * x);
+            narrow(x / (1 + fast_exp(-z)) * wide(up[i]), out[row * size + i]);
+        }
+    });
+}
+
+// The weighted answers of each token's experts. Tokens are taken expert by expert, and each expert
+// that is hit is two products of the tokens that chose it.
+template <class T>
+void experts(const T *hidden, const float *weights, const int64_t *ids, long tokens, long per_token,
+             const uint32_t *gate_up, const uint32_t *down, long first_expert, long count,
+             long size, long inner, long is_gelu, T *out) {
+    const long gate_up_size = ceil_div(2 * inner, PANEL) * PANEL * ceil_div(size, PER_UNIT<T>);
+    const long down_size = ceil_div(size, PANEL) * PANEL * ceil_div(inner, PER_UNIT<T>);
+    float *sums = scratch<float>(1, tokens * size);
+    T *both = scratch<T>(2, tokens * 2 * inner), *gated = scratch<T>(3, tokens * inner);
+    T *answers = scratch<T>(4, tokens * size);
+    std::fill(sums, sums + tokens * size, 0.0f);
+    for (long expert = 0; expert < count; expert++) {
+        std::vector<int64_t> chose, pairs;
+        for (long pair = 0; pair < tokens * per_token; pair++)
+            if (ids[pair] == first_expert + expert) {
+                chose.push_back(pair / per_token);
+                pairs.push_back(pair);
+            }
+        const long rows = long(chose.size());
+        if (!rows) continue;
+        product<T>(hidden, chose.data(), rows, gate_up + expert * gate_up_size, size, 2 * inner,
+                   nullptr, both);
+        act_and_mul(both, rows, inner, is_gelu, gated);
+        product<T>(gated, nullptr, rows, down + expert * down_size, inner, size, nullptr, answers);
+        for (long row = 0; row < rows; row++)
+            for (long i = 0; i < size; i++)
+                sums[chose[row] * size + i] += weights[pairs[row]] * wide(answers[row * size + i]);
+    }
+    for (long i = 0; i < tokens * size; i++) narrow(sums[i], out[i]);
+}
+
+// ------------------------------------------------------------- the KV cache
+
+// Where a layer's cache keeps a tile's KV head. padded: head_dim, filled up to whole panels.
+template <class T> struct Cache {
+    uint32_t *k, *v;
+    long kv_heads, padded, block_size;
+    static constexpr long V_UNITS = PANEL / PER_UNIT<T>;  // of a tile's tokens
+    long size() const { return padded * V_UNITS; }  // units of a tile's KV head, of K as of V
+    uint32_t *keys(long tile, long head) const { return k + (tile * kv_heads + head) * size(); }
+    uint32_t *values(long tile, long head) const { return v + (tile * kv_heads + head) * size(); }
+};
+
+// A head's norm and RoPE: the pair (i, i + half) is turned. In float32; rounded by the caller.
+template <class T>
+void turn(const T *x, const float *weight, float eps, const float *cos, const float *sin,
+          long head_dim, float *out) {
+    const float squares = weight ? sum_of<float>(x, head_dim, true) / float(head_dim) + eps : 1;
+    const float factor = 1 / std::sqrt(squares);
+    const long half = head_dim / 2;
+    for (long i = 0; i < half; i++) {
+        float a = wide(x[i]) * factor, b = wide(x[i + half]) * factor;
+        if (weight) a *= weight[i], b *= weight[i + half];
+        out[i] = a * cos[i] - b * sin[i];
+        out[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+template <class T>
+void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight, float eps,
+                     const float *cos, const float *sin, const int32_t *slots, long tokens,
+                     long heads, long head_dim, uint32_t *k_cache, uint32_t *v_cache,
+                     long kv_heads, long padded, long block_size, T *out) {
+    const Cache<T> cache = {k_cache, v_cache, kv_heads, padded, block_size};
+    share_out(tokens, tokens > 1, [&](long token) {
+        const T *x = qkv + token * (heads + 2 * kv_heads) * head_dim;
+        const float *c = cos + token * head_dim, *s = sin + token * head_dim;
+        float *turned = scratch<float>(5, head_dim);
+        T *rounded = scratch<T>(6, head_dim);
+        for (long head = 0; head < heads; head++, x += head_dim) {
+            turn(x, q_weight, eps, c, s, head_dim, turned);
+            T *q = out + (token * heads + head) * head_dim;
+            for (long i = 0; i < head_dim; i++) narrow(turned[i], q[i]);
+        }
+        if (slots[token] < 0) return;  // padding of a batch
+        const long tile = slots[token] / PANEL, lane = slots[token] % PANEL;
+        for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
+            turn(x, k_weight, eps, c, s, head_dim, turned);
+            for (long i = 0; i < head_dim; i++) narrow(turned[i], rounded[i]);
+            uint32_t *k = cache.keys(tile, head) + lane;
+            for (long u = 0; u < ceil_div(head_dim, PER_UNIT<T>); u++)
+                k[u * PANEL] = unit_of(rounded, u, head_dim);
+        }
+        for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
+            uint32_t *v = cache.values(tile, head) + lane / PER_UNIT<T> * PANEL;
+            for (long i = 0; i < head_dim; i++) {  // a token's half of a unit, or all of it
+                uint32_t *unit = v + i / PANEL * Cache<T>::V_UNITS * PANEL + i % PANEL;
+                if constexpr (PER_UNIT<T> == 1) *unit = as_bits(wide(x[i]));
+                else std::memcpy(reinterpret_cast<char *>(unit) + 2 * (lane % 2), x + i, 2);
+            }
+        }
+    });
+}
+
+// ---------------------------------------------------------------- attention
+
+constexpr long TILES_AT_ONCE = 8;  // whose scores are computed before the softmax moves on
+
+// A part of a tile that belongs to a row: `count` lanes from `lane` on, the first at `position`.
+struct Piece { long tile, lane, count, position; };
+
+// Causal attention of a row's queries first .. first + count - 1, with one KV head and the `group`
+// query heads that share it: softmax(q k^T * scale) v, a few tiles of keys at a time. The softmax
+// runs (Dao et al. 2022): for each query and head it keeps the highest score so far, the sum of
+// weights and the weighted sum of V, and shrinks both sums when a higher score comes.
+template <class T> struct Attention {
+    static constexpr long WIDTH = TILES_AT_ONCE * PANEL, V_UNITS = Cache<T>::V_UNITS;
+    const T *q;
+    const int32_t *tables, *seq_lens, *starts;  // starts: cu_seqlens_q
+    long table_stride, heads, head_dim, window;
+    float scale, softcap;
+    Cache<T> cache;
+    T *out;
+
+    void run(long row, long kv_head, long first, long count) const {
+        const long group = heads / cache.kv_heads, rows = count * group;
+        const long position = seq_lens[row] - (starts[row + 1] - starts[row]) + first;
+        const long end = position + count, units = ceil_div(head_dim, PER_UNIT<T>);
+        const Tiling tiling(rows);
+        const long padded_rows = tiling.tiles * tiling.rows;
+        uint32_t *packed = scratch<uint32_t>(0, padded_rows * units);
+        float *sums = scratch<float>(1, padded_rows * cache.padded);
+        float *scores = scratch<float>(2, padded_rows * WIDTH);
+        uint32_t *weights = scratch<uint32_t>(3, padded_rows * WIDTH / PER_UNIT<T>);
+        float *highest = scratch<float>(4, 2 * padded_rows), *total = highest + padded_rows;
+        // Row m of the products is query m / group with head m % group of the group.
+        int64_t *at = scratch<int64_t>(5, rows);
+        for (long m = 0; m < rows; m++)
+            at[m] = (starts[row] + first + m / group) * heads + kv_head * group + m % group;
+        for (long t = 0; t < tiling.tiles; t++)
+            pack_rows(q, at, t * tiling.rows, rows, tiling.rows, head_dim,
+                      packed + t * tiling.rows * units);
+        std::fill(sums, sums + padded_rows * cache.padded, 0.0f);
+        std::fill(highest, total, -1e30f);  // not -inf: inf - inf is NaN
+        std::fill(total, total + padded_rows, 0.0f);
+
+        Piece pieces[TILES_AT_ONCE], next[TILES_AT_ONCE];
+        long n = cut(row, window ? std::max(0L, position - window + 1) : 0, end, next);
+        while (n) {
+            std::copy(next, next + n, pieces);
+            const long num_next = cut(row, pieces[n - 1].position + pieces[n - 1].count, end, next);
+            score(pieces, n, kv_head, tiling, packed, units, scores);
+            for (long m = 0; m < rows; m++)
+                soften(pieces, n, position + m / group, scores + m * WIDTH,
+                       sums + m * cache.padded, highest[m], total[m],
+                       weights + m / tiling.rows * tiling.rows * WIDTH / PER_UNIT<T>
+                               + m % tiling.rows, tiling.rows);
+            sum_values(pieces, n, num_next == n ? next : nullptr, kv_head, tiling, weights, sums);
+            n = num_next;
+        }
+        for (long m = 0; m < rows; m++) {
+            const float factor = 1 / total[m];
+            for (long i = 0; i < head_dim; i++)
+                narrow(sums[m * cache.padded + i] * factor, out[at[m] * head_dim + i]);
+        }
+    }
+
+    // The pieces in which the row's keys key .. end - 1 lie, but no more than are taken at once.
+    long cut(long row, long key, long end, Piece *pieces) const {
+        long n = 0;
+        for (; n < TILES_AT_ONCE && key < end; n++) {
+            const long block = tables[row * table_stride + key / cache.block_size];
+            const long offset = key % cache.block_size;
+            const long slot = block * cache.block_size + offset, lane = slot % PANEL;
+            const long there = std::min({PANEL - lane, cache.block_size - offset, end - key});
+            pieces[n] = {slot / PANEL, lane, there, key};
+            key += there;
+        }
+        return n;
+    }
+
+    // scores (rows, 16 n) = q K^T. Meanwhile V is fetched, which is read next.
+    void score(const Piece *pieces, long n, long kv_head, const Tiling &tiling,
+               const uint32_t *packed, long units, float *scores) const {
+        for (long p = 0, width = tiling.panels; p < n; p += width) {
+            while (p + width > n) width /= 2;
+            const uint32_t *keys[4], *next[4];
+            for (long i = 0; i < width; i++) {
+                keys[i] = cache.keys(pieces[p + i].tile, kv_head);
+                next[i] = cache.values(pieces[p + i].tile, kv_head);
+            }
+            const Multiply loop = loop_for<T>(tiling.rows, width);
+            for (long t = 0; t < tiling.tiles; t++)
+                loop(packed + t * tiling.rows * units, keys, t ? nullptr : next, 1, units,
+                     scores + t * tiling.rows * WIDTH + p * PANEL, WIDTH, false);
+        }
+    }
+
+    // One row's scores become weights, as units of a tile's rows; position: of the row's query.
+    void soften(const Piece *pieces, long n, long position, float *scores, float *sums,
+                float &highest, float &total, uint32_t *weights, int tile_rows) const {
+        const long keys = n * PANEL;
+        for (long i = 0; i < keys; i++) scores[i] *= scale;
+        if (softcap > 0)
+            for (long i = 0; i < keys; i++) scores[i] = softcap * fast_tanh(scores[i] / softcap);
+        float best[PANEL], sum[PANEL] = {};  // lane by lane, which the compiler makes vectors of
+        std::fill(best, best + PANEL, highest);
+        for (long p = 0; p < n; p++) {
+            // Of a piece the lanes [low, high) are seen. Example: lane 0 at position 32, query 35,
+            // window 3: lanes 1, 2, 3 are.
+            const long base = pieces[p].position - pieces[p].lane;
+            const long from = window ? position - window + 1 - base : 0, to = position + 1 - base;
+            const int low = int(std::max(pieces[p].lane, from));
+            const int high = int(std::min(pieces[p].lane + pieces[p].count, to));
+            float *s = scores + p * PANEL;
+            if (low > 0 || high < PANEL)
+#pragma omp simd
+                for (int i = 0; i < PANEL; i++) s[i] = i >= low && i < high ? s[i] : -INFINITY;
+#pragma omp simd
+            for (int i = 0; i < PANEL; i++) best[i] = s[i] > best[i] ? s[i] : best[i];
+        }
+        const float top = *std::max_element(best, best + PANEL), shrink = fast_exp(highest - top);
+        for (long p = 0; p < keys; p += PANEL)
+#pragma omp simd
+            for (int i = 0; i < PANEL; i++) {
+                scores[p + i] = fast_exp(scores[p + i] - top);
+                sum[i] += scores[p + i];
+            }
+        total = total * shrink + std::accumulate(sum, sum + PANEL, 0.0f);
+        if (top != highest)
+            for (long i = 0; i < cache.padded; i++) sums[i] *= shrink;
+        highest = top;
+        T rounded[WIDTH];
+        uint32_t units[WIDTH];
+        for (long i = 0; i < keys; i++) narrow(scores[i], rounded[i]);
+        std::memcpy(units, rounded, n * V_UNITS * 4);
+        for (long u = 0; u < n * V_UNITS; u++) weights[u * tile_rows] = units[u];
+    }
+
+    // sums (rows, head_dim) += weights V. Meanwhile the next keys are fetched.
+    void sum_values(const Piece *pieces, long n, const Piece *next_pieces, long kv_head,
+                    const Tiling &tiling, const uint32_t *weights, float *sums) const {
+        const uint32_t *values[TILES_AT_ONCE];
+        for (long p = 0; p < n; p++) values[p] = living(pieces[p], p, kv_head);
+        const long groups = cache.padded / PANEL;
+        for (long g = 0, width = tiling.panels; g < groups; g += width) {
+            while (g + width > groups) width /= 2;
+            const uint32_t *list[TILES_AT_ONCE * 4], *next[TILES_AT_ONCE * 4];
+            for (long i = 0; i < n * width; i++) {
+                const long offset = (g + i % width) * V_UNITS * PANEL;
+                list[i] = values[i / width] + offset;
+                if (next_pieces)
+                    next[i] = cache.keys(next_pieces[i / width].tile, kv_head) + offset;
+            }
+            const Multiply loop = loop_for<T>(tiling.rows, width);
+            for (long t = 0; t < tiling.tiles; t++)
+                loop(weights + t * tiling.rows * WIDTH / PER_UNIT<T>, list,
+                     t || !next_pieces ? nullptr : next, n, V_UNITS,
+                     sums + t * tiling.rows * cache.padded + g * PANEL, cache.padded, true);
+        }
+    }
+
+    // V of a piece. Its dead lanes may hold infinities or NaN, other requests' numbers, and 0 * inf
+    // is NaN: where there are any, a copy without them.
+    const uint32_t *living(const Piece &piece, long place, long kv_head) const {
+        const uint32_t *values = cache.values(piece.tile, kv_head);
+        if (piece.count == PANEL) return values;
+        uint32_t *copies = scratch<uint32_t>(6, TILES_AT_ONCE * cache.size());
+        uint32_t *copy = copies + place * cache.size();
+        for (long line = 0; line < cache.size() / PANEL; line++) {
+            uint32_t mask = 0;
+            for (long i = 0; i < PER_UNIT<T>; i++) {
+                const long lane = line % V_UNITS * PER_UNIT<T> + i - piece.lane;
+                if (lane >= 0 && lane < piece.count)
+                    mask |= PER_UNIT<T> == 1 ? ~0u : 0xffffu << 16 * i;
+            }
+            for (long i = line * PANEL; i < (line + 1) * PANEL; i++) copy[i] = values[i] & mask;
+        }
+        return copy;
+    }
+};
+
+constexpr long ROWS_AT_ONCE = 64;  // of a product: queries times heads of a group
+
+template <class T>
+void paged_attention(const T *q, uint32_t *k, uint32_t *v, long kv_heads, long padded,
+                     long block_size, const int32_t *tables, long table_stride,
+                     const int32_t *seq_lens, const int32_t *starts, long num_rows, long heads,
+                     long head_dim, float scale, long window, float softcap, T *out) {
+    const Attention<T> attention = {q, tables, seq_lens, starts, table_stride, heads, head_dim,
+                                    window, scale, softcap, {k, v, kv_heads, padded, block_size},
+                                    out};
+    struct Work { long row, first, count; };
+    std::vector<Work> work;  // for each KV head
+    const long at_once = std::max(1L, ROWS_AT_ONCE / (heads / kv_heads));
+    for (long row = 0; row < num_rows; row++)
+        if (seq_lens[row] > 0)  // else it is padding, and its result zeros
+            for (long first = 0, end = starts[row + 1] - starts[row]; first < end; first += at_once)
+                work.push_back({row, first, std::min(at_once, end - first)});
+    const long pieces = long(work.size());
+    share_out(pieces * kv_heads, true, [&](long i) {
+        const Work &one = work[pieces - 1 - i % pieces];  // the last queries see the most keys
+        attention.run(one.row, i / pieces, one.first, one.count);
+    });
+}
+
+// ----------------------------------------------------------------- sampling
+
+// The first of the highest.
+template <class T> void argmax(const T *logits, long rows, long size, int64_t *out) {
+    share_out(rows, rows * size > 32768, [&](long row) {
+        const T *x = logits + row * size;
+        float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+        for (long i = 0; i < size; i++) top = std::max(top, wide(x[i]));
+        out[row] = std::find_if(x, x + size - 1, [&](T one) { return wide(one) == top; }) - x;
+    });
+}
+
+// Where to cut a row, so that all numbers from `floor` on weigh at least `target` together; `above`
+// is what those beyond it weigh. Numbers below `low` don't count, and if the others don't suffice
+// the floor is `low`. Numbers are sorted into bins by their first bits; only one bin is sorted.
+struct Floor { float floor; double above; };
+
+template <class Weight>
+Floor cut(const float *x, long size, float low, double target, const Weight &weight) {
+    const auto bin_of = [](float number) {  // of a negative one all bits but the sign are turned
+        const uint32_t bits = as_bits(number + 0.0f);
+        return (bits >> 31 ? ~bits : bits | 0x80000000) >> 20;
+    };
+    std::vector<double> bins(4096);
+    for (long i = 0; i < size; i++)
+        if (x[i] >= low) bins[bin_of(x[i])] += weight(i);
+    double above = 0;
+    uint32_t bin = 4095;
+    while (bin && above + bins[bin] < target) above += bins[bin--];
+    std::vector<std::pair<float, double>> found;
+    for (long i = 0; i < size; i++)
+        if (x[i] >= low && bin_of(x[i]) == bin) found.push_back({x[i], weight(i)});
+    std::sort(found.begin(), found.end(), std::greater<>());
+    for (size_t i = 0; i < found.size();) {
+        const float floor = found[i].first;
+        double equal = 0;
+        for (; i < found.size() && found[i].first == floor; i++) equal += found[i].second;
+        if (above + equal >= target) return {floor, above};
+        above += equal;
+    }
+    return {low, above};
+}
+
+template <class T>
+void floors(const T *logits, const float *temperature, const int32_t *top_k, const float *top_p,
+            const float *min_p, long rows, long size, float *out, int32_t *last) {
+    share_out(rows, true, [&](long row) {
+        const long k = top_k[row] > 0 && top_k[row] < size ? top_k[row] : 0;
+        out[row] = -INFINITY;
+        last[row] = int32_t(size);
+        if (temperature[row] == 0 || (!k && top_p[row] >= 1 && min_p[row] <= 0)) return;
+        float *x = scratch<float>(6, size), *mass = scratch<float>(7, size);
+        for (long i = 0; i < size; i++) x[i] = wide(logits[row * size + i]) / temperature[row];
+        const float top = *std::max_element(x, x + size);
+        float floor = min_p[row] > 0 ? top + std::log(min_p[row]) : -INFINITY;
+        if (k) floor = cut(x, size, floor, double(k), [](long) { return 1.0; }).floor;
+        if (top_p[row] < 1) {
+            for (long i = 0; i < size; i++) mass[i] = x[i] >= floor ? fast_exp(x[i] - top) : 0.0f;
+            // Above 0, also where float32 rounds top_p to 0: one token at least must stay.
+            const double target = std::max(top_p[row] * sum_of<double>(mass, size), 1e-300);
+            const Floor found = cut(x, size, floor, target, [&](long i) { return mass[i]; });
+            // Of equals at the floor only as many stay as it takes, the lowest ids; one at least.
+            double above = found.above;
+            for (long i = 0; i < size; i++)
+                if (x[i] == found.floor) {
+                    last[row] = int32_t(i);
+                    if ((above += mass[i]) >= target) break;
+                }
+            floor = found.floor;
+        }
+        out[row] = floor;
+    });
+}
+
+// SplitMix64 of seed and position, as in ops.py: 40 bits in [0, 1).
+inline double uniform(uint64_t seed, uint64_t position) {
+    uint64_t x = seed + position * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return double((x ^ (x >> 31)) >> 24) * 0x1p-40;
+}
+
+constexpr long PART = 256;  // tokens whose weights are summed up, so that not all are gone through
+
+// By inverse CDF: the first token whose cumulated weight exceeds the row's random number.
+template <class T>
+void draw(const T *logits, const float *temperature, const int64_t *seeds, const int64_t *positions,
+          const float *floor, const int32_t *last, long rows, long size, int64_t *out) {
+    argmax(logits, rows, size, out);
+    share_out(rows, rows * size > 8192, [&](long row) {
+        if (temperature[row] == 0) return;
+        const T *x = logits + row * size;
+        const float heat = temperature[row], top = wide(x[out[row]]) / heat;
+        const float least = floor ? floor[row] : -INFINITY;
+        const int last_id = last ? last[row] : int(size);
+        float *weights = scratch<float>(6, size);
+        std::vector<double> parts(ceil_div(size, PART));
+        for (int i = 0; i < int(size); i++) {
+            const float one = wide(x[i]) / heat;
+            const bool stays = (one > least) | ((one == least) & (i <= last_id));
+            weights[i] = stays ? fast_exp(one - top) : 0.0f;
+        }
+        for (long i = 0; i < size; i += PART)
+            parts[i / PART] = sum_of<double>(weights + i, std::min(PART, size - i));
+        double left = std::accumulate(parts.begin(), parts.end(), 0.0)
+            * uniform(uint64_t(seeds[row]), uint64_t(positions[row]));
+        size_t part = 0;
+        while (part + 1 < parts.size() && left >= parts[part]) left -= parts[part++];
+        const long end = std::min((long(part) + 1) * PART, size);
+        for (long i = long(part) * PART; i < end; i++) {
+            if (weights[i] > 0) out[row] = i;  // rounding may end it early: the last with a weight
+            if ((left -= weights[i]) < 0) break;
+        }
+    });
+}
+
+}  // namespace
+
+// What cpu.py calls, in the order in which it names them, for each dtype.
+#define FUNCTIONS(T)                                                                            \
+    {(void *)pack<T>, (void *)product<T>, (void *)add_rms_norm<T>, (void *)act_and_mul<T>,      \
+     (void *)experts<T>, (void *)norm_rope_store<T>, (void *)paged_attention<T>,                \
+     (void *)argmax<T>, (void *)floors<T>, (void *)draw<T>}
+extern "C" {
+extern void *const float32[10] = FUNCTIONS(float);
+extern void *const bfloat16[10] = FUNCTIONS(BFloat16);
+
+// Ask the system for large pages, of which fewer have to be looked up.
+void advise_huge_pages([[maybe_unused]] void *memory, [[maybe_unused]] long bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 1 << 21, start = (uintptr_t(memory) + page - 1) / page * page;
+    const uintptr_t end = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
+    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
+#endif
+}
+}

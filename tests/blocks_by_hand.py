@@ -1,0 +1,43 @@
+"""Sequences that are moved by hand through a block manager with blocks of 4 tokens."""
+
+import xxhash
+
+from nanoserve.block_manager import BlockManager
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import Sequence
+
+SIZE = 4
+
+
+def sequence(tokens, name="s") -> Sequence:
+    return Sequence(name, list(tokens), SamplingParams())
+
+
+def compute(blocks: BlockManager, tokens, name="s", share=True) -> Sequence:
+    """What the scheduler does for a sequence that computes all of its tokens in one step."""
+    seq = sequence(tokens, name)
+    if share:
+        blocks.share(seq, blocks.find_prefix(seq))
+    assert blocks.allocate(seq, len(seq.token_ids)), "the test's pool is too small"
+    seq.num_computed_tokens = len(seq.token_ids)
+    blocks.commit(seq)
+    return seq
+
+
+def hits(blocks: BlockManager, tokens) -> list[int]:
+    return [entry.block_id for entry in blocks.find_prefix(sequence(tokens))]
+
+
+def order_of_reuse(blocks: BlockManager) -> list[int]:
+    taker = sequence([])
+    assert blocks.allocate(taker, blocks.num_free_blocks * blocks.block_size)
+    return taker.block_table
+
+
+def held(seq: Sequence) -> list[int]:
+    """What `seq` still has a reference to."""
+    return seq.block_table[seq.num_released_blocks:]
+
+
+def collide(monkeypatch, digest) -> None:
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", digest)

@@ -1,0 +1,58 @@
+"""A checkpoint's tensors, and the parameters that they become."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.layers import Experts, Linear, Placement
+from nanoserve.model import Decoder
+
+CPU = torch.device("cpu")
+INDEX = "model.safetensors.index.json"
+
+
+def empty_model(folder: Path) -> tuple[Decoder, ModelConfig]:
+    """The network of a folder's config.json, every parameter NaN until it is loaded."""
+    config = ModelConfig.from_folder(folder)
+    model = Decoder(config, Placement(torch.float32, CPU))
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    return model, config
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights by name, as the loader leaves them."""
+    model, config = empty_model(folder)
+    load_weights(model, config, folder)
+    return weights_of(model)
+
+
+def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
+    """By name, in a namespace that packs nothing: a packed weight is what its parameter was."""
+    weights = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            weights[f"{path}.weight"] = module.packed
+        elif isinstance(module, Experts):
+            weights[f"{path}.gate_up_proj"], weights[f"{path}.down_proj"] = module.packed
+    return weights
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, in one piece or in shards."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()}
+
+
+def greedy(llm: LLM, max_tokens=8) -> list[int]:
+    """Tokens of a short prompt: an engine that gives the right ones has the right weights."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return llm.generate([list(range(20))], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def without(tensors: dict, *names: str) -> dict:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}

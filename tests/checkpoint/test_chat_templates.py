@@ -1,0 +1,290 @@
+"""Real kinds of tokenizers and chat templates in the engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_grows
+from real_tokenizers import FAMILY, FRAGMENTS, SAID, TOKENIZERS, UNFINISHED, decode, encode, truth
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.sampler import SamplerOutput
+
+# What ends a text: the list of generation_config.json, of which config.json names one only.
+ENDS = {"qwen": ["<|im_end|>", "<|endoftext|>"], "llama_3": ["<|end_of_text|>", "<|eot_id|>"],
+        "llama_2": ["</s>"], "gemma": ["</s>", "<end_of_turn>"], "mistral": ["</s>"]}
+REPLIES = ["Grüße aus 東京! 😀", f"{FAMILY} नमस्ते,\n\nthe harbour.", "مرحبا", "x",
+           "don't \U00020000"]
+
+
+def ids_of(name: str, *tokens: str) -> list[int]:
+    return [TOKENIZERS[name].convert_tokens_to_ids(token) for token in tokens]
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """A very small model. Its vocabulary is larger than the tokenizer's, as real ones are."""
+    tokenizer, ends = TOKENIZERS[name], ids_of(name, *ENDS[name])
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer) // 64 * 64 + 64, hidden_size=16, intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=ends[-1]))
+    model.generation_config.eos_token_id = ends
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Speaker:
+    """An engine with words put into its mouth: it computes its KV as always, but what is sampled
+    is replaced."""
+
+    def __init__(self, name: str, folder: Path, overlap: bool):
+        self.name = name
+        self.llm = LLM(folder, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256,
+                       num_gpu_blocks_override=64, async_scheduling=overlap)
+        self.launch, self.llm.runner.launch = self.llm.runner.launch, self.speak
+        self.says([])
+
+    def says(self, *outputs: list[int]) -> None:
+        """The outputs of the requests to come, in their order; then one token for ever."""
+        self.outputs, self.first = outputs, self.llm.num_arrived
+
+    def speak(self, step):
+        self.launch(step)
+        sampled = []
+        for seq in step.sampling:
+            output = self.outputs[seq.arrival - self.first]
+            at = seq.num_tokens - 1 - seq.num_prompt_tokens
+            sampled.append(output[at] if at < len(output) else 7)
+        return SamplerOutput(torch.tensor(sampled, dtype=torch.int64))
+
+    def encode(self, *parts: str | int) -> list[int]:
+        return sum(([part] if isinstance(part, int) else encode(self.name, part)
+                    for part in parts), [])
+
+
+@pytest.fixture(scope="module", params=[*((name, True) for name in ENDS), ("qwen", False)],
+                ids=lambda param: param[0] + ("" if param[1] else "-sync"))
+def speaker(request, tmp_path_factory):
+    name, overlap = request.param
+    return Speaker(name, make_checkpoint(name, tmp_path_factory.mktemp(name)), overlap)
+
+
+def params(**kinds) -> SamplingParams:
+    return SamplingParams(**dict(temperature=0, max_tokens=100) | kinds)
+
+
+def talk(*contents: str) -> list[dict]:
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+CONVERSATIONS = [talk("Hi"), talk("Où est 東京?", f"There 😀, {FAMILY}.", "  नमस्ते\n"),
+                 talk("the  island")]
+
+
+def reference(name: str, conversation: list[dict], **options) -> tuple[str, list[int]]:
+    """transformers' text and token ids of a conversation."""
+    options = dict(add_generation_prompt=True) | options
+    template = TOKENIZERS[name].apply_chat_template
+    return (template(conversation, tokenize=False, **options),
+            template(conversation, tokenize=True, **options)["input_ids"])
+
+
+def test_a_checkpoint_keeps_its_tokenizer(speaker):
+    """What was saved is what was loaded, so that the oracles here speak for the engine."""
+    ours, llm = TOKENIZERS[speaker.name], speaker.llm
+    assert llm.tokenizer.get_vocab() == ours.get_vocab()
+    for text in [*FRAGMENTS, SAID]:
+        ids = ours.encode(text)
+        assert llm.tokenizer.encode(text) == ids
+        assert llm.tokenizer.decode(ids) == ours.decode(ids)
+    assert set(llm.model_config.eos_token_ids) == set(ids_of(speaker.name, *ENDS[speaker.name]))
+
+
+def test_conversations_and_their_answers(speaker):
+    """More conversations than there are seats: each prompt is transformers', each answer its own.
+    """
+    name, conversations = speaker.name, CONVERSATIONS + CONVERSATIONS[:2]
+    end = ids_of(name, ENDS[name][-1])
+    speaker.says(*(speaker.encode(reply, *end) for reply in REPLIES))
+    outs = speaker.llm.chat(conversations, params(), use_tqdm=False)
+    for out, conversation, reply in zip(outs, conversations, REPLIES, strict=True):
+        assert (out.prompt, out.prompt_token_ids) == reference(name, conversation)
+        sample = out.outputs[0]
+        assert sample.token_ids == speaker.encode(reply, *end)
+        assert sample.text == truth(name, out.prompt_token_ids, sample.token_ids)
+        assert sample.text == (" " if name in ("llama_2", "mistral") else "") + reply
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+
+
+def test_streams_of_several_requests(speaker):
+    """Cumulative outputs grow, deltas add up, and both end where `generate` does."""
+    outputs = [speaker.encode(reply, *ids_of(speaker.name, ENDS[speaker.name][0]))
+               for reply in REPLIES]
+    prompts = [reference(speaker.name, talk(reply))[1] for reply in REPLIES]
+    speaker.says(*outputs)
+    outs = speaker.llm.generate(prompts, params(), use_tqdm=False)
+    finals = [out.outputs[0].text for out in outs]
+    assert finals == [truth(speaker.name, *both) for both in zip(prompts, outputs, strict=True)]
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        speaker.says(*outputs)
+        pieces: dict[tuple, list[str]] = {}
+        for out in speaker.llm.stream(prompts, params(output_kind=kind)):
+            pieces.setdefault(tuple(out.prompt_token_ids), []).append(out.outputs[0].text)
+        for prompt, output, final in zip(prompts, outputs, finals, strict=True):
+            seen = pieces[tuple(prompt)]
+            assert not any(UNFINISHED in text for text in seen)
+            if kind is RequestOutputKind.DELTA:
+                seen = ["".join(seen[:n]) for n in range(1, len(seen) + 1)]
+            assert_grows(seen)
+            assert len(seen) == len(output) and seen[-1] == final
+
+
+def test_every_end_of_the_list_ends_a_text(speaker):
+    """Only the tokenizer's EOS stopped generation in several small engines: a chat model ran on
+    beyond the end of its turn, or of the document. No end is shown, unless it is asked for."""
+    name, llm = speaker.name, speaker.llm
+    prompt = reference(name, talk("Hi"))[1]
+    for end in ENDS[name]:
+        for skip in (True, False):
+            for include in (True, False):
+                output = speaker.encode("é😀", *ids_of(name, end), "more")
+                speaker.says(output)
+                [out] = llm.generate(prompt, params(
+                    skip_special_tokens=skip, include_stop_str_in_output=include), use_tqdm=False)
+                sample = out.outputs[0]
+                assert sample.text.lstrip() == "é😀" + (end if include and not skip else "")
+                assert sample.token_ids == output[:-len(speaker.encode("more"))]
+                assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+
+
+def test_special_tokens_in_the_middle(speaker):
+    """Skipped or shown; as a stop token they are told, as a stop string they are found if shown."""
+    name, llm = speaker.name, speaker.llm
+    end, prompt = ENDS[name][-1], reference(name, talk("Hi"))[1]
+    [end_id] = ids_of(name, end)
+    output = speaker.encode("日本", end_id, "é😀x")
+    n = len(output)
+    for kinds, text, reason in [
+        (dict(), truth(name, prompt, output), ("length", None)),
+        (dict(skip_special_tokens=False), truth(name, prompt, output, False), ("length", None)),
+        (dict(skip_special_tokens=False, stop=end), "日本", ("stop", end)),
+        (dict(skip_special_tokens=False, stop="é😀", include_stop_str_in_output=True),
+         truth(name, prompt, output, False)[:-1], ("stop", "é😀")),
+        (dict(stop=end, stop_token_ids=[end_id]), "日本", ("stop", end_id)),
+    ]:
+        speaker.says(output)
+        [out] = llm.generate(prompt, params(ignore_eos=True, max_tokens=n, **kinds), use_tqdm=False)
+        sample = out.outputs[0]
+        assert (sample.text.lstrip(" "), (sample.finish_reason, sample.stop_reason)) == (
+            text.lstrip(" "), reason)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_while_streaming(speaker, include):
+    """Nothing of a stop string is shown, and the request ends with the token that completes it."""
+    name, stops = speaker.name, ["harbour 😀日本語.", "語, 👨\u200d👩", "👩\u200d"]
+    prompt, output = reference(name, talk("Hi"))[1], speaker.encode(SAID)
+    whole = truth(name, prompt, output)
+    before, stop, _ = whole.partition(stops[1])
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        speaker.says(output)
+        outs = [out.outputs[0] for out in speaker.llm.stream(prompt, params(
+            stop=stops, include_stop_str_in_output=include, output_kind=kind))]
+        seen = [out.text for out in outs]
+        if kind is RequestOutputKind.DELTA:
+            seen = ["".join(seen[:n]) for n in range(1, len(seen) + 1)]
+        assert all(before.startswith(visible) for visible in seen[:-1])
+        assert seen[-1] == before + (stop if include else "")
+        assert (outs[-1].finish_reason, outs[-1].stop_reason) == ("stop", stop)
+        assert stop in truth(name, prompt, output[:len(outs)])
+        assert stop not in truth(name, prompt, output[:len(outs) - 1])
+
+
+def test_ids_that_only_the_padding_of_the_vocabulary_has(speaker):
+    """Embedding matrices are padded to round sizes, and a model may sample an id that the
+    tokenizer has never heard of: a token without text."""
+    beyond = [len(TOKENIZERS[speaker.name]), speaker.llm.model_config.vocab_size - 1]
+    prompt, output = speaker.encode("Say:"), speaker.encode("日", *beyond, "é", beyond[0])
+    speaker.says(output)
+    outs = list(speaker.llm.stream(prompt, params(max_tokens=len(output))))
+    assert outs[-1].outputs[0].text.replace(" ", "") == "日é"
+    assert outs[-1].outputs[0].token_ids == output
+
+
+def test_the_beginning_of_a_text_is_marked_once(speaker):
+    """The post-processor puts BOS in front of a plain text, the template in front of a chat. Both
+    together would be two, which is another prompt and a worse answer."""
+    name, bos = speaker.name, TOKENIZERS[speaker.name].bos_token_id
+    speaker.says(*[[7]] * 4)
+    plain, chat = speaker.llm.generate("Hi", params(max_tokens=1), use_tqdm=False) + (
+        speaker.llm.chat(talk("Hi"), params(max_tokens=1), use_tqdm=False))
+    assert plain.prompt_token_ids == TOKENIZERS[name].encode("Hi")
+    for out in (plain, chat):
+        ids = out.prompt_token_ids
+        assert ids.count(bos) == (name != "qwen") and (name == "qwen" or ids[0] == bos)
+
+
+@pytest.mark.parametrize("begun", ["I think that", "Yes 😀", "नमस्", "Well, "])
+def test_continuing_an_answer(speaker, begun):
+    """The last message stays open, and what follows is its continuation, space by space."""
+    name, conversation = speaker.name, talk("Où?", begun)
+    options = dict(continue_final_message=True, add_generation_prompt=False)
+    text, ids = reference(name, conversation, **options)
+    assert text.rstrip().endswith(begun.rstrip())  # some templates strip it
+    output = speaker.encode("ते 😀, the island", *ids_of(name, ENDS[name][0]))
+    speaker.says(output)
+    [out] = speaker.llm.chat(conversation, params(), continue_final_message=True, use_tqdm=False)
+    assert (out.prompt, out.prompt_token_ids) == (text, ids)
+    assert decode(name, ids) + out.outputs[0].text == decode(name, ids + output)
+
+
+# Written by hand, because the reference above runs the same template engine.
+@pytest.mark.parametrize(("name", "conversation", "text"), [
+    ("qwen", talk("Hi"), "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+    ("qwen", [{"role": "system", "content": "Be brief."}, *talk("Hi", "Yo 😀", "東京?")],
+     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>"
+     "assistant\nYo 😀<|im_end|>\n<|im_start|>user\n東京?<|im_end|>\n<|im_start|>assistant\n"),
+    ("llama_3", talk("Hi ", "Yo", "é"), "<|begin_of_text|><|start_header_id|>user<|end_header_id|>"
+     "\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYo<|eot_id|>"
+     "<|start_header_id|>user<|end_header_id|>\n\né<|eot_id|>"
+     "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    ("llama_2", talk("Hi", "Yo", "é"), "<s>[INST] Hi [/INST] Yo</s>[INST] é [/INST]"),
+    ("gemma", talk("Hi", "Yo", "é"), "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>"
+     "model\nYo<end_of_turn>\n<start_of_turn>user\né<end_of_turn>\n<start_of_turn>model\n"),
+    ("mistral", talk("Hi", "Yo", "é"), "<s>[INST] Hi[/INST] Yo</s>[INST] é[/INST]"),
+], ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "")
+def test_templates_by_hand(name, conversation, text, tmp_path):
+    speaker = Speaker(name, make_checkpoint(name, tmp_path), overlap=False)
+    [out] = speaker.llm.chat(conversation, params(max_tokens=1), use_tqdm=False)
+    assert out.prompt == text
+    spaced = decode(name, out.prompt_token_ids, skip=False)  # "<s> [INST]" by some decoders
+    assert spaced.replace(" ", "") == text.replace(" ", "")
+
+
+def test_a_template_has_switches_of_its_own(tmp_path):
+    """`chat_template_kwargs` reach it: Qwen's switch for thoughts, for example. They are marked by
+    tokens that are no special ones, and so they are shown."""
+    speaker = Speaker("qwen", make_checkpoint("qwen", tmp_path), overlap=False)
+    thoughts, end = ids_of("qwen", "<think>", "</think>"), ids_of("qwen", "<|im_end|>")
+    output = speaker.encode(thoughts[0], "é?", thoughts[1], "é!", *end)
+    asked = "<|im_start|>assistant\n"
+    for kinds, asked_for in [(None, asked), (dict(enable_thinking=True), asked),
+                             (dict(enable_thinking=False), asked + "<think>\n\n</think>\n\n")]:
+        speaker.says(output)
+        [out] = speaker.llm.chat(talk("Hi"), params(), use_tqdm=False, chat_template_kwargs=kinds)
+        assert out.prompt.endswith("Hi<|im_end|>\n" + asked_for)
+        assert (out.prompt, out.prompt_token_ids) == reference("qwen", talk("Hi"), **kinds or {})
+        assert out.prompt_token_ids.count(thoughts[1]) == (asked_for != asked)
+        assert out.outputs[0].text == "<think>é?</think>é!"
+
+
+def test_a_template_may_refuse_a_conversation(tmp_path):
+    """Its own words are passed on, and no work has started."""
+    speaker = Speaker("llama_2", make_checkpoint("llama_2", tmp_path), overlap=False)
+    with pytest.raises(ValueError, match="roles must alternate"):
+        speaker.llm.chat([talk("Hi"), [*talk("Hi"), *talk("Hi")]], params(), use_tqdm=False)
+    assert not speaker.llm.has_unfinished_requests()

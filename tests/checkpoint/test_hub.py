@@ -1,0 +1,90 @@
+"""What may be named as a model: a folder, a file in it, or a hub id."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from loading import greedy
+
+from nanoserve import LLM
+
+
+def test_a_file_instead_of_its_folder(checkpoints):
+    file = checkpoints["qwen3"] / "model.safetensors"
+    with pytest.raises(ValueError, match=r"model\.safetensors' is a file: name the folder"):
+        LLM(file)
+
+
+def test_a_wrong_folder_is_named_by_the_option_that_named_it(checkpoints, tmp_path):
+    folder, options = checkpoints["qwen3"], dict(method="draft_model", num_speculative_tokens=2)
+    for option, given in (("tokenizer", dict(tokenizer=str(tmp_path / "not"))),
+                          ("speculative_config: model",
+                           dict(speculative_config=options | dict(model=str(tmp_path / "not"))))):
+        with pytest.raises(ValueError, match=f"^{option}='.*not' is not a local folder"):
+            LLM(folder, num_gpu_blocks_override=40, **given)
+
+
+def test_a_hub_id_that_can_not_be_fetched_says_so(monkeypatch):
+    """Not a folder, and no network: an id was once globbed as a path, which found no weights and
+    answered with random ones (nano-vllm #97)."""
+
+    def no_network(*args, **kwargs):
+        raise ConnectionError("no route to the hub\nand many more lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    with pytest.raises(ValueError) as error:
+        LLM("somebody/a-model")
+    for words in ("'somebody/a-model'", "not a local folder", "ConnectionError",
+                  "no route to the hub"):
+        assert words in str(error.value)
+    assert "many more lines" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "/no/such/folder", "~/no folder", "nowhere"])
+def test_a_folder_that_does_not_exist(monkeypatch, name):
+    """The hub's own code sees the name here: whatever it says about it becomes a `ValueError`."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"model={name!r} is not a local folder"):
+        LLM(name)
+
+
+def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo_id, allow_patterns):
+        asked.append((repo_id, allow_patterns))
+        return str(checkpoints["qwen3-sharded"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    llm = LLM("somebody/a-model", num_gpu_blocks_override=16)
+    assert greedy(llm) == references("qwen3", list(range(20)), 8)[0]
+    ((repo_id, patterns),) = asked
+    assert repo_id == "somebody/a-model"
+    # Everything that is read, and none of the pickled copies that a repository may also hold.
+    needed = [file.name for file in checkpoints["qwen3-sharded"].iterdir()]
+    assert all(any(Path(name).match(pattern) for pattern in patterns) for name in needed)
+    assert not any(Path("pytorch_model.bin").match(pattern) for pattern in patterns)
+
+
+@pytest.mark.parametrize(("options", "model", "tokenizer"), [
+    ({}, {"model.safetensors"}, set()),
+    (dict(load_format="dummy"), set(), set()),
+    (dict(trust_remote_code=True), {"model.safetensors", "tokenization_own.py"},
+     {"tokenization_own.py"}),
+])
+def test_from_the_hub_comes_what_is_needed(checkpoints, monkeypatch, options, model, tokenizer):
+    """A tokenizer alone, or random weights, brought gigabytes that nobody read; and the code that
+    `trust_remote_code` is about was left there."""
+    asked = {}
+
+    def snapshot_download(repo_id, allow_patterns):
+        asked[repo_id] = {name for name in ("model.safetensors", "tokenization_own.py")
+                          if any(Path(name).match(pattern) for pattern in allow_patterns)}
+        return str(checkpoints["qwen3-sharded"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    draft = dict(method="draft_model", model="somebody/a-draft", num_speculative_tokens=2)
+    LLM("somebody/a-model", tokenizer="somebody/a-tokenizer", num_gpu_blocks_override=16,
+        speculative_config=draft, **options)
+    assert asked == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer,
+                     "somebody/a-draft": model}

@@ -1,0 +1,355 @@
+"""Checkpoints to parameters: everything arrives where it belongs, once, or there is an error.
+
+The oracle is the checkpoint itself, read whole with `safetensors.torch.load_file` and put together
+by hand. Every way in which a folder can be wrong must end in a `ValueError` that names the file or
+the tensor, never in text from random weights.
+"""
+
+import shutil
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import CHECKPOINTS
+from helpers import write_json
+from loading import (
+    INDEX,
+    empty_model,
+    greedy,
+    load,
+    stored_tensors,
+    weights_of,
+    without,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from nanoserve import LLM, layers
+from nanoserve.checkpoint import loader
+from nanoserve.checkpoint.loader import load_weights
+
+# ------------------------------------------------------ everything in its place
+
+
+def fused(stored: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """What the engine's parameter `name` must hold, from the checkpoint's tensors by hand."""
+    name = name if name == "lm_head.weight" else "model." + name
+    if any("block_sparse_moe" in key for key in stored):
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if ".experts." in name:
+        return experts(stored, *name.split(".experts."))
+    for ours, theirs in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
+        if ours in name:
+            return torch.cat([stored[name.replace(ours, f"{part}_proj")] for part in theirs])
+    return stored[name]
+
+
+def experts(stored: dict[str, torch.Tensor], prefix: str, parameter: str) -> torch.Tensor:
+    """All experts of a layer in one tensor; w1, w3 and w2 are Mixtral's gate, up and down."""
+    gate, up, down = ("w1", "w3", "w2") if "block_sparse" in prefix else (
+        "gate_proj", "up_proj", "down_proj")
+    parts = (gate, up) if parameter == "gate_up_proj" else (down,)
+    each = []
+    while f"{prefix}.experts.{len(each)}.{gate}.weight" in stored:
+        each.append(torch.cat([stored[f"{prefix}.experts.{len(each)}.{part}.weight"]
+                               for part in parts]))
+    return torch.stack(each)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_parameter_holds_the_checkpoints_numbers(checkpoints, name):
+    """For biases as well: their loaders crashed, or nobody called them (nano-vllm #125, #203).
+    Gemma's norms are stored as their distance from 1."""
+    stored, loaded = stored_tensors(checkpoints[name]), load(checkpoints[name])
+    for parameter, tensor in loaded.items():
+        offset = 1 if "gemma" in name and "norm" in parameter else 0
+        assert torch.equal(tensor, fused(stored, parameter) + offset), parameter
+    num_stored = sum(t.numel() for t in stored.values())
+    assert sum(t.numel() for t in loaded.values()) == num_stored  # and nothing was left behind
+    biases = [parameter for parameter in loaded if parameter.endswith(".bias")]
+    assert len(biases) == {"llama-bias": 4 * 3, "qwen2": 3, "qwen2-window": 3}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3-tied", "qwen3-sharded", "mixtral",
+                                  "qwen3-moe", "qwen3-moe-odd"])
+def test_every_number_is_written_exactly_once(checkpoints, name, monkeypatch):
+    """A model id was given instead of a path, the glob found no weights, and the engine answered
+    with random text (nano-vllm #97). Here each copy adds 1: afterwards all must be 1."""
+    model, config = empty_model(checkpoints[name])
+    for parameter in model.parameters():
+        parameter.zero_()
+    monkeypatch.setattr(layers, "copy_share", lambda into, *_: into.add_(1))
+    load_weights(model, config, checkpoints[name])
+    for parameter, tensor in weights_of(model).items():
+        assert (tensor == 1).all(), parameter
+
+
+def test_one_file_and_shards_are_the_same_model(checkpoints):
+    single, sharded = checkpoints["qwen3"], checkpoints["qwen3-sharded"]
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    one, other = load(single), load(sharded)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_shards_without_an_index_are_all_read(copy_of, checkpoints):
+    folder = copy_of("qwen3-sharded")
+    (folder / INDEX).unlink()
+    for name, tensor in load(folder).items():
+        assert torch.equal(tensor, load(checkpoints["qwen3"])[name])
+
+
+def test_an_index_names_the_files_and_others_are_ignored(copy_of):
+    """Original Llama folders carry a second copy of the weights under another name."""
+    folder = copy_of("qwen3-sharded")
+    save_file({"tok_embeddings.weight": torch.zeros(3)}, folder / "consolidated.safetensors")
+    load(folder)
+    single = copy_of("qwen3")
+    save_file({"tok_embeddings.weight": torch.zeros(3)}, single / "consolidated.safetensors")
+    load(single)
+
+
+def test_weights_are_converted_to_the_engines_dtype(checkpoints):
+    """But for those of norms, which are computed in float32 whatever the dtype."""
+    llm = LLM(checkpoints["qwen3"], dtype="bfloat16", kernels="torch", num_gpu_blocks_override=16)
+    stored = stored_tensors(checkpoints["qwen3"])
+    for name, tensor in weights_of(llm.runner.model).items():
+        expected = fused(stored, name)
+        assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+        assert torch.equal(tensor, expected.to(tensor.dtype)), name
+
+
+# ------------------------------------------------------------- tied and untied
+
+
+def test_a_tied_head_is_the_embedding_matrix(checkpoints):
+    model, config = empty_model(checkpoints["qwen3-tied"])
+    load_weights(model, config, checkpoints["qwen3-tied"])
+    embedding = stored_tensors(checkpoints["qwen3-tied"])["model.embed_tokens.weight"]
+    hidden = torch.randn(2, config.hidden_size)
+    assert model.lm_head is None
+    assert torch.allclose(model.compute_logits(hidden), hidden @ embedding.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("extra", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq",
+                                   "model.rotary_emb.inv_freq"])
+def test_tensors_that_follow_from_others_are_left_aside(copy_of, references, extra):
+    """Tied checkpoints that store the head again, and old ones with RoPE's frequencies as a buffer.
+
+    The frequencies stored there are wrong on purpose; the head is a copy of the embedding.
+    """
+    def change(tensors):
+        head = tensors["model.embed_tokens.weight"].clone()
+        return tensors | {extra: head if extra == "lm_head.weight" else torch.full((8,), 9.0)}
+
+    folder = copy_of("qwen3-tied", change)
+    llm = LLM(folder, num_gpu_blocks_override=16)
+    assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_refused(copy_of):
+    """A fine-tune had trained its head apart and kept tie_word_embeddings: the head was left aside,
+    and the text was fluent and wrong. With the flag put right the same file loads."""
+    head = torch.randn(260, 64)
+    folder = copy_of("qwen3-tied", lambda tensors: tensors | {"lm_head.weight": head})
+    with pytest.raises(ValueError, match="lm_head.weight is not the embedding.*hf_overrides"):
+        load(folder)
+    write_json(folder / "config.json", tie_word_embeddings=False)
+    assert torch.equal(load(folder)["lm_head.weight"], head)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_weights_are_refused(copy_of, dtype):
+    """They were cast to floats without their scales, and gave garbage."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.ones(96, 64).to(dtype)})
+    with pytest.raises(ValueError, match=f"{name}.*{dtype}.*quantised weights are not supported"):
+        load(folder)
+
+
+def test_an_untied_model_needs_its_head(copy_of):
+    folder = copy_of("qwen3", lambda tensors: without(tensors, "lm_head.weight"))
+    with pytest.raises(ValueError, match="1 tensors are missing .*: lm_head.weight"):
+        load(folder)
+    write_json(folder / "config.json", tie_word_embeddings=True)
+    load(folder)
+
+
+# ---------------------------------------------------------- wrong checkpoints
+
+
+@pytest.mark.parametrize("name", [
+    "model.embed_tokens.weight", "model.norm.weight", "model.layers.2.self_attn.k_proj.weight",
+    "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.bias",
+    "model.layers.1.self_attn.v_proj.bias", "model.layers.0.input_layernorm.weight"])
+def test_a_missing_tensor_is_named_as_the_checkpoint_would(copy_of, name):
+    folder = copy_of("llama-bias", lambda tensors: without(tensors, name))
+    with pytest.raises(ValueError, match=f"llama-bias: 1 tensors are missing .*: {name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", [
+    "model.layers.3.mlp.up_proj.weight",  # one layer more than config.json has
+    "model.layers.0.self_attn.q_norm.weight.scale", "model.layers.0.self_attn.sinks",
+    "model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.qkv_proj.weight", "stray"])
+def test_a_left_over_tensor_is_named_with_its_file(copy_of, name):
+    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.zeros(4)})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: the tensor {name} has no place"):
+        load(folder)
+
+
+def test_a_tensor_that_comes_twice_is_refused(copy_of):
+    """In two shards: which of them would be right?"""
+    folder = copy_of("qwen3-sharded")
+    (folder / INDEX).unlink()
+    save_file({"model.norm.weight": torch.zeros(64)}, folder / "model-99999.safetensors")
+    with pytest.raises(ValueError, match="model-99999.*model.norm.weight .*comes twice"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name, shape", [
+    ("model.layers.1.self_attn.k_proj.weight", (32, 64)), ("model.norm.weight", (1,)),
+    ("model.embed_tokens.weight", (256, 64)), ("model.layers.0.mlp.down_proj.weight", (96, 64)),
+    ("model.layers.2.mlp.gate_proj.weight", (192, 64))])
+def test_a_wrong_shape_is_named_with_both_shapes(copy_of, checkpoints, name, shape):
+    expected = tuple(stored_tensors(checkpoints["qwen3"])[name].shape)
+    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.zeros(shape)})
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    for words in ("model.safetensors", name, "config.json", str(shape), str(expected)):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize("length", [0, 5, 200, -1, -5000])
+def test_a_truncated_file_is_named(copy_of, length):
+    """An interrupted download: cut in the header, in its length, or somewhere in the numbers."""
+    file = copy_of("qwen3") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"model\.safetensors can't be read, .*truncated"):
+        load(file.parent)
+
+
+def test_a_truncated_shard_is_named(copy_of):
+    file = sorted(copy_of("qwen3-sharded").glob("*.safetensors"))[2]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{file.name} can't be read, .*truncated"):
+        load(file.parent)
+
+
+def test_an_index_that_names_an_absent_file(copy_of):
+    folder = copy_of("qwen3-sharded")
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"{INDEX} names files that do not exist: {gone.name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a'])
+def test_an_unreadable_index(copy_of, content):
+    folder = copy_of("qwen3-sharded")
+    (folder / INDEX).write_text(content)
+    with pytest.raises(ValueError, match=f"{INDEX} has no readable weight_map"):
+        load(folder)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_a_folder_without_weights(copy_of, load_format):
+    """The folder of a git clone without LFS, or of a pickled checkpoint."""
+    folder = copy_of("qwen3")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="qwen3 holds no .*safetensors.*load_format='dummy'"):
+        LLM(folder, load_format=load_format)
+
+
+def test_a_folder_without_config_json(copy_of):
+    folder = copy_of("qwen3")
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("content, words", [
+    ("{", "not valid JSON"), ("[1]", "JSON object, got list"), ("\0\xff", "not valid JSON")])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_broken_json_file_is_named(copy_of, name, content, words):
+    folder = copy_of("qwen3")
+    (folder / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{name} .*{words}"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3"])
+def test_a_folder_without_a_tokenizer(copy_of, name):
+    """For some families transformers makes an empty tokenizer then: all text would be ""."""
+    folder = copy_of(name)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=f"(?s){name}: the tokenizer can't be loaded"
+                                         ".*tokenizer=.*skip_tokenizer_init"):
+        LLM(folder)
+    assert greedy(LLM(folder, skip_tokenizer_init=True, num_gpu_blocks_override=16))
+
+
+# ---------------------------------------------------------------- dummy weights
+
+
+def test_dummy_weights_need_nothing_but_a_config(checkpoints, tmp_path):
+    shutil.copy(checkpoints["llama-bias"] / "config.json", tmp_path)
+
+    def dummy(**options) -> LLM:
+        return LLM(tmp_path, load_format="dummy", num_gpu_blocks_override=16, kernels="torch",
+                   **options)
+
+    first, same, other = dummy(), dummy(seed=0), dummy(seed=1)
+    with pytest.raises(ValueError, match="a text prompt needs a tokenizer"):
+        first.generate("a text prompt")
+    tokens = greedy(first)
+    assert len(tokens) == 8 and tokens == greedy(same)
+    parameters = [weights_of(llm.runner.model) for llm in (first, same, other)]
+    for name, tensor in parameters[0].items():
+        assert tensor.isfinite().all() and torch.equal(tensor, parameters[1][name]), name
+        # Norms are ones; everything else is random, and different for another seed.
+        assert torch.equal(tensor, parameters[2][name]) == ("norm" in name), name
+
+
+def test_dummy_weights_do_not_look_at_the_files(copy_of):
+    file = copy_of("qwen3") / "model.safetensors"
+    file.write_bytes(b"nothing")
+    llm = LLM(file.parent, load_format="dummy", num_gpu_blocks_override=16)
+    assert greedy(llm) and llm.generate(["a text prompt"], use_tqdm=False)[0].finished
+
+
+# ------------------------------------------------------------------- memory
+
+
+def test_loading_needs_the_model_and_one_shard_at_most(checkpoints, monkeypatch):
+    """Two copies of a model that just fits into memory are one too many.
+
+    Every tensor that comes out of a file is watched: when the next one is read, no more than the
+    one before may still be alive, and only one file is open at a time.
+    """
+    folder, watched, alive, opened_files = checkpoints["qwen3-sharded"], [], [], []
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        watched.append(weakref.ref(tensor))
+        alive.append([t for ref in watched if (t := ref()) is not None])
+        alive[-1] = len(alive[-1]), sum(t.nbytes for t in alive[-1])
+        return tensor
+
+    @contextmanager
+    def watched_open(file, framework):
+        opened_files.append(file)
+        assert len(opened_files) == 1
+        with safe_open(file, framework=framework) as opened:
+            yield SimpleNamespace(keys=opened.keys,
+                                  get_tensor=lambda name: watch(opened.get_tensor(name)))
+        opened_files.remove(file)
+
+    monkeypatch.setattr(loader, "safe_open", watched_open)
+    load(folder)
+    assert len(watched) == len(stored_tensors(folder))
+    largest = max(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert max(count for count, _ in alive) <= 2
+    assert max(size for _, size in alive) <= largest

@@ -1,0 +1,29 @@
+"""Checkpoints that can't be run are refused for the true reason, which names the entry."""
+
+import pytest
+
+from nanoserve.checkpoint.model_config import ModelConfig
+
+pytestmark = pytest.mark.floor
+
+QWEN3 = dict(architectures=["Qwen3ForCausalLM"], vocab_size=260, hidden_size=64,
+             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             intermediate_size=96, max_position_embeddings=256)
+
+
+@pytest.mark.parametrize("entry", ["quantization", "quantization_config"])
+def test_a_quantised_checkpoint_is_refused_as_that(entry):
+    """MLX says `quantization`; such a checkpoint was refused for a tensor that was left over."""
+    with pytest.raises(ValueError, match=f"{entry}=.*bits.*quantised checkpoints are not"):
+        ModelConfig.from_dict(QWEN3 | {entry: dict(group_size=64, bits=4)})
+    assert ModelConfig.from_dict(QWEN3 | {entry: None}).architecture == "Qwen3ForCausalLM"
+
+
+@pytest.mark.parametrize("names", [None, [], [None], {}, 3])
+def test_a_config_without_architectures_is_told_which_entry_is_missing(names):
+    """It was refused by its model_type, as if that were the name of an architecture."""
+    with pytest.raises(ValueError, match="architectures=.*names no network.*'qwen3'.*overrides"):
+        ModelConfig.from_dict(QWEN3 | dict(architectures=names, model_type="qwen3"))
+    without = {name: value for name, value in QWEN3.items() if name != "architectures"}
+    with pytest.raises(ValueError, match="architectures=None names no network .*None"):
+        ModelConfig.from_dict(without)

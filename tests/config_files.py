@@ -1,0 +1,19 @@
+"""config.json files in memory, with nothing in them that could be left out. No torch."""
+
+from nanoserve.checkpoint.model_config import ModelConfig
+
+SIZES = dict(vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+LLAMA = dict(architectures=["LlamaForCausalLM"], **SIZES)
+QWEN3 = dict(architectures=["Qwen3ForCausalLM"], **SIZES)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)
+
+EMPTY = dict(vocab_size=260, hidden_size=256, intermediate_size=96, num_hidden_layers=30,
+             num_attention_heads=32)
+
+
+def read(family: str, **entries) -> ModelConfig:
+    """A config.json of that family with nothing in it but the sizes that have no default."""
+    return ModelConfig.from_dict(
+        dict(architectures=[f"{family}ForCausalLM"]) | EMPTY | entries)

@@ -1,0 +1,295 @@
+"""Compiling on first use: what lies in a cache folder will be run, so the care goes there.
+
+Most tests compile a file of one line with a compiler that keeps a log; the machine's own does the
+work behind it.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoserve.config import EngineConfig
+from nanoserve.device import build
+from nanoserve.device.choice import fit_to_device
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
+                                reason="needs g++")
+SOURCE = Path(build.__file__).with_name("cpu.cpp")
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A cache of one's own, and a source whose only function gives 42."""
+    source = tmp_path / "answer.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXXFLAGS", raising=False)
+    return tmp_path
+
+
+def set_compiler(home: Path, monkeypatch, script: str) -> Path:
+    """CXX becomes a script; it gets `$log`, a file to write to. Returns that file."""
+    log, compiler = home / "log", home / "compiler"
+    compiler.write_text(f"#!/bin/sh\nlog={shlex.quote(str(log))}\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return log
+
+
+@pytest.fixture
+def log(home, monkeypatch):
+    """What the compiler was asked, a line each."""
+    return set_compiler(home, monkeypatch, 'echo "$@" >> "$log"; exec g++ "$@"')
+
+
+def compilations(log: Path) -> int:
+    return sum(" -c " in line for line in log.read_text().splitlines())
+
+
+def libraries(home: Path) -> list[Path]:
+    return list((home / "cache" / "nanoserve").glob("*.so"))
+
+
+# ------------------------------------------------------------------- building once
+
+
+def test_it_is_built_once_says_so_and_lies_in_private(home, log, capfd):
+    assert build.load().answer() == 42
+    assert "compiling" in capfd.readouterr().err
+    path, = libraries(home)
+    assert path.stat().st_mode & 0o777 == 0o700 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert sorted(x.name for x in path.parent.iterdir()) == sorted([path.name, "lock"])
+    assert build.load().answer() == 42
+    assert compilations(log) == 1 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change", ["source", "flags", "compiler", "openmp"])
+def test_whatever_goes_into_it_is_part_of_its_name(home, log, change, monkeypatch):
+    build.load()
+    if change == "source":
+        build.SOURCE.write_text('extern "C" int answer() { return 43; }\n')
+    elif change == "flags":
+        monkeypatch.setenv("CXXFLAGS", "-DOTHER=1")
+    elif change == "compiler":
+        set_compiler(home, monkeypatch, 'echo "$@" >> "$log"\n'
+                     '[ "$1" = --version ] && echo another one && exit\nexec g++ "$@"')
+    else:
+        copy = shutil.copy(build.find_openmp(), home / "libgomp.so.1")
+        monkeypatch.setattr(build, "find_openmp", lambda: Path(copy))
+    assert build.load().answer() == (43 if change == "source" else 42)
+    assert len(libraries(home)) == 2
+
+
+def test_several_processes_build_it_once(home, log):
+    script = ("import sys, pathlib; from nanoserve.device import build; "
+              "build.SOURCE = pathlib.Path(sys.argv[1]); print(build.load().answer())")
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(build.SOURCE)],
+                                  stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0].strip() for process in processes] == ["42"] * 3
+    assert compilations(log) == 1
+
+
+def test_an_interrupted_build_leaves_nothing_that_could_be_loaded(home, monkeypatch):
+    set_compiler(home, monkeypatch, 'case "$*" in *-shared*) echo half > "$5"; exit 1;; esac\n'
+                 'exec g++ "$@"')
+    with pytest.raises(build.BuildError):
+        build.load()
+    assert not libraries(home)
+    monkeypatch.delenv("CXX")
+    assert build.load().answer() == 42
+
+
+# ------------------------------------------------------------------------- privacy
+
+
+@pytest.mark.parametrize("flaw", ["open to others", "a link", "no folder"])
+def test_a_folder_that_others_could_change_is_not_used(home, log, flaw, capfd):
+    """A temporary folder takes its place, and nothing of it stays."""
+    folder = home / "cache" / "nanoserve"
+    if flaw == "no folder":  # as on a home that can't be written to
+        (home / "cache").write_text("a file")
+    else:
+        real = home / "real" if flaw == "a link" else folder
+        real.mkdir(parents=True)
+        real.chmod(0o777 if flaw == "open to others" else 0o700)
+        if flaw == "a link":
+            folder.parent.mkdir()
+            folder.symlink_to(real)
+    before = set(Path(build.tempfile.gettempdir()).glob("nanoserve-*"))
+    assert build.load().answer() == 42
+    assert not list(home.glob("*/**/*.so"))
+    assert set(Path(build.tempfile.gettempdir()).glob("nanoserve-*")) == before
+
+
+@pytest.mark.parametrize("flaw", ["open to others", "a link", "somebody else's"])
+def test_a_library_that_others_could_have_changed_is_built_anew(home, log, flaw, monkeypatch):
+    build.load()
+    path, = libraries(home)
+    if flaw == "open to others":
+        path.chmod(0o777)
+    elif flaw == "a link":
+        path.rename(home / "elsewhere.so")
+        path.symlink_to(home / "elsewhere.so")
+    elif os.getuid() == 0:
+        os.chown(path, 12345, 12345)
+    else:
+        pytest.skip("only root can give a file away")
+    assert build.load().answer() == 42
+    assert compilations(log) == 2 and build.is_private(path)
+
+
+def test_flags_are_no_shell_commands(home, log, monkeypatch):
+    evil = home / "evil"
+    monkeypatch.setenv("CXXFLAGS", f"'-DX=$(touch {evil});touch {evil}'")
+    assert build.load().answer() == 42 and not evil.exists()
+
+
+# ------------------------------------------------------------- what can go wrong
+
+
+def test_without_a_compiler_the_remedy_is_named(home, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(home))
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler: install one .* or set CXX"):
+        build.load()
+
+
+def test_a_compiler_that_fails_is_quoted(home, monkeypatch):
+    build.SOURCE.write_text("this is no C++")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(build.BuildError, match=r"g\+\+ failed .*answer.cpp:1:1: error"):
+        build.load()
+    assert not libraries(home)
+
+
+@pytest.mark.parametrize("compiler", ["sleep 60", "nowhere/to/be/found"])
+def test_a_compiler_that_hangs_or_is_missing_is_given_up(home, monkeypatch, compiler):
+    monkeypatch.setattr(build, "SECONDS", 0.2)
+    if compiler.startswith("sleep"):
+        set_compiler(home, monkeypatch, "exec sleep 60")
+    else:
+        monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(build.BuildError, match="set CXX to another"):
+        build.load()
+
+
+def test_what_is_no_library_is_an_error_with_words(home, monkeypatch):
+    set_compiler(home, monkeypatch, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo no > "$2"\n'
+                 'shift; done')
+    with pytest.raises(build.BuildError, match="can't be kept or loaded"):
+        build.load()
+
+
+def run(script: str, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", script], text=True, capture_output=True,
+                          env=os.environ | environment, check=False)
+
+
+def test_where_it_can_not_be_built_the_engine_says_so_and_runs(tmp_path):
+    """One line with the reason, and the same text."""
+    script = ("import nanoserve; llm = nanoserve.LLM(dtype='float32', num_gpu_blocks_override=64); "
+              "print(llm.generate('Once upon', nanoserve.SamplingParams(temperature=0, "
+              "max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids)")
+    broken = run(script, CXX="false", XDG_CACHE_HOME=str(tmp_path))
+    lines = [line for line in broken.stderr.splitlines() if "compiler" in line]
+    assert broken.returncode == 0 and len(lines) == 1, broken.stderr
+    assert "kernels='onednn' takes its place, which is slower" in lines[0]
+    assert broken.stdout == run(script).stdout
+
+
+def test_by_name_it_is_an_error(monkeypatch):
+    def fail(name):
+        raise build.BuildError("the C++ compiler g++ failed: words of its own")
+
+    monkeypatch.setattr("nanoserve.device.choice.namespace", fail)
+    config = EngineConfig(model="m", kernels="cpu", device="cpu", dtype="float32")
+    with pytest.raises(ValueError, match=r"kernels='cpu', but .* words of its own: .*'onednn'"):
+        fit_to_device(config, config)
+
+
+# --------------------------------------------------------------------- the real source
+
+
+def flavours() -> dict[str, list[str]]:
+    """Compilers and instruction sets: this machine's, and those of others."""
+    mine = ["g++", *[flag for flag in build.FLAGS if flag != "-O3"]]
+    if "-march=native" not in build.FLAGS:
+        return {"native": mine}
+    found = {"native": mine} | {level: [*mine, f"-march={level}"] for level in (
+        "x86-64", "x86-64-v3", "skylake-avx512", "cooperlake")}
+    if shutil.which(arm := "aarch64-linux-gnu-g++"):
+        found["neon"] = [arm, "-std=c++17", "-fopenmp"]
+    if shutil.which("clang++"):
+        found["clang"] = ["clang++", *mine[1:]]
+    return found
+
+
+@pytest.mark.parametrize("flavour", flavours())
+def test_no_compiler_warns(flavour):
+    """For users a warning is none of their business, so only here it is an error."""
+    command = [*flavours()[flavour], *WARNINGS, "-fsyntax-only", str(SOURCE)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if flavour == "clang" and "omp" in result.stderr and "not found" in result.stderr:
+        pytest.skip("clang without OpenMP")
+    assert result.returncode == 0, result.stderr
+
+
+ORACLES = Path(__file__).with_name("test_namespaces.py")
+
+
+def run_oracles(cache: Path, flags: str, *options: str) -> str:
+    """test_namespaces.py for the compiled twin, in a process whose library has other flags."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *options, "-k",
+         "cpu and not (attention and many)", str(ORACLES)],
+        text=True, capture_output=True, check=False, env=os.environ | {
+            "CXXFLAGS": flags, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ORACLES.parent)})
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert re.search(r"\d\d\d passed", result.stdout), result.stdout
+    return result.stdout
+
+
+@pytest.mark.skipif("-march=native" not in build.FLAGS, reason="not an x86 CPU")
+def test_avx2_computes_the_same(tmp_path):
+    run_oracles(tmp_path, "-march=x86-64-v3")
+
+
+def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
+    """A sanitiser ends the process at a shift too far, an overflow, a misaligned address; a page
+    without rights behind each buffer at a number too far (guard_pages.py)."""
+    printed = run_oracles(tmp_path, "-O1 -fsanitize=undefined -fno-sanitize-recover=all",
+                          "-p", "guard_pages")
+    assert "guarded: act_and_mul argmax attention draw experts floors linear norm pack store" in (
+        printed)
+
+
+def test_threads_are_torchs_and_as_many_as_torch_was_told():
+    """One OpenMP library, no thread more than torch had."""
+    script = """
+import nanoserve, re, torch, threading
+torch.set_num_threads(2)
+def tasks():
+    return int(re.search(r"Threads:\\s+(\\d+)", open("/proc/self/status").read())[1])
+x = torch.randn(512, 512)
+x @ x, torch.relu(x.repeat(64, 8))
+before = tasks()
+from nanoserve.device import cpu
+packed = cpu.pack(x)
+cpu.linear(x, packed)
+assert tasks() == before, (tasks(), before)
+maps = set(re.findall(r"/\\S*lib(?:g|i)?omp[^/\\s]*", open("/proc/self/maps").read()))
+assert len(maps) == 1, maps
+"""
+    result = run(script)
+    assert result.returncode == 0, result.stderr
+    alone = run(script.replace("set_num_threads(2)", "set_num_threads(1)").replace(
+        "assert len(maps)", "assert tasks() == before == 1, before; assert len(maps)"))
+    assert alone.returncode == 0, alone.stderr

@@ -1,0 +1,320 @@
+"""CUDA graphs without CUDA: decode steps are recorded by a stand-in and replayed, kernels and all.
+
+The stand-in keeps what a graph keeps: which operators and kernels ran, on which memory, with which
+Python numbers; and it refuses to record what would wait for the device. A replay runs them again
+into the same memory. So a number that was frozen, an address that moved, a row of padding that
+leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's interpreter.
+"""
+
+import gc
+import weakref
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import assert_same_text
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from nanoserve import LLM, SamplingParams, llm
+from nanoserve.device.graphs import DecodeGraphs, graph_sizes
+from nanoserve.model_runner import ModelRunner
+from nanoserve.sampler import SamplerOutput
+
+kernels = pytest.importorskip("nanoserve.device.kernels")
+
+WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
+         "aten::is_nonzero", "aten::masked_select", "aten::unique2", "aten::bincount"}
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down operators with the very tensors they got, and launches of kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.quiet = [], False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if not self.quiet:
+            name = op.name().split(".")[0]
+            by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+                index is not None and index.dtype == torch.bool for index in args[1])
+            assert name not in WAITS and not by_mask, f"{name} in a graph waits for the device"
+            self.calls.append((op, args, kwargs, out))
+        return out
+
+    def launch(self, run, *args, **kwargs):
+        """A kernel: it is recorded as a whole, not the operators its interpreter uses."""
+        self.quiet = True
+        try:
+            run(*args, **kwargs)
+        finally:
+            self.quiet = False
+        self.calls.append((run, args, kwargs, None))
+
+
+class RecordedGraph:
+    """Stands in for `CudaGraph`."""
+
+    recorder: Recorder | None = None  # while one records: the kernels' launches go there
+
+    def __init__(self, pool=None):
+        self.calls, self.outputs = [], ()
+
+    def capture(self, function) -> None:
+        with Recorder() as recorder:
+            RecordedGraph.recorder = recorder
+            try:
+                self.outputs = function()
+            finally:
+                RecordedGraph.recorder = None
+        self.calls = recorder.calls
+        assert any(not hasattr(call[0], "overloadpacket") for call in self.calls), "no kernels"
+
+    def replay(self):
+        """Views already lie where they lay; everything else is computed into the same memory."""
+        for function, args, kwargs, out in self.calls:
+            new = function(*args, **kwargs)
+            if out is not None:
+                tree_map(_overwrite, out, new)
+        return self.outputs
+
+    def pool(self):
+        return self
+
+
+def _overwrite(old, new):
+    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+        old.copy_(new)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Engines record decode steps with the stand-in. Two splits for up to two rows."""
+    interpreted = type(kernels._attention_kernel)
+    run = interpreted.run
+
+    def record(self, *args, **kwargs):
+        recorder = RecordedGraph.recorder
+        if recorder is None:
+            return run(self, *args, **kwargs)
+        return recorder.launch(partial(run, self), *args, **kwargs)
+
+    monkeypatch.setattr(interpreted, "run", record)
+    monkeypatch.setattr(kernels, "_num_splits", lambda num_rows, *shapes: 1 if num_rows > 2 else 2)
+    monkeypatch.setattr(kernels, "MIN_SPLIT_KEYS", 16)
+    monkeypatch.setattr(llm, "ModelRunner", partial(ModelRunner, graph_class=RecordedGraph))
+    # The copy to the host that is queued right behind a step, before the next replay overwrites it.
+    monkeypatch.setattr(SamplerOutput, "to_host", lambda self: replace(
+        self, token_ids=self.token_ids.clone()))
+    replayed = []
+    replay = DecodeGraphs.replay
+    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, size: replayed.append(size) or replay(
+        self, size))
+    return replayed
+
+
+def start(folder, depth=1, **options) -> LLM:
+    """Kernels on a CPU, and a cache full of NaN until it is written."""
+    engine = LLM(folder, dtype="float32", device="cpu", kernels="triton",
+                 async_scheduling=bool(depth), **dict(num_gpu_blocks_override=48) | options)
+    for cache in engine.runner.kv_cache:
+        for tensor in cache:
+            tensor.fill_(torch.nan)
+    return engine
+
+
+# ------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 9, 16, 17, 20, 31, 256, 257, 320, 1000])
+def test_every_batch_finds_a_size(max_num_seqs):
+    """Sizes that ended below max_num_seqs were a crash at batch 17 of 20 (nano-vllm)."""
+    sizes = graph_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == max_num_seqs
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs.sizes = sizes
+    for num_rows in range(1, max_num_seqs + 1):
+        size = graphs.size_for(num_rows)
+        assert num_rows <= size <= max_num_seqs
+        assert size < 2 * num_rows + 16, "more padding than work"
+        assert all(other < num_rows for other in sizes if other < size)
+
+
+# ---------------------------------------------------------- the same tokens
+
+
+@pytest.mark.parametrize("depth, counts", [(0, (3,)), (1, (5, 1, 3))])
+def test_every_batch_size_equals_transformers(checkpoints, references, recorded, depth, counts):
+    """All requests, one, and some, on the same engine: they end one after the other, so that each
+    size is replayed, with rows that change, leave early and leave stale numbers behind. Without
+    overlap the host knows each row's input, which is all that differs."""
+    engine = start(checkpoints["tiny"], depth, max_num_seqs=5)
+    assert engine.runner.graphs.sizes == [1, 2, 4, 5]
+    for count in counts:
+        prompts = [[10 * count + i, 7, 60 + i] + [40 + i] * (5 * i) for i in range(count)]
+        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=3 + i)
+                  for i in range(count)]
+        recorded.clear()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        for output, asked in zip(outputs, params, strict=True):
+            expected, gaps = references("tiny", output.prompt_token_ids, 12)
+            assert_same_text(output.outputs[0].token_ids, expected[:asked.max_tokens], gaps,
+                             f"{count} rows, depth {depth}")
+        assert len(recorded) >= 1 + count, "decodes must have been replayed"
+        sizes = {engine.runner.graphs.size_for(n + 1) for n in range(count)}
+        assert set(recorded) == sizes, "each size must have been replayed"
+
+
+def test_graphs_equal_eager_in_mixed_company(checkpoints, references, prompts, recorded):
+    """Chunks, prefix hits and preemptions between the decodes; block tables that change their
+    width; a window of rows that comes and goes."""
+    engine = start(checkpoints["tiny"], max_num_seqs=3, max_num_batched_tokens=24,
+                   num_gpu_blocks_override=5)
+    asked = SamplingParams(temperature=0, max_tokens=7)
+    short = prompts[2:5] + [prompts[10][:20]] * 2  # 2 blocks each in the end, of 5
+    preempted = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: preempted.append(step := schedule()) or step
+    for output in engine.generate(short, asked, use_tqdm=False):
+        expected, gaps = references("tiny", output.prompt_token_ids, 12)
+        assert_same_text(output.outputs[0].token_ids, expected[:7], gaps, "mixed")
+    assert len(recorded) > 5 and any(step.preempted for step in preempted)
+
+
+def test_samples_and_controls_equal_eager(checkpoints, recorded):
+    """Temperature, filters, penalties, bad words, logprobs: in graphs, and the same engine without.
+
+    What a graph can't know, penalties, is chosen anew, from the hidden states it leaves behind.
+    """
+    params = [SamplingParams(**dict(seed=i, max_tokens=3, ignore_eos=True) | kinds)
+              for i, kinds in enumerate((
+                  dict(temperature=.8), dict(temperature=0), dict(temperature=2, top_k=5, top_p=.7),
+                  dict(min_p=.2, logprobs=2), dict(frequency_penalty=1.5, presence_penalty=.5),
+                  dict(temperature=0, logit_bias={65: 4.0}, allowed_token_ids=[*range(60, 90)])))]
+    prompts = [[3 * i + 1, 7, 9] for i in range(len(params))]
+    told = []
+    for enforce_eager in (False, True):
+        engine = start(checkpoints["tiny"], max_num_seqs=6, enforce_eager=enforce_eager)
+        assert (engine.runner.graphs is None) == enforce_eager
+        outputs = []
+        # Together they choose anew. By themselves: the recording's own choice, logprobs, edits.
+        for some in (slice(6), slice(3), slice(3, 4), slice(5, 6)):
+            outputs += engine.generate(prompts[some], params[some], use_tqdm=False)
+        told.append([output.outputs[0].token_ids for output in outputs])
+        told[-1] += [[round(entry.logprob, 4) for position in output.outputs[0].logprobs
+                      for entry in position.values()] for output in (outputs[3], outputs[9])]
+    assert told[0] == told[1]
+    assert told[0][:4] + told[0][5:6] == told[0][6:11], "company changes nothing"
+    assert recorded
+
+
+def test_a_graph_refuses_what_waits_for_the_device():
+    """The stand-in would be worth nothing if it recorded everything."""
+    x = torch.arange(3.0)
+    for waits in (lambda: x.sum().item(), lambda: x[x > 1], lambda: int(x[0])):
+        with pytest.raises(AssertionError, match="waits for the device"):
+            RecordedGraph().capture(lambda waits=waits: (waits(),))
+
+
+def test_a_recording_keeps_no_logits(checkpoints, recorded):
+    """What it returns is its own for ever: the logits of 20 sizes would be 0.7 GB."""
+    graphs = start(checkpoints["tiny"], max_num_seqs=2).runner.graphs.graphs
+    assert list(graphs) == [2, 1], "the largest first, in whose memory the others find room"
+    for size, graph in graphs.items():
+        assert [tuple(out.shape) for out in graph.outputs] == [(size, 32), (size,)]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "an error of the recording's follows"])
+def test_no_memory_for_graphs_is_an_error_with_a_remedy(checkpoints, recorded, monkeypatch, late):
+    def capture(graph, function):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            if late:
+                raise RuntimeError("the recording was ended early")
+
+    monkeypatch.setattr(RecordedGraph, "capture", capture)
+    with pytest.raises(ValueError, match="no memory.*gpu_memory_utilization.*enforce_eager=True"):
+        start(checkpoints["tiny"], max_num_seqs=1)
+    monkeypatch.setattr(RecordedGraph, "capture", lambda graph, function: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start(checkpoints["tiny"], max_num_seqs=1)
+
+
+def test_a_frozen_number_shows(checkpoints, references, recorded):
+    """A longest length, say, handed over as a Python integer is the recording's for ever, which
+    halved a model's accuracy (transformers #45323). Here: positions as the host has them, right in
+    every step that is launched, and the recording's own in every one that is replayed."""
+    engine = start(checkpoints["tiny"], max_num_seqs=1, enforce_eager=True)
+    model, forward = engine.runner.model, engine.runner.model.forward
+    model.forward = lambda ids, positions, kv_cache, batch, wanted=None: forward(
+        ids, torch.tensor(batch.host["positions"].tolist()), kv_cache, batch, wanted)
+    expected, _ = references("tiny", [10, 20, 30], 12)
+    for enforce_eager in (True, False):
+        object.__setattr__(engine.runner.config, "enforce_eager", enforce_eager)
+        engine.runner.allocate_kv_cache(48, 256)
+        engine.runner.record_graphs()
+        output, = engine.generate([[10, 20, 30]], SamplingParams(temperature=0, max_tokens=5),
+                                  use_tqdm=False)
+        assert (output.outputs[0].token_ids == expected[:5]) == enforce_eager
+
+
+# ------------------------------------------------------------------- memory
+
+
+def test_a_forgotten_engine_is_freed_at_once(checkpoints, recorded):
+    """Not when Python's garbage collector comes by: nothing holds on to a runner in a circle, no
+    closure of a recording either. Or the next engine would find its memory taken."""
+    engine = start(checkpoints["tiny"], max_num_seqs=2)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    held = [weakref.ref(part) for part in (engine.runner, engine.runner.model,
+                                           engine.runner.graphs, engine.runner.kv_cache[0][0])]
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert [ref() for ref in held] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("asked", [
+    dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=1),
+    dict(method="draft_model", num_speculative_tokens=2)], ids=["ngram", "draft_model"])
+def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
+    """Steps with drafts, and a draft model's, are computed as they are; those between are replayed.
+    Drawn and filtered tokens go through the kernel that draws, several for a row."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], list(range(0, 240, 12))]
+    params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+              SamplingParams(temperature=0.4, top_k=40, top_p=0.9, seed=3, max_tokens=6,
+                             ignore_eos=True, logprobs=1)]
+
+    def texts(engine) -> list[list[int]]:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    options = dict(depth=0, max_num_seqs=2)
+    expected = texts(start(checkpoints["tiny"], **options))
+    if asked["method"] == "draft_model":
+        asked = dict(asked, model=str(checkpoints["tiny"]))
+    engine = start(checkpoints["tiny"], **options, speculative_config=asked)
+    turns, propose = iter(range(100)), engine.scheduler.propose
+
+    def guess(seq, most: int) -> list[int]:
+        """Every other time; in the place of n-grams two right tokens, and a wrong one."""
+        if next(turns) % 4 > 1:
+            return []
+        if asked["method"] == "draft_model":
+            return propose(seq, most)
+        text = expected[prompts.index(seq.token_ids[:seq.num_prompt_tokens])]
+        return [*text[len(seq.output_token_ids):][:2], 0][:most]
+
+    engine.scheduler.propose = guess
+    engine.drafter.guesser.checked = lambda seq, num_right: None
+    recorded.clear()
+    assert texts(engine) == expected
+    assert recorded and engine.drafter.num_draft_tokens > 4

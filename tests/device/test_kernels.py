@@ -1,0 +1,371 @@
+"""Paged attention in Triton against its plain torch twin; in the interpreter if there is no GPU.
+
+Every launch is surrounded by poison: slots of the cache that no row may read, entries of the tables
+behind a sequence's blocks, rows of padding, the outputs and scratch before they are written. A
+batch's integers lie as in the engine: in one buffer, at any address, tables as wide as they can
+get. The second oracle is a softmax in float64 that knows nothing of blocks but where a position is.
+
+The interpreter is exact about fp32 and fp16 alone: bf16 arithmetic is silently wrong there.
+"""
+
+import mmap
+import random
+from functools import partial
+
+import pytest
+import torch
+from poison import POISON, make_batch, poisoned_cache
+from torch.testing import assert_close
+
+from nanoserve import ops
+from nanoserve.ops import paged_attention as twin
+
+pytest.importorskip("triton")
+
+from nanoserve.device import kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GUARD = 64  # numbers on either side of an output that must stay as they were
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+
+
+def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window, softcap):
+    """In float64, a row and a KV head at a time, from keys picked one by one."""
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    out, at = torch.zeros(q.shape, dtype=torch.float64), 0
+    for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
+        slots = [(table[p // block_size], p % block_size) for p in range(seq_len)]
+        # (keys, kv_heads, head_dim); what a window has left behind is poison, and gets weight 0
+        k = torch.stack([k_cache[slot] for slot in slots]).double().nan_to_num(0, 0, 0)
+        v = torch.stack([v_cache[slot] for slot in slots]).double().nan_to_num(0, 0, 0)
+        position = torch.arange(seq_len - query_len, seq_len)[:, None]
+        key = torch.arange(seq_len)[None]
+        hidden = (key > position) | (key <= position - (window or seq_len))
+        for head in range(q.shape[1]):
+            kv_head = head * num_kv_heads // q.shape[1]
+            scores = q[at:at + query_len, head].double() @ k[:, kv_head].T * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            out[at:at + query_len, head] = weights @ v[:, kv_head]
+        at += query_len
+    return out
+
+
+class Guarded:
+    """Stands in for `torch` in kernels: what `empty` and `empty_like` return is full of NaN, lies
+    in the middle of something larger, and `check` looks whether that was written to."""
+
+    def __init__(self):
+        self.made = []
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *shape, dtype, device):
+        whole = torch.full((torch.Size(shape).numel() + 2 * GUARD,), -77.0, dtype=dtype,
+                           device=device)
+        self.made.append(whole)
+        return whole[GUARD:-GUARD].view(shape).fill_(torch.nan)
+
+    def empty_like(self, like):
+        return self.empty(*like.shape, dtype=like.dtype, device=like.device)
+
+    def check(self):
+        for whole in self.made:
+            assert (whole[:GUARD] == -77).all() and (whole[-GUARD:] == -77).all()
+
+
+@pytest.fixture
+def attend(monkeypatch):
+    """Runs the kernels on guarded memory, with a number of splits and a line of the table."""
+
+    def run(*args, splits=1, arch="sm_80"):
+        guarded = Guarded()
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "torch", guarded)
+            patch.setattr(kernels, "table_line", lambda device: arch)
+            patch.setattr(kernels, "_num_splits", lambda *shapes: splits)
+            patch.setattr(kernels, "MIN_SPLIT_KEYS", 64)
+            out = kernels.paged_attention(*args)
+        guarded.check()
+        return out
+
+    return run
+
+
+def cut_tables(rng, seq_lens, block_size, spare=1):
+    """A table for each row, of blocks in no order, and how many blocks the cache needs: 0 belongs
+    to nobody, and neither does what a table has allocated ahead."""
+    needed = [-(-n // block_size) + rng.randrange(spare + 1) for n in seq_lens]
+    blocks = rng.sample(range(1, 1 + sum(needed)), sum(needed))
+    return [[blocks.pop() for _ in range(n)] for n in needed], 1 + sum(needed)
+
+
+def cut(rng, query_lens, seq_lens, block_size):
+    """Rows whose prefixes reach that far share blocks with a row before them, half of the time."""
+    tables, num_blocks = cut_tables(rng, seq_lens, block_size)
+    prefixes = [n - m for n, m in zip(seq_lens, query_lens, strict=True)]
+    for row in range(1, len(tables)):
+        other = rng.randrange(row)
+        shared = min(prefixes[row], prefixes[other]) // block_size * rng.randrange(2)
+        tables[row][:shared] = tables[other][:shared]
+    return tables, query_lens, seq_lens, num_blocks
+
+
+def to_device(batch, first: int = 3, spare: int = 5) -> None:
+    """As the engine keeps them: slices of one buffer, tables `spare` wider than rows use. The
+    numbers in between are no index of anything."""
+    names, at = ("cu_seqlens_q", "seq_lens", "block_tables"), first
+    num_rows, width = batch.block_tables.shape
+    buffer = torch.full((first + 2 * num_rows + 1 + num_rows * (width + spare),), 10 ** 6,
+                        dtype=torch.int32, device=DEVICE)
+    shapes = ((num_rows + 1,), (num_rows,), (num_rows, width + spare))
+    for name, shape in zip(names, shapes, strict=True):
+        view = buffer[at:at + torch.Size(shape).numel()].view(shape)
+        view[..., :getattr(batch, name).shape[-1]] = getattr(batch, name).to(DEVICE)
+        at += view.numel()
+        setattr(batch, name, view)
+
+
+def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads, head_dim,
+                        block_size, dtype=torch.float32, window=None, softcap=None, seed=0, **how):
+    # The cache is the middle of a larger one, and padding of the tables points behind its end.
+    caches = poisoned_cache(num_blocks + 8, block_size, heads[1], head_dim, tables, query_lens,
+                            seq_lens, seed, window)
+    k_cache, v_cache = (cache.to(DEVICE, dtype)[:num_blocks] for cache in caches)
+    before = k_cache.clone(), v_cache.clone()
+    q = torch.randn(sum(query_lens), heads[0], head_dim, device=DEVICE,
+                    generator=torch.Generator(DEVICE).manual_seed(seed + 1)).to(dtype)
+    batch, scale = make_batch(tables, query_lens, seq_lens), 1.3 * head_dim ** -0.5
+    expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, scale, window, softcap)
+    for row, seq_len in enumerate(seq_lens):
+        batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
+    to_device(batch, first=3 + seed)
+    got = attend(q, k_cache, v_cache, batch, scale, window, softcap, **how).cpu()
+    assert got.dtype == dtype
+    assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    naive = naive_attention(q.cpu(), k_cache.cpu(), v_cache.cpu(), tables, query_lens, seq_lens,
+                            scale, window, softcap)
+    assert_close(got.double(), naive, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for cache, copy in zip((k_cache, v_cache), before, strict=True):
+        assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------- paged attention
+
+# (heads, head_dim, block_size): every ratio, size and block size, in mixed company
+SHAPES = [((2, 2), 32, 16), ((4, 2), 64, 16), ((4, 1), 80, 32), ((5, 1), 128, 16),
+          ((8, 1), 64, 64), ((4, 2), 128, 64), ((10, 2), 32, 32), ((2, 2), 80, 64)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads, head_dim, block_size", SHAPES, ids=str)
+def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype):
+    """In float16, which only rounds otherwise, each with one number of splits."""
+    rng, number = random.Random(f"{heads} {head_dim} {block_size}"), SHAPES.index(
+        (heads, head_dim, block_size))
+    splits_of = (1, 2, 4) if dtype == torch.float32 else ((1, 2, 4)[number % 3],)
+    for seed, splits in enumerate(splits_of):
+        query_lens = [1] * rng.randrange(1, 4) + [rng.randrange(2, 50), rng.randrange(2, 200)]
+        seq_lens = [n + rng.choice((0, 1, rng.randrange(40, 260))) for n in query_lens]
+        assert_equals_twins(
+            attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
+            dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
+            window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 128, 129, 256, 300])
+def test_decodes_on_both_sides_of_every_boundary(attend, seq_len, splits):
+    """Tiles of 64 keys, splits of at least 64: some rows have fewer tiles than splits."""
+    tables, num_blocks = cut_tables(random.Random(seq_len), [seq_len, 70], 16)
+    assert_equals_twins(attend, tables, [1, 1], [seq_len, 70], num_blocks, (4, 2), 32, 16,
+                        splits=splits)
+
+
+@pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 100, 1000])
+def test_windows_of_decodes_and_chunks(attend, window):
+    rng, query_lens, seq_lens = random.Random(window), [1, 1, 70, 90], [200, 64, 70, 290]
+    for splits in (1, 2):
+        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), (4, 2), 32,
+                            16, window=window, splits=splits)
+
+
+def test_blocks_that_a_window_has_left_behind_are_not_read(attend):
+    """Their entries in the table may be anything: here, a block full of poison."""
+    rng, query_lens, seq_lens, window = random.Random(0), [1, 39], [300, 290], 44
+    tables, num_blocks = cut_tables(rng, seq_lens, 16, spare=0)
+    caches = poisoned_cache(num_blocks + 1, 16, 1, 32, tables, query_lens, seq_lens)
+    q = torch.randn(40, 2, 32, device=DEVICE)
+    batch = make_batch(tables, query_lens, seq_lens)
+    expected = twin(q.cpu(), *caches, batch, 0.2, window)
+    batch.block_tables[0, :16] = num_blocks  # its query sees 256 to 299: from block 16 on
+    batch.block_tables[1, :13] = num_blocks  # its first query stands at 251, sees from 208 on
+    to_device(batch)
+    for splits in (1, 2):
+        got = attend(q, *(c.to(DEVICE) for c in caches), batch, 0.2, window, splits=splits)
+        assert_close(got.cpu(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 24, 128])
+def test_any_block_size_is_right(attend, block_size):
+    rng, query_lens, seq_lens = random.Random(block_size), [1, 1, 37], [1, 150, 100]
+    assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, block_size), (4, 2),
+                        48, block_size, splits=2)
+
+
+@pytest.mark.parametrize("heads, head_dim", [((2, 1), 256), ((20, 1), 32), ((2, 2), 20)], ids=str)
+def test_wide_heads_large_groups_and_odd_sizes(attend, heads, head_dim):
+    rng, query_lens, seq_lens = random.Random(head_dim), [1, 1, 60], [33, 150, 100]
+    for dtype in TOLERANCE:
+        assert_equals_twins(attend, *cut(rng, query_lens, seq_lens, 16), heads,
+                            head_dim, 16, dtype, splits=2)
+
+
+def test_rows_share_the_blocks_of_a_common_prefix(attend):
+    tables = [[5, 2, 7], [5, 2, 1], [5, 2, 3, 4]]
+    for splits in (1, 2):
+        assert_equals_twins(attend, tables, [1, 1, 17], [33, 48, 61], 8, (4, 2), 32, 16,
+                            splits=splits)
+
+
+def test_many_short_rows_find_their_tiles(attend):
+    """Tiles are numbered so that rows can be searched; some numbers belong to no tile."""
+    rng = random.Random(3)
+    query_lens = [1, 1] + [rng.choice((2, 3, 15, 16, 17, 31, 32, 33, 64)) for _ in range(13)]
+    assert_equals_twins(attend, *cut(rng, query_lens, query_lens, 16), (8, 1), 32, 16)
+
+
+def test_large_scores_do_not_overflow(attend):
+    """Multiples of 128 up to some 2 ** 18, which no order of adding them up rounds: of scores that
+    were rounded two might be so near each other that their weights differ from the twin's."""
+    tables, num_blocks = cut_tables(random.Random(0), [150, 150], 16)
+    k_cache, v_cache = (c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 1, 32, tables,
+                                                             [1, 150], [150, 150]))
+    k_cache = k_cache.mul(8).round().div(8)
+    q = torch.randn(151, 1, 32, device=DEVICE).mul(8).round().mul(1024)
+    batch = make_batch(tables, [1, 150], [150, 150])
+    expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, 1.0)
+    to_device(batch)
+    for splits in (1, 2):
+        got = attend(q, k_cache, v_cache, batch, 1.0, splits=splits)
+        assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a cache that is mostly not there")
+def test_a_cache_of_more_than_2_31_numbers(attend):
+    """Block 2,100,000 of 1,024 numbers begins behind what 32 bits can say. 4 GB are reserved here,
+    of which two blocks are ever touched."""
+    memory = mmap.mmap(-1, 2_100_001 * 2048, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    cache = torch.frombuffer(memory, dtype=torch.float16).view(-1, 16, 1, 64)
+    cache[[7, 2_100_000]] = torch.randn(2, 16, 1, 64).half()
+    q = torch.randn(10, 2, 64).half()
+    rows = [[2_100_000, 7], [7, 2_100_000]], [1, 9], [20, 30]
+    expected = naive_attention(q, cache, cache, *rows, 0.2, None, None)  # a twin may copy all of it
+    got = attend(q, cache, cache, make_batch(*rows), 0.2)
+    assert_close(got.double(), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_queries_may_be_a_slice_of_a_wider_product(attend):
+    """q, k and v come out of one matrix product: rows of q are further apart than q is wide."""
+    tables, num_blocks = cut_tables(random.Random(0), [90, 33], 16)
+    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1, 33],
+                                                     [90, 33])]
+    wide = POISON[torch.zeros(34, 8, 32, dtype=torch.int64)].to(DEVICE)
+    wide[:, :4] = torch.randn(34, 4, 32, device=DEVICE)
+    batch = make_batch(tables, [1, 33], [90, 33])
+    to_device(batch)
+    for splits in (1, 2):
+        got = attend(wide[:, :4], *caches, batch, 0.2, splits=splits)
+        assert_close(got, attend(wide[:, :4].contiguous(), *caches, batch, 0.2, splits=splits))
+
+
+# ----------------------------------------------------------- graphs, splits
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_of_padding_yield_zeros_and_disturb_nobody(attend, splits):
+    """A graph's batch is a bucket: 3 rows here, 5 of padding with whatever tables and queries."""
+    seq_lens = [40, 129, 1]
+    tables, num_blocks = cut_tables(random.Random(1), seq_lens, 16)
+    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1] * 3,
+                                                     seq_lens)]
+    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
+    padded.cu_seqlens_q.fill_(-1)  # not read for decodes
+    small = make_batch(tables, [1] * 3, seq_lens)
+    q = torch.full((8, 4, 32), torch.nan, device=DEVICE)
+    q[:3] = torch.randn(3, 4, 32, device=DEVICE)
+    to_device(padded), to_device(small)
+    got = attend(q, *caches, padded, 0.2, splits=splits)
+    assert torch.equal(got[3:], torch.zeros(5, 4, 32, device=DEVICE))
+    assert_close(got[:3], attend(q[:3], *caches, small, 0.2, splits=splits), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_padded_step_equals_the_operations_on_its_rows(attend, splits):
+    """From the product for q, k and v to attention's output, the cache included: 3 rows in a bucket
+    of 8, and `ops` with the 3 rows alone."""
+    seq_lens, weights = [40, 129, 1], 1 + 0.1 * torch.randn(2, 32, device=DEVICE)
+    tables, num_blocks = cut_tables(random.Random(2), seq_lens, 16)
+    caches = [c.to(DEVICE) for c in poisoned_cache(num_blocks, 16, 2, 32, tables, [1] * 3,
+                                                   [n - 1 for n in seq_lens])]
+    copies = [c.clone() for c in caches]
+    slots = [table[(n - 1) // 16] * 16 + (n - 1) % 16
+             for table, n in zip(tables, seq_lens, strict=True)]
+    slots = torch.tensor(slots + [-1] * 5, dtype=torch.int32, device=DEVICE)
+    qkv = torch.full((8, 8, 32), torch.nan, device=DEVICE)
+    qkv[:3] = torch.randn(3, 8, 32, device=DEVICE)
+    angles = torch.rand(8, 16, device=DEVICE).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def step(module, attend, rows, batch, caches):
+        q = module.norm_rope_store(qkv[:rows], *weights, 1e-6, cos[:rows], sin[:rows], *caches,
+                                   slots[:rows])
+        return attend(q, *caches, batch, 0.2)
+
+    small = make_batch(tables, [1] * 3, seq_lens)
+    expected = step(ops, ops.paged_attention, 3, small, copies)
+    padded = make_batch(tables + [[10 ** 6]] * 5, [1] * 8, seq_lens + [0] * 5)
+    to_device(padded)
+    got = step(kernels, partial(attend, splits=splits), 8, padded, caches)
+    assert_close(got[:3], expected, rtol=2e-5, atol=2e-5)
+    assert torch.equal(got[3:], torch.zeros(5, 4, 32, device=DEVICE))
+    for cache, copy in zip(caches, copies, strict=True):
+        assert_close(cache, copy, equal_nan=True)
+
+
+def test_a_launch_does_not_depend_on_lengths(monkeypatch):
+    """What a graph freezes, grids and numbers, may come from shapes alone: an engine that froze a
+    longest length lost half its accuracy."""
+    launches = []
+    monkeypatch.setattr(kernels, "INTERPRETED", False)  # with splits, as on a GPU
+    for name in ("_attention_kernel", "_combine_kernel"):
+        monkeypatch.setattr(kernels, name, Recorder(name, launches))
+    q, cache = torch.zeros(4, 4, 32), torch.zeros(20, 16, 2, 32)
+    for seq_lens in ([1, 1, 1, 1], [64, 3, 5, 0], [0, 0, 0, 64]):
+        batch = make_batch([[1, 2, 3, 4]] * 4, [1] * 4, seq_lens)
+        kernels.paged_attention(q, cache, cache, batch, 0.2)
+    assert len(launches) == 6 and launches[:2] == launches[2:4] == launches[4:]
+
+
+class Recorder:
+    def __init__(self, name, launches):
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.launches.append(
+            (self.name, grid, [a for a in args if not isinstance(a, torch.Tensor)], constants))
+
+
+def test_the_number_of_splits(monkeypatch):
+    """As many programs as fill the GPU, in powers of two: none for many rows, 32 at most."""
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    for arch, wanted in kernels.PROGRAMS.items():
+        for rows in range(1, 600):
+            for kv_heads in (1, 2, 8, 32):
+                splits = kernels._num_splits(rows, kv_heads, arch)
+                assert splits in (1, 2, 4, 8, 16, 32)
+                assert splits == 1 or splits * rows * kv_heads <= wanted
+                assert splits == 32 or 2 * splits * rows * kv_heads > wanted
+    assert [kernels._num_splits(rows, 8, "sm_90") for rows in (1, 8, 32, 64)] == [32, 8, 2, 1]

@@ -1,0 +1,105 @@
+"""The whole engine on its kernels: the text of transformers, with every feature and in every mode.
+
+Kernels are tested one by one elsewhere. Here they run together, in Triton's interpreter, behind the
+real scheduler: what one writes the next one reads, across steps, blocks and prefix hits. The cache
+is full of NaN until it is written. Models are tiny, since a launch takes milliseconds a program.
+"""
+
+import pytest
+import torch
+from checkpoints import TINY_CHECKPOINTS, assert_same_text, sampling_inputs
+from kernel_modes import MODES, few
+
+from nanoserve import LLM, SamplingParams, ops
+from nanoserve.device.choice import namespace
+from nanoserve.sampler import sample
+from nanoserve.sequence import Sequence
+
+kernels = pytest.importorskip("nanoserve.device.kernels")
+
+MAX_TOKENS = 5
+
+
+def start(folder, **options) -> LLM:
+    engine = LLM(folder, **dict(dtype="float32", device="cpu", kernels="triton",
+                                num_gpu_blocks_override=64) | options)
+    for cache in engine.runner.kv_cache:
+        for tensor in cache:
+            tensor.fill_(torch.nan)
+    return engine
+
+
+# "batched" is left to GPUs: without a prefix cache, but otherwise "blocks of 32".
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "batched"])
+def test_the_parity_matrix_through_kernels(checkpoints, references, prompts, mode):
+    """By itself a prompt takes as many steps as all together: three of them will do."""
+    asked = few(prompts)[2:5] if mode == "alone" else few(prompts)
+    engine = start(checkpoints["tiny"], **MODES[mode])
+    steps, schedule = [], engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    outputs = engine.generate(asked, SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
+                              use_tqdm=False)
+    for output in outputs:
+        expected, gaps = references("tiny", output.prompt_token_ids, MAX_TOKENS)
+        assert_same_text(output.outputs[0].token_ids, expected, gaps, mode)
+    assert any(step.preempted for step in steps) == ("preempted" in mode)
+    assert any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY_CHECKPOINTS if name != "tiny"])
+def test_families_through_kernels(checkpoints, references, prompts, name):
+    """Experts, windows, capped scores, norms with an offset, four heads on one: side by side. All
+    prompts are longer than any window; they come in chunks and behind a prefix hit."""
+    engine = start(checkpoints[name], max_num_batched_tokens=40, max_num_seqs=4)
+    outputs = engine.generate(few(prompts)[2:5], SamplingParams(temperature=0, max_tokens=5),
+                              use_tqdm=False)
+    for output in outputs:
+        expected, gaps = references(name, output.prompt_token_ids, 5)
+        assert_same_text(output.outputs[0].token_ids, expected, gaps, name)
+
+
+def test_no_layer_goes_around_the_kernels(checkpoints, monkeypatch):
+    """Speed lost silently: 132 tok/s instead of 9,500 (nano-vllm #245). With kernels, nothing of
+    their plain twins runs, and the line at the start says which of the two it is."""
+    for name in ops.__all__:
+        monkeypatch.setattr(ops, name, None)
+    for name in ("tiny", "tiny-moe", "tiny-gemma"):
+        engine = start(checkpoints[name], max_num_seqs=2)
+        assert "triton attention" in engine._describe(1) and "very slow" in engine._describe(1)
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+
+
+def test_seeded_samples_do_not_depend_on_the_company(checkpoints):
+    """Gumbel noise is a function of seed, position and token: alone, in a batch, chunked."""
+    asked = [SamplingParams(temperature=t, seed=seed, max_tokens=5, ignore_eos=True, **filters)
+             for t, seed, filters in ((1, 1, {}), (.7, 2, dict(top_k=9)), (2, 1, dict(top_p=.8)))]
+    prompts = [[7, 8, 9], [3] * 20, [7, 8, 9]]
+    together = start(checkpoints["tiny"], max_num_batched_tokens=16, max_num_seqs=3)
+    alone = start(checkpoints["tiny"])
+    batch = together.generate(prompts, asked, use_tqdm=False)
+    for prompt, params, output in zip(prompts, asked, batch, strict=True):
+        single, = alone.generate([prompt], params, use_tqdm=False)
+        assert single.outputs[0].token_ids == output.outputs[0].token_ids
+    assert batch[0].outputs[0].token_ids != batch[2].outputs[0].token_ids
+
+
+def test_kernels_on_a_cpu_need_the_interpreter(checkpoints, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="kernels='triton', but .* no GPU .*TRITON_INTERPRET=1"):
+        start(checkpoints["tiny"])
+    assert namespace("triton") is kernels
+
+
+def test_filters_reach_the_kernels():
+    """Each filter at its narrowest leaves the likeliest token alone, in rows that are almost even;
+    beside them stand a row without filters and one with edits."""
+    rows = [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0), {}, dict(top_k=1, logit_bias={3: 9})]
+    for chosen in ([0], [1], [2], range(5)):
+        seqs = [Sequence(str(i), [1, 2], SamplingParams(temperature=2.0, **rows[i]), seed=i,
+                         num_unknown_tokens=1) for i in chosen]
+        logits = torch.randn(len(seqs), 64, generator=torch.Generator().manual_seed(1)) / 10
+        tokens = sample(logits, sampling_inputs(seqs, 64), kernels).token_ids.tolist()
+        likeliest = logits.argmax(-1).tolist()
+        assert tokens[:3] == likeliest[:len(tokens)][:3]
+        if len(seqs) > 3:
+            assert tokens[3] != likeliest[3] and tokens[4] == 3

@@ -1,0 +1,214 @@
+"""How much memory there is for the KV cache, and what is said where there is too little."""
+
+import dataclasses
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dummy_engines import assert_serves, start
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.device import memory
+from nanoserve.device.memory import free_cpu_memory
+from nanoserve.model_runner import ModelRunner
+
+# A block of 16 tokens: 2 layers, K and V, 2 KV heads of 16 numbers, 4 bytes each.
+BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4
+
+
+def test_kv_cache_memory_bytes_is_met_to_the_block(dummy):
+    llm = start(dummy, kv_cache_memory_bytes=5 * BLOCK_BYTES + BLOCK_BYTES - 1)
+    assert llm.scheduler.blocks.num_blocks == 5
+    held = sum(t.numel() * t.element_size() for kv in llm.runner.kv_cache for t in kv)
+    assert held == 5 * BLOCK_BYTES
+    half = start(dummy, kv_cache_memory_bytes=5 * BLOCK_BYTES, dtype="bfloat16", block_size=8)
+    assert half.scheduler.blocks.num_blocks == 20  # half the bytes a number, half the tokens
+
+
+@pytest.mark.parametrize("kernels", ["torch", "onednn", "cpu"])
+def test_a_cache_has_no_block_too_many(dummy, kernels):
+    """A namespace may fill a cache up to whole pieces of its own: the compiled one's are of 16
+    slots, which five blocks of 3 almost fill. Blocks are counted by what they take in the end."""
+    for block_size, num_blocks, kept in ((16, 257, 257), (16, 1, 1), (3, 5, 16), (3, 16, 16)):
+        llm = start(dummy, kernels=kernels, block_size=block_size, max_num_seqs=1,
+                    num_gpu_blocks_override=num_blocks)
+        held = sum(tensor.nbytes for kv in llm.runner.kv_cache for tensor in kv)
+        assert held == (kept if kernels == "cpu" else num_blocks) * llm.runner.block_bytes
+        assert llm.runner.block_bytes == BLOCK_BYTES * block_size // 16
+        assert_serves(llm)
+
+
+def test_no_room_for_one_block_is_refused_with_the_numbers(dummy):
+    with pytest.raises(ValueError, match=f"no room for one KV block: {BLOCK_BYTES:,} bytes .* "
+                                         f"{BLOCK_BYTES - 1:,} .*kv_cache_memory_bytes"):
+        start(dummy, kv_cache_memory_bytes=BLOCK_BYTES - 1)
+    assert_serves(start(dummy, kv_cache_memory_bytes=BLOCK_BYTES))
+
+
+@pytest.mark.parametrize("free, num_blocks", [
+    (40 * BLOCK_BYTES, 10),  # a quarter of what is free
+    (2 ** 50, 2 ** 16 // 16),  # but no more than a small engine can use: 65,536 tokens
+])
+def test_a_cpus_cache_takes_a_share_of_the_free_memory(dummy, monkeypatch, free, num_blocks):
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: free)
+    assert start(dummy, max_num_seqs=8).scheduler.blocks.num_blocks == num_blocks
+
+
+def test_freed_memory_is_kept_for_the_next_step():
+    """Resident memory before, with and after four tensors of 24 MB. Where nothing is asked of
+    glibc, they are mapped, and gone from the process when they are freed."""
+    script = """
+import torch
+from nanoserve.device.memory import keep_freed_memory
+
+def resident():  # in pages of 4 KB
+    return int(open("/proc/self/statm").read().split()[1])
+
+if kept := keep_freed_memory():
+    before = resident()
+    tensors = [torch.ones(6 * 2 ** 20) for _ in range(4)]
+    most = resident()
+    del tensors
+    assert most - before > 20000 and resident() - before > 20000, (before, most, resident())
+print(kept)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(platform.libc_ver()[0] == "glibc")
+
+
+def test_memory_taken_by_others_is_an_error_and_not_a_negative_number_of_blocks(dummy, monkeypatch):
+    """Memory used by *other* processes made the block count negative (voxcpm #27)."""
+    monkeypatch.setattr(memory, "free_cpu_memory", lambda: 0)
+    with pytest.raises(ValueError, match=f"{BLOCK_BYTES:,} bytes are needed, 0 .*other programs"):
+        start(dummy)
+    assert_serves(start(dummy, num_gpu_blocks_override=4))  # saying the size outright still works
+
+
+GIB = 2 ** 30
+
+
+class FakeGpu:
+    """A card of 80 GiB: what the driver and torch say about its memory before, during and after the
+    largest step. All in GiB."""
+
+    def __init__(self, others: float, weights: float, step: float):
+        self.others, self.weights, self.step, self.peak, self.log = others, weights, step, None, []
+
+    def run_largest_step(self) -> None:
+        self.log.append("step")
+        self.peak = self.weights + self.step
+
+    def install(self, monkeypatch) -> None:
+        """Memory that torch holds without using it is gone after empty_cache."""
+        def say(name, value=None):
+            def answer(*args):
+                self.log.append(name)
+                return value() if value else None
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+        held = [0.5]  # GiB in torch's pool that nobody uses
+        say("empty_cache", lambda: held.__setitem__(0, 0))
+        say("reset_peak_memory_stats")
+        say("synchronize")
+        say("max_memory_allocated", lambda: int(self.peak * GIB))
+        say("memory_reserved", lambda: int((self.weights + held[0]) * GIB))
+        say("mem_get_info", lambda: (
+            int((80 - self.others - self.weights - held[0]) * GIB), 80 * GIB))
+
+
+def gpu_blocks(dummy, monkeypatch, gpu: FakeGpu, **options) -> int:
+    """The number of blocks on a GPU that is made up."""
+    config = ModelConfig.from_folder(dummy)
+    engine = EngineConfig(model="none", load_format="dummy", kernels="torch", max_num_seqs=8,
+                          max_model_len=256, **options).resolved("cuda", config)
+    runner = ModelRunner(dataclasses.replace(engine, device="cpu"), config, dummy)
+    runner.device = torch.device("cuda")
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(runner, "run_largest_step", gpu.run_largest_step)
+    monkeypatch.setattr(memory, "MIN_CACHE_TOKENS", 2 ** 40)  # nobody asks for less
+    return runner.count_kv_blocks()
+
+
+def test_a_gpus_cache_is_what_the_largest_step_leaves(dummy, monkeypatch):
+    """0.9 * 80 GiB, less 3 of others, 8 of weights and 2.5 that the largest step takes for a while:
+    58.5 GiB. The step is run between the two looks at torch's peak."""
+    gpu = FakeGpu(others=3, weights=8, step=2.5)
+    assert gpu_blocks(dummy, monkeypatch, gpu) == int(58.5 * GIB) // BLOCK_BYTES
+    order = [gpu.log.index(name) for name in (
+        "reset_peak_memory_stats", "step", "synchronize", "max_memory_allocated")]
+    assert order == sorted(order)
+    half = gpu_blocks(dummy, monkeypatch, FakeGpu(3, 8, 2.5), gpu_memory_utilization=0.5)
+    assert half == int(26.5 * GIB) // BLOCK_BYTES
+    assert gpu_blocks(dummy, monkeypatch, gpu, kv_cache_memory_bytes=BLOCK_BYTES * 5) == 5
+
+
+def test_a_gpu_that_others_fill_is_an_error_with_the_numbers(dummy, monkeypatch):
+    """Memory used by *other* processes made the block count negative (voxcpm #27)."""
+    with pytest.raises(ValueError, match=(
+            r"no room .* -[\d,]+ are to be had \(gpu_memory_utilization=0.9 of 80.0 GB, less 70.0 "
+            r"GB that others use, less 2.5 GB for weights and the largest step\).*other programs")):
+        gpu_blocks(dummy, monkeypatch, FakeGpu(others=70, weights=2, step=0.5))
+
+
+@pytest.mark.parametrize("options, num_tokens", [
+    (dict(max_num_batched_tokens=300, max_num_seqs=5, max_model_len=100), [100, 100, 98, 1, 1]),
+    (dict(max_num_batched_tokens=7, max_num_seqs=7), [1] * 7),
+    (dict(max_num_batched_tokens=1024, max_num_seqs=3, max_model_len=40), [40, 40, 40]),
+])
+def test_the_largest_step_is_one_that_runs(dummy, monkeypatch, options, num_tokens):
+    """All rows, all tokens, a prompt's logprobs, every sampling control; and it leaves nothing."""
+    llm = start(dummy, **options)
+    launched = []
+    launch = llm.runner.launch
+    monkeypatch.setattr(llm.runner, "launch", lambda step: launched.append(step) or launch(step))
+    llm.runner.run_largest_step()
+    step, = launched
+    assert list(step.num_new_tokens.values()) == num_tokens
+    assert step.sampling == list(step.num_new_tokens) and all(s.has_controls for s in step.sampling)
+    assert list(map(len, step.prompt_logprob_positions.values())) == [
+        n - 1 for n in num_tokens if n > 1]
+    assert (llm.runner.kv_cache, llm.runner.builder, llm.runner.last_tokens) == ([], None, None)
+
+
+def meminfo(folder: Path, monkeypatch, **files: str) -> int:
+    """`free_cpu_memory` on a machine whose /proc and /sys are `folder`."""
+    (folder / "proc").mkdir()
+    (folder / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    group = folder / "sys/fs/cgroup"
+    (group / "memory").mkdir(parents=True)
+    for name, content in files.items():
+        (group / name.replace("__", "/").replace("_dot_", ".")).write_text(content)
+    monkeypatch.setattr(memory, "Path",
+                        lambda *parts: folder.joinpath(*[part.lstrip("/") for part in parts]))
+    return free_cpu_memory()
+
+
+@pytest.mark.parametrize("files, expected", [
+    ({}, 8000 * 1024),
+    (dict(memory_dot_max="3000000\n", memory_dot_current="1000000\n"), 2_000_000),
+    (dict(memory_dot_max="max\n", memory_dot_current="1000000\n"), 8000 * 1024),
+    (dict(memory_dot_max="3000000\n", memory_dot_current="4000000\n"), 0),  # never negative
+    ({"memory__memory_dot_limit_in_bytes": "3000000\n",
+      "memory__memory_dot_usage_in_bytes": "500000\n"}, 2_500_000),
+    ({"memory__memory_dot_limit_in_bytes": "9223372036854771712\n",
+      "memory__memory_dot_usage_in_bytes": "500000\n"}, 8000 * 1024),
+    (dict(memory_dot_max="3000000\n", memory_dot_current="2800000\n",
+          memory_dot_stat="anon 700000\nfile 2100000\ninactive_file 1500000\n"), 1_700_000),
+], ids=["no container", "limit", "no limit", "over the limit", "cgroup v1", "v1 no limit",
+        "page cache"])
+def test_a_container_counts_its_own_limit(tmp_path, monkeypatch, files, expected):
+    """What a container uses includes files that were only read, such as the checkpoint: the kernel
+    drops those when memory is asked for, so they are free (as `docker stats` counts it)."""
+    assert meminfo(tmp_path, monkeypatch, **files) == expected
+
+
+def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
+    with pytest.raises(ValueError, match="no memory for a KV cache of .* lower .*num_gpu_blocks"):
+        start(dummy, num_gpu_blocks_override=10 ** 13)
+    with pytest.raises(ValueError, match="no memory for .* lower max_num_batched_tokens=1,000,000"):
+        start(dummy, num_gpu_blocks_override=8, max_num_batched_tokens=10 ** 15)

@@ -1,0 +1,68 @@
+"""What tests of the extras share."""
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def noisy(checkpoints, tmp_path_factory):
+    """A checkpoint like the one named, with noise in its weights: a guesser that is often right."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def make(name: str, noise: float = 0.15):
+        folder = tmp_path_factory.mktemp("noisy") / name
+        shutil.copytree(checkpoints[name], folder)
+        weights = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(2)
+        for key, weight in weights.items():
+            if weight.dim() > 1:
+                weights[key] = weight + noise * weight.std() * torch.randn(
+                    weight.shape, generator=generator)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hidden_states(checkpoints):
+    """Hidden states by checkpoint and prompt; each is computed once."""
+    import torch
+    from transformers import AutoModel
+
+    models, known = {}, {}
+
+    @torch.no_grad()
+    def of(name: str, prompt: list[int]) -> torch.Tensor:
+        if name not in models:
+            models[name] = AutoModel.from_pretrained(checkpoints[name], dtype=torch.float32).eval()
+        key = (name, tuple(prompt))
+        if key not in known:
+            known[key] = models[name](torch.tensor([prompt])).last_hidden_state[0]
+        return known[key]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def classifiers(tmp_path_factory):
+    """Classifiers by family and number of classes."""
+    from checkpoints import CHECKPOINTS, save
+    from transformers import AutoModelForSequenceClassification
+
+    folders = {}
+
+    def folder_of(name: str, num_labels: int, **entries):
+        key = (name, num_labels, *entries.items())
+        if key not in folders:
+            config = CHECKPOINTS[name]()
+            config.num_labels = num_labels
+            for entry, value in entries.items():
+                setattr(config, entry, value)
+            model = AutoModelForSequenceClassification.from_config(config)
+            folders[key] = save(model, tmp_path_factory.mktemp(f"{name}-{num_labels}"))
+        return folders[key]
+
+    return folder_of

@@ -1,0 +1,56 @@
+"""Vectors of an engine, and of transformers, which is the oracle."""
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from nanoserve import LLM
+
+TOLERANCE = 1e-5
+FAMILY_NAMES = ["llama3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gemma2", "gemma3"]
+
+
+def start(folder, **options) -> LLM:
+    """A pooling engine whose cache is NaN until it is written."""
+    llm = LLM(folder, **dict(num_gpu_blocks_override=64, dtype="float32", device="cpu",
+                             runner="pooling") | options)
+    for kv in llm.runner.kv_cache:
+        for cache in kv:
+            cache.fill_(float("nan"))
+    return llm
+
+
+def vectors(outputs) -> list[torch.Tensor]:
+    return [torch.tensor(output.outputs.embedding) for output in outputs]
+
+
+def data(outputs) -> list[torch.Tensor]:
+    return [output.outputs.data for output in outputs]
+
+
+def assert_close(got, expected, where: str = "") -> None:
+    assert len(got) == len(expected)
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE,
+                                   msg=lambda text, i=i: f"{where}, prompt {i}: {text}")
+
+
+def assert_idle(llm: LLM) -> None:
+    llm.scheduler.check()
+    assert not llm.requests and not llm.scheduler.has_unfinished()
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+
+
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def pooled(hidden: torch.Tensor, pooling_type: str) -> torch.Tensor:
+    """The specification. hidden: (tokens, hidden_size)."""
+    return normalised({"CLS": hidden[0], "LAST": hidden[-1], "MEAN": hidden.mean(0),
+                       "ALL": hidden}[pooling_type])
+
+
+@torch.no_grad()
+def class_logits(folder, prompts) -> list[torch.Tensor]:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]

@@ -1,0 +1,244 @@
+"""Vectors, classes and scores equal transformers', however the prompts were scheduled.
+
+The oracle is transformers in float32, one prompt at a time, without a cache: hidden states of
+`AutoModel`, logits of `AutoModelForSequenceClassification`, and of `AutoModelForCausalLM` where a
+generator answers yes or no. Pooling, normalising and the rest are done here by hand.
+"""
+
+import json
+
+import pytest
+import torch
+from checkpoints import CHECKPOINTS, byte_tokenizer
+from pooled import assert_close, assert_idle, data, normalised, pooled, start, vectors
+
+from nanoserve import PoolingParams
+
+# ------------------------------------------------------------------ embeddings
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_family_embeds_as_transformers(checkpoints, prompts, hidden_states, name):
+    """A generator's checkpoint as an embedder: batched, and in chunks of 7 tokens."""
+    prompts = prompts[2:11:2]
+    hidden = [hidden_states(name, prompt) for prompt in prompts]
+    with start(checkpoints[name]) as llm:
+        assert llm.runner.model.lm_head is None and llm.config.runner == "pooling"
+        outputs = llm.embed(prompts, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        assert_close(vectors(outputs), [pooled(h, "LAST") for h in hidden], name)
+    with start(checkpoints[name], max_num_batched_tokens=7) as llm:
+        assert_close(vectors(llm.embed(prompts, use_tqdm=False)),
+                     [pooled(h, "LAST") for h in hidden], f"{name}, chunked")
+        tokens = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+        assert_close(data(tokens), [pooled(h, "ALL") for h in hidden], f"{name}, tokens")
+        assert_idle(llm)
+
+
+MODES = {
+    "batched": {},
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "budget 5": dict(max_num_batched_tokens=5),
+    "budget 33": dict(max_num_batched_tokens=33),
+    "two at a time": dict(max_num_seqs=2),
+    "blocks of 5": dict(block_size=5, max_num_batched_tokens=16),
+    "tiny pool": dict(num_gpu_blocks_override=6, max_num_batched_tokens=16),
+    "overlap": dict(async_scheduling=True, max_num_batched_tokens=9),
+    "overlap, tiny pool": dict(async_scheduling=True, num_gpu_blocks_override=20, block_size=5,
+                               max_num_batched_tokens=33),
+}
+
+
+@pytest.mark.parametrize("pooling_type", ["CLS", "LAST", "MEAN", "ALL"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_pooling_type_in_every_mode(qwen3, prompts, hidden_states, mode, pooling_type):
+    """Twice each: the second time LAST comes from the prefix cache, and nothing else does."""
+    expected = [pooled(hidden_states("qwen3", prompt), pooling_type) for prompt in prompts]
+    task = "token_embed" if pooling_type == "ALL" else "embed"
+    with start(qwen3, pooler_config={"pooling_type": pooling_type}, **MODES[mode]) as llm:
+        for where in ("first", "again"):
+            outputs = llm.encode(prompts, pooling_task=task, use_tqdm=False)
+            assert_close(data(outputs), expected, f"{pooling_type}, {mode}, {where}")
+            assert_idle(llm)
+        if pooling_type != "LAST":
+            assert not any(output.num_cached_tokens for output in outputs)
+        outputs = [llm.encode(prompt, pooling_task=task, use_tqdm=False)[0] for prompt in prompts]
+        assert_close(data(outputs), expected, f"{pooling_type}, {mode}, alone")
+
+
+def test_preempted_in_the_middle(qwen3, prompts, hidden_states):
+    """It begins anew, and nothing is counted twice. (Prompts alone never come to that: see
+    `test_pooled_prompts_are_never_preempted` in test_scheduler. So the pool is called empty.)"""
+    with start(qwen3, max_num_batched_tokens=16, pooler_config={"pooling_type": "MEAN"}) as llm:
+        llm.add_request("r", prompts[8], PoolingParams())
+        llm.step()
+        llm.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm.scheduler.blocks, "allocate", lambda seq, num_tokens: False)
+            assert [seq.name for seq in llm.scheduler.schedule().preempted] == ["r"]
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+        assert_close(data(outputs), [pooled(hidden_states("qwen3", prompts[8]), "MEAN")])
+        assert_idle(llm)
+
+
+def test_a_step_that_fails_counts_once(qwen3, prompts, hidden_states, monkeypatch):
+    """It is dropped and computed again. A sum that was made when the step was launched had it
+    twice."""
+    for pooling_type in ("MEAN", "ALL"):
+        llm = start(qwen3, pooler_config={"pooling_type": pooling_type}, max_num_batched_tokens=16)
+        llm.add_request("r", prompts[8], PoolingParams())
+        llm.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.runner, "fetch", lambda output: 1 / 0)
+            for _ in range(2):
+                with pytest.raises(ZeroDivisionError):
+                    llm.step()
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+        assert_close(data(outputs), [pooled(hidden_states("qwen3", prompts[8]), pooling_type)])
+        assert_idle(llm)
+
+
+def test_only_last_reads_the_prefix_cache(qwen3, prompts, hidden_states):
+    """MEAN or CLS pooling over a prefix hit was silently wrong: the cached positions have no hidden
+    states (BUGS 36). All of them write to the cache, which holds the same keys for everyone."""
+    prompt, hidden = prompts[8], hidden_states("qwen3", prompts[8])
+    with start(qwen3) as llm:
+        def once(task: str):
+            [output] = llm.encode(prompt, pooling_task=task, use_tqdm=False)
+            return output.outputs.data, output.num_cached_tokens
+
+        tokens, hits = once("token_embed")
+        assert hits == 0
+        last, hits = once("embed")
+        assert hits == 64  # of 70, what the tokens' request has computed
+        assert_close([last], [pooled(hidden, "LAST")])
+        again, hits = once("token_embed")
+        assert hits == 0 and torch.equal(tokens, again)
+        assert llm.get_metrics()[4].value == 64  # vllm:prefix_cache_hits
+    for pooling_type in ("CLS", "MEAN"):
+        with start(qwen3, pooler_config={"pooling_type": pooling_type}) as llm:
+            for _ in range(2):
+                [output] = llm.embed(prompt, use_tqdm=False)
+                assert output.num_cached_tokens == 0
+                assert_close(vectors([output]), [pooled(hidden, pooling_type)])
+
+
+def test_what_arrives_together_is_computed_once(qwen3):
+    with start(qwen3) as llm:
+        outputs = llm.embed([[7] * 64 + [i] for i in range(8)], use_tqdm=False)
+        assert sorted(output.num_cached_tokens for output in outputs) == [0] + [64] * 7
+        assert llm.metrics.num_step_tokens == 65 + 7
+
+
+def test_nothing_decodes_and_blocks_go_back_at_once(qwen3, prompts):
+    with start(qwen3) as llm:
+        llm.embed(prompts, use_tqdm=False)
+        assert llm.metrics.num_steps <= 2 and llm.metrics.num_generation_tokens == 0
+        llm.add_request("a", prompts[8], PoolingParams())
+        [output] = llm.step()  # the one step that it takes
+        assert output.finished and output.request_id == "a" and not llm.has_unfinished_requests()
+        assert_idle(llm)
+        assert set(dict(llm.runner.model.named_children())) & {"lm_head", "score"} == set()
+
+
+def test_a_prompt_may_fill_the_model(qwen3, hidden_states):
+    """Nothing comes after it: 64 tokens fit into max_model_len=64, and into 4 blocks of 16."""
+    prompt = list(range(64))
+    with start(qwen3, max_model_len=64, num_gpu_blocks_override=4) as llm:
+        [vector] = vectors(llm.embed(prompt, use_tqdm=False))
+        assert_close([vector], [pooled(hidden_states("qwen3", prompt), "LAST")])
+        with pytest.raises(ValueError, match="65 tokens.*64.*truncate_prompt_tokens"):
+            llm.embed(prompt + [1])
+        for count in (-1, 64):
+            cut = PoolingParams(truncate_prompt_tokens=count)
+            [output] = llm.embed([1, 2, 3] + prompt, pooling_params=cut, use_tqdm=False)
+            assert output.prompt_token_ids == prompt
+            assert_close(vectors([output]), [vector])
+
+
+def test_matryoshka(qwen3, prompts, hidden_states):
+    hidden = hidden_states("qwen3", prompts[5])
+    with start(qwen3, hf_overrides={"is_matryoshka": True}) as llm:
+        for params, expected in (
+                (PoolingParams(dimensions=8), normalised(hidden[-1, :8])),
+                (PoolingParams(use_activation=False), hidden[-1]),
+                (PoolingParams(dimensions=8, use_activation=False), hidden[-1, :8])):
+            [output] = llm.embed(prompts[5], pooling_params=params, use_tqdm=False)
+            assert output.outputs.hidden_size == len(expected)
+            assert_close(vectors([output]), [expected])
+        for wrong in (0, 65, "8"):
+            with pytest.raises(ValueError, match="dimensions"):
+                llm.embed(prompts[5], pooling_params=PoolingParams(dimensions=wrong))
+    with start(qwen3, hf_overrides={"matryoshka_dimensions": [8, 16]},
+               pooler_config={"dimensions": 16, "use_activation": False}) as llm:
+        assert_close(vectors(llm.embed(prompts[5], use_tqdm=False)), [hidden[-1, :16]])
+        with pytest.raises(ValueError, match=r"one of \[8, 16\]"):
+            llm.embed(prompts[5], pooling_params=PoolingParams(dimensions=9))
+    with start(qwen3) as llm, pytest.raises(ValueError, match="is_matryoshka"):
+        llm.embed(prompts[5], pooling_params=PoolingParams(dimensions=8))
+
+
+def test_text_in_all_its_forms_and_many_params(qwen3, hidden_states):
+    ids = byte_tokenizer().encode("Hello")
+    expected = hidden_states("qwen3", ids)[-1]
+    forms = ["Hello", {"prompt": "Hello"}, {"prompt_token_ids": ids}, ids]
+    with start(qwen3) as llm:
+        for form in forms:
+            assert_close(vectors(llm.embed(form, use_tqdm=False)), [normalised(expected)])
+        raw = PoolingParams(use_activation=False)
+        outputs = llm.embed(forms, pooling_params=[None, raw, None, raw], use_tqdm=False)
+        assert_close(vectors(outputs), [normalised(expected), expected] * 2)
+        assert llm.embed([], use_tqdm=False) == []
+
+
+# ------------------------------------------------------------------- the loop
+
+
+def test_ctrl_c_leaves_the_engine_usable(qwen3, prompts, monkeypatch):
+    llm = start(qwen3, max_num_batched_tokens=16)
+    expected = vectors(llm.embed(prompts, use_tqdm=False))
+    launch, count = llm.runner.launch, 0
+
+    def interrupted(step):
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return launch(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.embed(prompts, use_tqdm=False)
+    assert_idle(llm)
+    assert_close(vectors(llm.embed(prompts, use_tqdm=False)), expected)
+
+
+def test_abort_and_priority(qwen3, prompts):
+    with start(qwen3, scheduling_policy="priority", max_num_seqs=1) as llm:
+        for name, priority in (("late", 3), ("gone", 2), ("soon", 1)):
+            llm.add_request(name, prompts[5], PoolingParams(), priority)
+        llm.abort_request("gone")
+        names = []
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                names.append(output.request_id)
+                assert output.finished and (output.outputs is None) == (output.request_id == "gone")
+        assert names == ["gone", "soon", "late"]
+        assert_idle(llm)
+
+
+def test_a_trace_shows_it(qwen3, prompts, tmp_path):
+    with start(qwen3, trace=str(tmp_path / "run.json")) as llm:
+        llm.embed(prompts, use_tqdm=False)
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+
+
+def test_a_caller_may_change_what_it_got(qwen3):
+    """Tensors of inference mode can't take part in training."""
+    with start(qwen3) as llm:
+        for task in ("embed", "token_embed"):
+            [output] = llm.encode("Hello", pooling_task=task, use_tqdm=False)
+            output.outputs.data.requires_grad_().sum().backward()

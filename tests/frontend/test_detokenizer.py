@@ -1,0 +1,320 @@
+"""Text while it streams: whole characters only, stop strings held back, and in the end the truth.
+
+Oracles: the tokenizer's own `decode` of all ids at once, and a naive twin that decodes everything
+anew after every token and looks for stop strings in the whole text.
+"""
+
+import pytest
+from checkpoints import BOS, END_OF_TURN, EOS, byte_tokenizer
+from helpers import assert_grows, cut
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nanoserve.frontend.detokenizer import Detokenizer
+from nanoserve.sampling_params import SamplingParams
+
+no_clock = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+UNFINISHED = "\ufffd"
+# How byte-level tokenizers write a byte as a character: printable ones as themselves.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+CHARACTER = {b: chr(b) for b in PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+
+BYTES = byte_tokenizer()
+BYTE_ID = [BYTES.convert_tokens_to_ids(CHARACTER[byte]) for byte in range(256)]
+
+
+def byte_ids(text: str | bytes) -> list[int]:
+    raw = text.encode() if isinstance(text, str) else text
+    return [BYTE_ID[byte] for byte in raw]
+
+
+def truth(tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
+    """The text of the output: what decoding adds to the prompt's text."""
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    return decode(prompt + output)[len(decode(prompt)):]
+
+
+def stream(tokenizer, prompt: list[int], chunks: list[list[int]], **params) -> list[str]:
+    """What a caller sees after each chunk of tokens, and at last the final text."""
+    detokenizer = Detokenizer(tokenizer, SamplingParams(**params), prompt)
+    seen = []
+    for chunk in chunks:
+        if detokenizer.add(chunk) is not None:
+            break
+        seen.append(detokenizer.visible_text)
+    detokenizer.flush()
+    return [*seen, detokenizer.text]
+
+
+# --------------------------------------------------------- whole characters
+
+
+FAMILY = "👨\u200d👩\u200d👧"  # three people and two joiners: 18 bytes, one picture
+TEXTS = ["plain", "Grüße", "日本語", "😀", FAMILY + "!",
+         "🏳️\u200d🌈 a👍🏽b", "e\u0301 ﬁ \u200b\u2028x",
+         "مرحبا", "a\x00b\tc\n\n  d"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_characters_are_shown_whole_or_not_at_all(text):
+    """A character of several bytes, one byte a token: engines that decode each token on its own
+    print U+FFFD, the sign for a broken character, for every part of it."""
+    seen = stream(BYTES, byte_ids("Say: "), [[i] for i in byte_ids(text)])
+    assert not any(UNFINISHED in visible for visible in seen)
+    assert seen[-1] == text
+    assert_grows(seen)
+    # And no later than possible: after each byte, all characters that are complete.
+    raw = text.encode()
+    for n, visible in enumerate(seen[:-1], 1):
+        assert visible == raw[:n].decode(errors="ignore")
+
+
+@no_clock
+@given(prompt=st.text(max_size=8), text=st.text(max_size=30),
+       sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_any_text_in_any_chunks(prompt, text, sizes):
+    """Several tokens at once, as speculative decoding brings them, cut anywhere."""
+    seen = stream(BYTES, byte_ids(prompt), cut(byte_ids(text), sizes))
+    assert seen[-1] == text
+    assert_grows(seen)
+    assert all(UNFINISHED in text or UNFINISHED not in visible for visible in seen)
+
+
+@no_clock
+@given(raw=st.binary(max_size=30), prompt=st.sampled_from([b"", b"Hi ", "é".encode()]),
+       sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_invalid_bytes_are_decoded_as_the_tokenizer_does(raw, prompt, sizes):
+    """A model may well write bytes that are no UTF-8; streaming must not change what they read."""
+    prompt, ids = byte_ids(prompt), byte_ids(raw)
+    seen = stream(BYTES, prompt, cut(ids, sizes))
+    assert seen[-1] == truth(BYTES, prompt, ids)
+    assert_grows(seen)
+
+
+def test_an_unfinished_character_at_the_end_is_flushed():
+    """The length limit may fall into the middle of a character: then it reads U+FFFD, once."""
+    seen = stream(BYTES, [], [[i] for i in byte_ids("ab" + "😀")[:-1]])
+    assert seen == ["a", "ab", "ab", "ab", "ab", "ab" + UNFINISHED]
+
+
+def test_flush_changes_nothing_the_second_time():
+    detokenizer = Detokenizer(BYTES, SamplingParams(), byte_ids("p"))
+    detokenizer.add(byte_ids("aé")[:2])
+    for _ in range(2):
+        detokenizer.flush()
+        assert detokenizer.text == "a" + UNFINISHED
+
+
+@pytest.mark.parametrize("half", [b"\xf0\x9f", b"abc\xf0\x9f\x98", b"\xff", b"\xe2" * 9])
+def test_after_a_prompt_that_ends_in_half_a_character_the_output_stands_alone(half):
+    """A prompt of token ids may be cut anywhere. What follows is neither lost nor held for ever."""
+    seen = stream(BYTES, byte_ids(half), [[i] for i in byte_ids("so, é!")])
+    assert seen == ["s", "so", "so,", "so, ", "so, ", "so, é", "so, é!", "so, é!"]
+    completed = stream(BYTES, byte_ids(half), [[i] for i in byte_ids(b"\x80x")])
+    assert completed[-1] == UNFINISHED + "x"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_are_skipped_or_shown(skip):
+    output = [*byte_ids("a"), END_OF_TURN, *byte_ids("é"), BOS, EOS]
+    seen = stream(BYTES, [BOS, *byte_ids("p")], [[i] for i in output], skip_special_tokens=skip)
+    end, bos_eos = ("", "") if skip else ("<|end|>", "<s></s>")
+    assert seen[-1] == f"a{end}é{bos_eos}" == truth(BYTES, [BOS], output, skip)
+    assert_grows(seen)
+
+
+def test_a_token_costs_the_same_in_a_long_text(monkeypatch):
+    """Only a window is decoded, not everything from the beginning: a few tokens at a time."""
+    lengths, decode = [], BYTES.decode
+    monkeypatch.setattr(BYTES, "decode", lambda ids, **kinds: (
+        lengths.append(len(ids)), decode(ids, **kinds))[1])
+    text = "a long text, é 😀 " * 20
+    assert stream(BYTES, byte_ids("p" * 99), [[i] for i in byte_ids(text)])[-1] == text
+    assert max(lengths) <= 10
+
+
+# -------------------------------------------------- other kinds of tokenizer
+
+
+WORDS = ["Hello", "▁Hello", "▁world", "▁the", "▁", ".", ",", "!", "a", "b", "c", "'", "t", "▁do"]
+
+
+def like_llama_2() -> PreTrainedTokenizerFast:
+    """SentencePiece as Llama 2 has it: "▁" for a space, one put in front of the text and stripped
+    again, and bytes for whatever is not in the vocabulary."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(i > 258)) for i, piece in
+                                          enumerate(pieces)], unk_id=0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
+                                   unk_token="<unk>")
+
+
+LLAMA_2 = like_llama_2()
+
+
+@pytest.mark.parametrize("prompt", ["Hello", "Hello world. Hello the world", "你", "Hello 😀",
+                                    "你好", "Hello 😀😀", "b\ufffd the"])
+@pytest.mark.parametrize("output", ["▁world", "▁ ▁ ▁Hello", ". 你 好 ▁the", "b ▁ 😀 . ▁",
+                                    "▁do n ' t ▁Hello"])
+def test_sentencepiece_keeps_the_space_between_prompt_and_output(prompt, output):
+    """Its decoder strips the first space of whatever it is given: a window that begins with the
+    output, or with a later word, would lose it. Some prompts here end in more byte tokens than the
+    context holds, which then begins in the middle of a character, and one quotes a broken text."""
+    prompt_ids = [1, *LLAMA_2.encode(prompt, add_special_tokens=False)]
+    output_ids = []
+    for piece in output.split(" "):
+        known = LLAMA_2.convert_tokens_to_ids(piece)
+        bytes_of = [LLAMA_2.convert_tokens_to_ids(f"<0x{b:02X}>") for b in piece.encode()]
+        output_ids += [known] if known else bytes_of
+    seen = stream(LLAMA_2, prompt_ids, [[i] for i in output_ids])
+    expected = output.replace(" ", "").replace("▁", " ")
+    assert seen[-1] == expected == truth(LLAMA_2, prompt_ids, output_ids)
+    assert not any(UNFINISHED in visible for visible in seen)
+    assert_grows(seen)
+
+
+@no_clock
+@given(text=st.text(st.sampled_from("Hello world. the b'😀é你"), min_size=1, max_size=25),
+       split=st.integers(0, 25), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_sentencepiece_text_cut_into_prompt_and_output(text, split, sizes):
+    """Any text, cut after any word piece that ends a character: the halves make the whole."""
+    ids = LLAMA_2.encode(text, add_special_tokens=False)
+    prompt, output = ids[:split], ids[split:]
+    whole = LLAMA_2.decode(ids)
+    first = LLAMA_2.decode(prompt)
+    if whole.startswith(first) and not first.endswith(UNFINISHED):
+        assert stream(LLAMA_2, prompt, cut(output, sizes))[-1] == whole[len(first):]
+
+
+def with_merged(*tokens: bytes) -> PreTrainedTokenizerFast:
+    """A byte-level vocabulary with some longer tokens; token 256 + i is `tokens[i]`."""
+    pieces = [CHARACTER[byte] for byte in range(256)]
+    pieces += ["".join(CHARACTER[byte] for byte in token) for token in tokens]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_tokens_that_hold_a_letter_and_half_a_character():
+    """Real vocabularies have them (GPT-2's " \\xf0\\x9f"); the letter waits for the other half."""
+    tokenizer = with_merged(b"a\xf0\x9f", b"\x98\x80b")
+    assert stream(tokenizer, [], [[256], [257], [33], [256]]) == [
+        "", "a😀b", "a😀b!", "a😀b!", f"a😀b!a{UNFINISHED}"]
+
+
+# -------------------------------------------------------------- stop strings
+
+
+@pytest.mark.parametrize(("stop", "text", "final", "found"), [
+    (["###"], "done ### more", "done ", "###"),  # over several tokens
+    (["done"], "done", "", "done"),  # the whole output
+    (["d"], "done", "", "d"),  # a single character, at once
+    (["aab"], "aaab!", "a", "aab"),  # its beginning repeats itself
+    (["abcd", "bc"], "xabcd", "xa", "bc"),  # the one that is complete first
+    (["wrong", "right"], "all right wrong", "all ", "right"),  # the first in the text
+    (["ß😀"], "Straß😀e", "Stra", "ß😀"),  # half characters inside
+    (["\n\n"], "a\nb\n\nc", "a\nb", "\n\n"),
+    (["xyz"], "a xy", "a xy", None),  # a beginning that comes to nothing
+    (["###"], "# ## #", "# ## #", None),
+], ids=repr)
+def test_stop_strings_by_hand(stop, text, final, found):
+    for include in (False, True):
+        params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+        detokenizer = Detokenizer(BYTES, params, byte_ids("p"))
+        results = []
+        for token_id in byte_ids(text):
+            results.append(detokenizer.add([token_id]))
+            if results[-1] is not None:
+                break
+        detokenizer.flush()
+        assert results[-1] == found
+        assert detokenizer.text == final + (found if include and found else "")
+
+
+def test_the_beginning_of_a_stop_string_is_held_back():
+    """ "done ##" shows "done " until it is clear whether "###" comes, and all of it when not."""
+    seen = stream(BYTES, byte_ids("p"), [[i] for i in byte_ids("a# ##b ##")], stop="###")
+    assert seen == ["a", "a", "a# ", "a# ", "a# ", "a# ##b", "a# ##b ", "a# ##b ", "a# ##b ",
+                    "a# ##b ##"]
+
+
+def test_nothing_is_held_back_without_stop_strings():
+    seen = stream(BYTES, [], [[i] for i in byte_ids("a##")])
+    assert seen == ["a", "a#", "a##", "a##"]
+
+
+def test_a_stop_string_is_not_looked_for_in_the_prompt():
+    seen = stream(BYTES, byte_ids("Q: ##"), [[i] for i in byte_ids("#a")], stop="###")
+    assert seen[-1] == "#a"
+
+
+def test_several_stop_strings_in_one_token():
+    """The first in the text wins, not the first in the list."""
+    tokenizer = with_merged(b"one, two, three")
+    seen = stream(tokenizer, [], [[256]], stop=["three", "two", "never"])
+    assert seen == ["one, "]
+
+
+def naive(ids: list[int], stops: list[str], include: bool) -> tuple[list[str], str, str | None]:
+    """Decode everything after every token; returns what is visible, the final text, the stop."""
+    visible = []
+    for n in range(1, len(ids) + 1):
+        text = BYTES.decode(ids[:n])
+        text = text[:-1] if text.endswith(UNFINISHED) else text  # half a character
+        hits = [(text.find(stop), stop) for stop in stops if stop in text]
+        if hits:
+            at, stop = min(hits)
+            return visible, text[:at + len(stop)] if include else text[:at], stop
+        held = max((h for stop in stops for h in range(len(stop)) if text.endswith(stop[:h])),
+                   default=0)
+        visible.append(text[:len(text) - held])
+    return visible, BYTES.decode(ids), None
+
+
+FEW = st.text(st.sampled_from("ab#😀"), max_size=14)  # so few that stop strings do occur
+
+
+@no_clock
+@given(text=FEW, stops=st.lists(FEW.filter(bool), max_size=3), include=st.booleans())
+def test_stop_strings_against_the_naive_twin(text, stops, include):
+    ids = byte_ids(text)
+    visible, final, stop = naive(ids, stops, include)
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    detokenizer = Detokenizer(BYTES, params, [])
+    for n, token_id in enumerate(ids):
+        found = detokenizer.add([token_id])
+        if found is not None:
+            assert (n, found) == (len(visible), stop)
+            break
+        assert detokenizer.visible_text == visible[n]
+    detokenizer.flush()
+    assert (detokenizer.text, detokenizer.stop_string) == (final, stop)
+
+
+@no_clock
+@given(text=FEW, stops=st.lists(FEW.filter(bool), min_size=1, max_size=3),
+       sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_nothing_shown_is_taken_back_whatever_the_chunks(text, stops, sizes):
+    seen = stream(BYTES, byte_ids("ab"), cut(byte_ids(text), sizes), stop=stops)
+    assert_grows(seen)
+    assert not any(stop in seen[-1] for stop in stops)
+
+
+def test_a_stop_string_that_only_the_flush_reveals_is_told():
+    """The last token brings the stop string and half of a character, and the output is over: the
+    text is cut there, so the caller has to be told why."""
+    detokenizer = Detokenizer(with_merged(b" X\xf0\x9f"), SamplingParams(stop="X"), [])
+    assert detokenizer.add([256]) is None  # waits for the other half
+    assert detokenizer.flush() == "X"
+    assert detokenizer.text == " "

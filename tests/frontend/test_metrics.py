@@ -1,0 +1,191 @@
+"""Metrics against what really happened: counted from the steps themselves."""
+
+import time
+
+import pytest
+from helpers import stats
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.frontend.metrics import STEP_BUCKETS, Counter, Gauge, Histogram, summary
+
+GREEDY = dict(temperature=0, ignore_eos=True)
+
+
+class Steps:
+    """An observer of its own: what the steps say, in plain lists."""
+
+    def __init__(self, llm: LLM):
+        self.sizes, self.preempted, self.admitted, self.grown = [], [], [], []
+        llm.observers.append(self)
+
+    def scheduled(self, step) -> None:
+        if step.num_new_tokens:
+            self.sizes.append(step.num_tokens)
+        self.preempted += [seq.name for seq in step.preempted]
+        self.admitted += [(seq.name, seq.num_prompt_tokens, start) for seq, start in zip(
+            step.num_new_tokens, step.starts, strict=True) if seq in step.admitted]
+
+    def updated(self, step, grown) -> None:
+        self.grown += [seq.request_id for seq in grown]
+
+    def added(self, *args) -> None:
+        pass
+
+    ended = added
+
+
+def values(llm: LLM) -> dict:
+    found = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:") + metric.labels.get("finished_reason", "")
+        assert metric.name.startswith("vllm:") and name not in found
+        found[name] = metric if isinstance(metric, Histogram) else metric.value
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_engines_numbers_are_the_steps(qwen3, overlap):
+    """Prefix hits, preemptions (which are no second query), n samples, and a stop token."""
+    with LLM(qwen3, block_size=4, num_gpu_blocks_override=14, max_model_len=48,
+             max_num_batched_tokens=11, async_scheduling=overlap) as llm:
+        steps = Steps(llm)
+        common = list(range(8))
+        prompts = [common + [50 + i] * (i + 1) for i in range(4)] + [[7, 8, 9]]
+        first = llm.generate(prompts[4], SamplingParams(**GREEDY, max_tokens=8), use_tqdm=False)
+        stop = first[0].outputs[0].token_ids[2]
+        params = [SamplingParams(**GREEDY, max_tokens=20) for _ in range(4)] + [
+            SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[stop])]
+        outs = first + llm.generate(prompts, params, use_tqdm=False)
+        outs += llm.generate(common + [3], SamplingParams(n=2, seed=1, max_tokens=5,
+                                                          ignore_eos=True), use_tqdm=False)
+        found = values(llm)
+    firsts = {}
+    for name, num_prompt, start in steps.admitted:  # only the first time counts
+        firsts.setdefault(name, (num_prompt, start))
+    assert len(steps.admitted) > len(firsts) and steps.preempted
+    assert found["prefix_cache_queries"] == sum(n for n, _ in firsts.values())
+    assert found["prefix_cache_hits"] == sum(start for _, start in firsts.values()) > 0
+    assert found["num_preemptions"] == len(steps.preempted)
+    assert found["generation_tokens"] == len(steps.grown) == sum(
+        len(sample.token_ids) for out in outs for sample in out.outputs)
+    assert found["prompt_tokens"] == sum(len(out.prompt_token_ids) for out in outs)
+    assert (found["request_successstop"], found["request_successlength"],
+            found["request_successabort"]) == (1, 7, 0)
+    sizes = found["iteration_tokens_total"]
+    assert (sizes.count, sizes.sum) == (len(steps.sizes), sum(steps.sizes))
+    assert sizes.buckets == {str(limit): sum(size <= limit for size in steps.sizes)
+                             for limit in STEP_BUCKETS} | {"+Inf": len(steps.sizes)}
+    for out in outs:
+        m, names = out.metrics, {out.request_id, f"{out.request_id}.0", f"{out.request_id}.1"}
+        assert m.num_prompt_tokens == len(out.prompt_token_ids)
+        assert m.num_generation_tokens == sum(len(s.token_ids) for s in out.outputs)
+        assert m.num_generation_tokens == steps.grown.count(out.request_id)
+        assert m.num_preemptions == sum(name in names for name in steps.preempted)
+        assert m.num_cached_tokens == out.num_cached_tokens
+        assert 0 < m.queued_ts <= m.scheduled_ts < m.first_token_ts < m.last_token_ts
+    assert sum(out.metrics.num_preemptions for out in outs) == len(steps.preempted)
+
+
+def test_gauges_are_of_this_moment(qwen3):
+    """Three requests of 8 tokens, two seats: 2 run with 2 blocks of 4 each, then 3 in 16."""
+    with LLM(qwen3, block_size=4, num_gpu_blocks_override=16, max_num_seqs=2) as llm:
+        def gauges():
+            return [m.value for m in llm.get_metrics() if isinstance(m, Gauge)]
+
+        assert gauges() == [0, 0, 0]
+        for i in range(3):
+            llm.add_request(str(i), [i] * 8, SamplingParams(**GREEDY, max_tokens=9))
+        assert gauges() == [0, 3, 0]
+        llm.step()
+        assert gauges() == [2, 1, 4 / 16]
+        llm.step()  # the ninth token: a third block
+        assert gauges() == [2, 1, 6 / 16]
+        llm.abort_request(["0", "1", "2", "1"])
+        assert gauges() == [0, 0, 0]
+        aborted = [m for m in llm.get_metrics() if m.labels.get("finished_reason") == "abort"]
+        assert [m.value for m in aborted] == [3] and isinstance(aborted[0], Counter)
+
+
+def test_what_is_not_looked_up_is_no_query(qwen3):
+    with LLM(qwen3, enable_prefix_caching=False) as llm:
+        llm.generate([[1] * 40, [1] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert values(llm)["prefix_cache_queries"] == 0
+    with LLM(qwen3) as llm:
+        llm.generate([1] * 40, SamplingParams(max_tokens=2, prompt_logprobs=1), use_tqdm=False)
+        assert values(llm)["prefix_cache_queries"] == 0
+
+
+def test_streamed_metrics_grow_and_do_not_change_afterwards(qwen3):
+    before = time.time()
+    with LLM(qwen3) as llm:
+        outs = list(llm.stream([1, 2, 3], SamplingParams(**GREEDY, max_tokens=5)))
+    counts = [out.metrics.num_generation_tokens for out in outs]
+    assert counts == [1, 2, 3, 4, 5]
+    stamps = [out.metrics.last_token_ts for out in outs]
+    assert stamps == sorted(set(stamps)) and len({out.metrics.first_token_ts for out in outs}) == 1
+    m = outs[-1].metrics
+    assert before <= m.arrival_time <= time.time()
+    assert 0 < m.first_token_latency <= time.time() - before
+    # Two clocks, but the same span: from (nearly) the arrival to the first token.
+    assert m.first_token_latency >= m.first_token_ts - m.queued_ts
+
+
+def test_a_request_without_a_token_has_no_times(qwen3):
+    with LLM(qwen3, max_num_seqs=1) as llm:
+        llm.add_request("a", [1, 2], SamplingParams(**GREEDY, max_tokens=4))
+        llm.add_request("b", [1, 2], SamplingParams(**GREEDY, max_tokens=4))
+        llm.step()
+        llm.abort_request("b")
+        [out] = [out for out in llm.step() if out.request_id == "b"]
+    m = out.metrics
+    assert (m.scheduled_ts, m.first_token_ts, m.first_token_latency) == (0, 0, 0)
+    assert m.queued_ts > 0 and (m.num_generation_tokens, m.num_cached_tokens) == (0, 0)
+
+
+# ------------------------------------------------------------ a line to read
+
+
+def test_generate_sums_up_when_asked(qwen3, capsys):
+    with LLM(qwen3) as llm:
+        capsys.readouterr()
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert capsys.readouterr().err == ""
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False,
+                     summarize=True)
+    assert capsys.readouterr().err.startswith("nanoserve: 2 requests in ")
+
+
+def test_a_second_sample_does_not_move_the_request(qwen3):
+    """It waits a step for the first one's blocks and hits them: the request began before that."""
+    with LLM(qwen3, block_size=4) as llm:
+        [out] = llm.generate([1] * 9, SamplingParams(n=2, seed=1, max_tokens=3, ignore_eos=True),
+                             use_tqdm=False)
+    assert out.metrics.scheduled_ts < out.metrics.first_token_ts
+
+
+def test_an_end_counts_once(qwen3):
+    """One sample of two ends by itself, then the request is aborted: a "stop" and an abort."""
+    with LLM(qwen3) as llm:
+        [both] = llm.generate([5, 6], SamplingParams(n=2, seed=4, max_tokens=9, ignore_eos=True),
+                              use_tqdm=False)
+        one, two = (sample.token_ids for sample in both.outputs)
+        stop = next(i for i, token in enumerate(one) if token not in two)
+        llm.add_request("x", [5, 6], SamplingParams(
+            n=2, seed=4, max_tokens=30, ignore_eos=True, stop_token_ids=[one[stop]]))
+        for _ in range(stop + 1):
+            llm.step()
+        llm.abort_request("x")
+        found = values(llm)
+    assert (found["request_successstop"], found["request_successabort"]) == (1, 1)
+
+
+def test_samples_run_side_by_side(qwen3):
+    """By hand: two samples of 5 tokens, 10 ms apart, take 40 ms: 10 ms per token, not 40 / 9."""
+    m = stats(0.1, 5, 0.010)
+    m.num_generation_tokens, m.num_samples = 10, 2
+    assert " | 10.0 ms per output token | " in summary([m], 1.0)
+    m.num_generation_tokens = 2
+    assert "per output token" not in summary([m], 1.0)
+    with LLM(qwen3) as llm:
+        [out] = llm.generate([1, 2], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
+    assert out.metrics.num_samples == 3

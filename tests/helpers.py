@@ -1,0 +1,36 @@
+"""What many tests need and what needs no torch."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from nanoserve.sequence import RequestStateStats
+
+
+def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cut ids into chunks of these sizes, over and over."""
+    chunks, i = [], 0
+    while ids:
+        size = sizes[i % len(sizes)]
+        chunks.append(ids[:size])
+        ids, i = ids[size:], i + 1
+    return chunks
+
+
+def assert_grows(seen: list[str]) -> None:
+    """Nothing that was shown is ever taken back: so the pieces add up to the final text."""
+    for shorter, longer in pairwise(seen):
+        assert longer.startswith(shorter), (shorter, longer)
+
+
+def write_json(path: Path, **changes) -> None:
+    """Change entries of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def stats(ttft, tokens, tpot=0.0, **counts) -> RequestStateStats:
+    """Of a request that has ended; times are in seconds."""
+    return RequestStateStats(
+        first_token_ts=1.0 if tokens else 0.0, first_token_latency=ttft,
+        last_token_ts=1.0 + tpot * (tokens - 1), num_generation_tokens=tokens, **counts)

@@ -1,0 +1,87 @@
+"""The engine around it: defaults, the tokenizer, progress, shutting down."""
+
+import json
+
+import pytest
+from checkpoints import BOS, END_OF_TURN, EOS
+from helpers import write_json
+from small_engine import HELLO, MESSAGES, copy_of, greedy, make, run, tokens
+
+from nanoserve import SamplingParams
+
+
+def test_default_params_come_from_generation_config(qwen3, tmp_path):
+    folder = copy_of(qwen3, tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(dict(
+        do_sample=True, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=5,
+        eos_token_id=[EOS, END_OF_TURN], bos_token_id=BOS)))
+    llm = make(folder)
+    assert llm.get_default_sampling_params() == SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, max_tokens=5)
+    assert len(run(llm, "Hello", llm.get_default_sampling_params())[0].outputs[0].token_ids) <= 5
+    assert len(run(llm, "Hello")[0].outputs[0].token_ids) <= 5  # no params: the same defaults
+    assert len(run(llm, "Hello", greedy(7, ignore_eos=True))[0].outputs[0].token_ids) == 7
+    write_json(folder / "generation_config.json", temperature=None, top_k=None, top_p=None,
+               max_new_tokens=None)
+    assert make(folder).get_default_sampling_params() == SamplingParams()
+
+
+def test_an_engine_without_a_tokenizer(qwen3, expected):
+    """Token ids in, token ids out; whatever needs text says why it can't be had."""
+    llm = make(qwen3, skip_tokenizer_init=True)
+    assert llm.get_tokenizer() is None
+    [out] = run(llm, HELLO, greedy())
+    assert (out.outputs[0].text, out.outputs[0].token_ids) == ("", expected("Hello"))
+    for call in (lambda: run(llm, "Hello"), lambda: run(llm, {"prompt": "Hello"}),
+                 lambda: run(llm, HELLO, SamplingParams(stop="x")),
+                 lambda: llm.chat(MESSAGES, use_tqdm=False)):
+        with pytest.raises(ValueError, match="tokenizer"):
+            call()
+    assert tokens(run(llm, HELLO, greedy())) == [expected("Hello")]
+
+
+def test_the_tokenizer_is_at_hand(llm):
+    assert llm.get_tokenizer().encode("Hello") == HELLO
+
+
+def test_shutting_down(qwen3):
+    with make(qwen3) as llm:
+        run(llm, "Hello", greedy())
+        unfinished, unbegun = llm.stream("Hello", greedy()), llm.stream("Hello", greedy())
+        next(unfinished)
+    for call in (lambda: run(llm, "Hello"), lambda: llm.add_request("r", "Hello"), llm.step,
+                 lambda: llm.stream("Hello"), lambda: next(unfinished), lambda: next(unbegun)):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call()
+    assert not llm.has_unfinished_requests()
+    llm.abort_request("r")
+    llm.shutdown()  # twice is fine
+
+
+def test_leaving_the_context_by_an_error_shuts_down_too(qwen3):
+    with pytest.raises(ZeroDivisionError), make(qwen3) as llm:
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.step()
+
+
+def test_the_progress_bar(llm, capsys):
+    """Prompts done, prompt tokens and output tokens a second; on demand nothing at all."""
+    llm.generate(["Hello", "world"], greedy())
+    shown = capsys.readouterr()
+    assert "Processed prompts: 100%" in shown.err and "2/2" in shown.err
+    assert "input: " in shown.err and "output: " in shown.err and "tok/s" in shown.err
+    llm.generate(["Hello", "world"], greedy(), use_tqdm=False)
+    llm.generate([])
+    assert capsys.readouterr() == ("", "")
+    assert shown.out == ""
+
+
+def test_the_engine_says_what_it_runs_on(qwen3, capsys):
+    """An engine fell back to 132 tokens/s instead of about 9,500 without a word (nano-vllm #245):
+    device, dtype, attention, graphs and the size of the KV cache are printed in one line."""
+    make(qwen3)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "nanoserve" in line]
+    for part in ("cpu", "float32", "cpu attention", "no graphs", "24 blocks of 16 = 384 tokens",
+                 "max_model_len 64", "24 tokens and 4 sequences"):
+        assert part in line

@@ -1,0 +1,211 @@
+"""Threads, signal handlers and the garbage collector may all come while a step runs."""
+
+import signal
+import threading
+import time
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+from small_engine import assert_serves, greedy, make, run, tokens
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.turns import Turns, in_turn, take_all
+
+
+def test_threads_may_share_an_engine(llm, expected):
+    """They take turns step by step, and everybody gets their own results. Without turns the books
+    of the scheduler were changed by two steps at once."""
+    wanted = {n: [[n] * (5 + 9 * n), [7, n, 7]] for n in range(4)}
+    texts = {n: [expected(prompt, 12) for prompt in prompts] for n, prompts in wanted.items()}
+    got, errors = {}, []
+
+    def work(n: int) -> None:
+        try:
+            for _ in range(3):
+                got[n] = tokens(run(llm, wanted[n], greedy(12)))
+                assert got[n] == texts[n]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and got == texts
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+
+
+def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
+    """It pulled the scheduler away under a step: an AttributeError, and with several ranks two
+    threads in their collectives at once."""
+    llm, errors = LLM(qwen3, num_gpu_blocks_override=64), []
+
+    def work() -> None:
+        try:
+            run(llm, [[1, 2, 3]] * 20, SamplingParams(max_tokens=190, ignore_eos=True))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not llm.requests:
+        time.sleep(0.001)
+    llm.shutdown()
+    thread.join(60)
+    assert errors == ["this engine was shut down: make a new LLM"]
+
+
+@pytest.mark.parametrize("method", ["_schedule_running", "schedule", "update"])
+def test_a_stream_that_is_closed_in_the_middle_of_a_step(llm, expected, monkeypatch, method):
+    """The garbage collector may do that at any line, in the thread that steps: the lock let it in,
+    and aborting took a row away from a step that was being made. It waits for the step's end now;
+    so does an abort by a signal's handler."""
+    iterator = llm.stream(["a", "b", [7] * 40], greedy(20))
+    next(iterator)
+    llm.add_request("its handler's", "world", greedy(20))
+    inner, called = getattr(llm.scheduler, method), []
+
+    def closes(*args):
+        result = inner(*args)
+        if not called:
+            called.append(len(llm.requests))
+            iterator.close()
+            llm.abort_request("its handler's")
+            assert len(llm.requests) == called[0], "not in the middle of the step"
+        return result
+
+    monkeypatch.setattr(llm.scheduler, method, closes)
+    assert tokens(run(llm, ["Hello"], greedy(12))) == [expected("Hello", 12)]
+    assert called and not llm.requests
+    llm.scheduler.check()
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+    *_, output = llm.step()
+    assert output.request_id == "its handler's" and output.aborted
+    assert_serves(llm, expected)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_handler_that_comes_while_its_thread_waits(busy):
+    """It met its own thread at a lock that wasn't reentrant: both waited for ever."""
+    engine, ran, held = SimpleNamespace(lock=Turns()), [], threading.Event()
+
+    @in_turn
+    def method(engine, name):
+        ran.append(name)
+
+    def holds(engine) -> None:
+        with engine.lock:
+            held.set()
+            time.sleep(0.3)
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: engine.lock.run(
+        lambda: method(engine, "handler")))
+    thread = threading.Thread(target=in_turn(holds) if busy else holds, args=(engine,))
+    try:
+        thread.start()
+        assert held.wait(60)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        method(engine, "waits")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        thread.join(60)
+    assert ran == ["handler", "waits"]
+
+
+def test_ctrl_c_does_not_lose_what_was_put_off():
+    """It is looked at behind every call, so between taking one off the list and calling it, too."""
+    engine, ran = SimpleNamespace(lock=Turns()), []
+
+    class Interrupted(deque):
+        def popleft(self):
+            signal.raise_signal(signal.SIGINT)
+            return super().popleft()
+
+    @in_turn
+    def method(engine):
+        for name in "ab":
+            engine.lock.run(lambda name=name: ran.append(name))
+
+    engine.lock.put_off = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        method(engine)
+    assert ran == ["a", "b"] and not engine.lock.busy
+
+
+def test_shutting_down_in_the_middle_of_a_step(qwen3, monkeypatch):
+    """As the handler of SIGTERM does it: the step ends, and then the engine does."""
+    with make(qwen3) as llm:
+        update = llm.scheduler.update
+
+        def ends(*args):
+            llm.shutdown()
+            assert llm.scheduler is not None
+            return update(*args)
+
+        monkeypatch.setattr(llm.scheduler, "update", ends)
+        with pytest.raises(RuntimeError, match="shut down"):
+            run(llm, "Hello", greedy(8))
+        assert llm.scheduler is None
+
+
+def test_an_output_that_comes_while_the_inbox_is_emptied_stays():
+    """The garbage collector may close a stream there, whose end takes the tokens of a step in
+    flight into account: others' outputs were deleted unseen, and their stream waited for ever."""
+    class Inbox(list):
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            if late:
+                self.append(late.pop())
+            return found
+
+    late = ["late"]
+    inbox = Inbox(["early"])
+    assert take_all(inbox) == ["early"] and inbox == ["late"]
+    assert take_all(inbox) == ["late"] and not inbox
+
+
+def test_what_was_put_off_fails_for_itself(capsys):
+    """Whoever gives the lock back has nothing to do with it; and it runs once, at the very end."""
+    engine, ran = SimpleNamespace(lock=Turns()), []
+
+    @in_turn
+    def inner(engine):
+        engine.lock.run(lambda: ran.append(1))
+        engine.lock.run(lambda: 1 / 0)
+        engine.lock.run(lambda: ran.append(2))
+
+    @in_turn
+    def outer(engine):
+        inner(engine)
+        assert not ran
+        return "its own result"
+
+    assert outer(engine) == "its own result"
+    assert ran == [1, 2] and "ZeroDivisionError" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError), engine.lock:  # within none of them
+        engine.lock.run(lambda: 1 / 0)
+
+
+def test_nobody_waits_for_ever_while_another_thread_steps():
+    """A plain lock was taken again by the thread that had just given it back, up to a thousand
+    times: whoever wanted to shut down, abort or add a request waited until all was generated."""
+    turns, num_steps, done = Turns(), 0, False
+
+    def steps() -> None:
+        nonlocal num_steps
+        while not done and num_steps < 2000:
+            with turns, turns:  # like `step` in `generate`: once more inside is free
+                num_steps += 1
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    for _ in range(50):
+        with turns:
+            pass
+    done = True
+    thread.join(60)
+    assert num_steps < 1000, "each of the 50 should have waited for a step or two"

@@ -1,0 +1,41 @@
+"""Ranks as threads of one process, with real groups between them."""
+
+import threading
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from nanoserve.parallel.processes import FOR_EVER
+from nanoserve.parallel.ranks import Ranks
+
+
+def thread_ranks(size: int) -> list[Ranks]:
+    """Ranks with real groups between them, one for each of as many threads."""
+    store, ranks = dist.HashStore(), [Ranks(rank, size) for rank in range(size)]
+
+    def connect(one: Ranks) -> None:
+        one.control = one.group = dist.ProcessGroupGloo(store, one.rank, size, FOR_EVER)
+        one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda: None,
+                                    give_up=lambda: None, find_the_dead=lambda: None)
+    in_threads(ranks, connect)
+    return ranks
+
+
+def in_threads(ranks: list[Ranks], work) -> list:
+    """What `work(ranks)` returns on each rank."""
+    results, errors = [None] * len(ranks), []
+
+    def run(one: Ranks) -> None:
+        try:
+            results[one.rank] = work(one)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), errors
+    assert not errors, errors
+    return results

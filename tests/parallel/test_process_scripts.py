@@ -1,0 +1,147 @@
+"""A user's script: it needs no `__main__` guard, and ends as it would without ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from process_tools import ROOT, Script, assert_gone, looks_into_proc, wait_for
+
+pytestmark = [looks_into_proc, pytest.mark.usefixtures("leave_nobody")]
+ENDINGS = {  # what a script ends with: its exit code, what it says last
+    "it falls off the end": ("", 0, None),
+    "shutdown": ("llm.shutdown(); llm.shutdown()", 0, None),
+    "an error in a with": ("with llm: 1 / 0", 1, "ZeroDivisionError"),
+    "an error": ("1 / 0", 1, "ZeroDivisionError"),
+    "exit": ("sys.exit(3)", 3, None),
+    "a fork": ("if os.fork() == 0: sys.exit()\nos.wait()\nassert text() == tokens", 0, None),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -15, "rank 0 died"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9, "rank 0 died"),
+}
+
+
+@pytest.mark.parametrize("names", [
+    *zip([*ENDINGS][::2], [*ENDINGS][1::2], strict=True)], ids=", ".join)
+def test_a_script_ends_and_so_do_its_ranks(qwen3, tmp_path, expected, names):
+    """Without a `__main__` guard, from a file or from standard input; however it ends, its exit
+    code is its own, and its ranks end with it. Two at a time: they don't meet."""
+    scripts = {name: Script(qwen3, tmp_path / name.replace(" ", "-"), ENDINGS[name][0],
+                            by_stdin=name in ("shutdown", "exit")) for name in names}
+    for name, script in scripts.items():
+        _, code, says = ENDINGS[name]
+        script.end().check(expected(), code)
+        assert "Traceback" not in script.err or says == "ZeroDivisionError", script.err
+        if says:
+            assert says in script.err
+        else:
+            assert "died" not in script.err and "ends" not in script.err
+
+
+def test_ctrl_c_and_a_suspended_terminal(qwen3, tmp_path, expected):
+    """Signals reach all processes of a terminal. Ctrl-C in `generate` is rank 0's business: the
+    others go on, nothing is lost but the requests. And Ctrl-Z for longer than it takes to declare
+    somebody dead kills nobody: heartbeats are not compared with a clock."""
+    script = Script(qwen3, tmp_path / "it", """\
+import nanoserve.parallel.processes as p
+p.HEARTBEAT_SECONDS = 0.1  # rank 0 would declare the other dead after 1.5 s
+long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+for _ in range(2):
+    print("generating", flush=True)
+    try:
+        while True:
+            llm.generate([[i + 1, 2, 3] for i in range(9)], long, use_tqdm=False)
+    except KeyboardInterrupt:
+        blocks = llm.scheduler.blocks
+        assert blocks.num_free_blocks == blocks.num_blocks and not llm.requests
+        print(text() == tokens, flush=True)
+sys.stdin.readline()
+print(text() == tokens, [child.pid for child in llm.runner.ranks.watch.children] == pids)
+""")
+    script.out = script.line() + "\n"
+    for _ in range(2):
+        assert script.line() == "generating"
+        time.sleep(0.5)
+        script.signal_all(signal.SIGINT)
+        assert script.line() == "True"
+    script.signal_all(signal.SIGSTOP)
+    time.sleep(2)
+    script.signal_all(signal.SIGCONT)
+    time.sleep(0.5)
+    out, script.err = script.process.communicate("\n", timeout=60)
+    assert out == "True True\n", script.err
+    script.check(expected(), 0)
+    assert "died" not in script.err and "ends" not in script.err
+
+
+@pytest.mark.parametrize("file, of", [("cmdline", "run_child"), ("maps", "libtorch")],
+                         ids=["its interpreter starts", "it imports torch"])
+def test_ctrl_c_while_the_engine_starts(qwen3, tmp_path, file, of):
+    """The child's interpreter is just starting, or importing torch, as /proc says."""
+    script = Script(qwen3, tmp_path / "it")
+    children = Path(f"/proc/{script.process.pid}/task/{script.process.pid}/children")
+    wait_for(lambda: children.read_text().strip(), "a child is started", 60)
+    [pid] = map(int, children.read_text().split())
+    wait_for(lambda: of in Path(f"/proc/{pid}/{file}").read_text(), f"{of} is in {file}", 60)
+    script.signal_all(signal.SIGINT)
+    script.end()
+    assert script.process.returncode == -signal.SIGINT and script.out == "", script.err
+    assert_gone([pid])
+    assert "died" not in script.err
+
+
+CTRL_C_IN_POPEN = """\
+import os, signal, subprocess, sys, threading
+from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel.processes import Watch, _kill
+
+def interrupted_at(number, call):
+    \"\"\"Ctrl-C comes at this line of Python's own subprocess module, if there are so many.\"\"\"
+    lines = 0
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_filename != subprocess.__file__:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    assert lines < number, "the interrupt was lost"
+    return False
+
+for end in ("poll", "kill", "close"):
+    number = 0
+    again = True
+    while again:
+        number += 1
+        child = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE)
+        watch = Watch(Ranks(0, 2), None, [child])
+        if end == "close":
+            child.kill()
+        again = interrupted_at(number, {"poll": watch._ended_child, "close": watch.close,
+                                        "kill": lambda: _kill([child])}[end])
+        killer = threading.Thread(target=_kill, args=([child],), daemon=True)
+        killer.start()
+        killer.join(20)
+        if killer.is_alive():
+            print(f"{end}: Ctrl-C at line {number} hangs", flush=True)
+            os._exit(1)
+    assert number > 5, (end, number)
+"""
+
+
+def test_ctrl_c_in_the_middle_of_asking_after_a_child():
+    """Between taking its own lock and promising to give it back, `Popen.poll` can be interrupted,
+    and then who waits for the child waits for ever. Tried at every line."""
+    run = subprocess.run([sys.executable, "-c", CTRL_C_IN_POPEN], capture_output=True, text=True,
+                         timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,228 @@
+"""Shares and collectives: who holds what, that nobody holds everything, and that the sum is right.
+
+The ranks are threads of this process here, with real groups between them (gloo), which costs
+nothing to start: so every family and every way to share it can be compared with transformers. What
+is special about processes is test_processes.py's business.
+"""
+
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import assert_same_text
+from loading import weights_of
+from rank_threads import in_threads, thread_ranks
+
+from nanoserve import LLM, SamplingParams
+from nanoserve import llm as llm_module
+from nanoserve.checkpoint import loader
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.layers import Placement
+from nanoserve.model import Decoder
+from nanoserve.model_runner import serve_rank
+from nanoserve.parallel.processes import start_ranks
+from nanoserve.parallel.ranks import Ranks, Span, share_heads
+
+MAX_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+# ------------------------------------------------------------------------ shares
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_shares_cover_everything_once(size):
+    """And differ by one at most, whether the number divides or not."""
+    for total in range(size, 40):
+        shares = [Ranks(rank, size).share(total) for rank in range(size)]
+        assert [i for share in shares for i in range(share.start, share.stop)] == [*range(total)]
+        assert max(share.size for share in shares) - min(share.size for share in shares) <= 1
+        assert all(share.total == total for share in shares)
+        assert shares[-1].times(3) == Span(3 * shares[-1].start, 3 * total, 3 * total)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [
+    (4, 4), (4, 2), (4, 1), (8, 2), (12, 4), (6, 3), (9, 3), (10, 2), (7, 1), (32, 8)])
+def test_every_head_finds_its_kv_head(num_heads, num_kv_heads):
+    """Query heads are shared out once; each reads the KV head that it reads with one rank, also
+    where several ranks keep the same; every rank's heads are in groups of equal size."""
+    group = num_heads // num_kv_heads
+    sizes = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or n % num_kv_heads == 0]
+    for size in sizes:
+        seen = []
+        for rank in range(size):
+            heads, kv_heads = share_heads(num_heads, num_kv_heads, Ranks(rank, size))
+            assert heads.size and kv_heads.size and heads.size % kv_heads.size == 0
+            for local in range(heads.size):
+                head = heads.start + local
+                kv_head = kv_heads.start + local // (heads.size // kv_heads.size)
+                assert kv_head == head // group, (size, rank, head)
+                seen.append(head)
+        assert seen == [*range(num_heads)]
+
+
+# ------------------------------------------------------------- ranks in threads
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5])
+def test_gathering_columns(size, num_rows):
+    """Shares of different widths, several rows: a gather that put rank behind rank without regard
+    to the rows was right for a batch of one only (mini-sglang #98)."""
+    for total in (size, 10, 11):
+        whole = torch.randn(num_rows, total)
+
+        def gather(ranks: Ranks, total=total, whole=whole):
+            share = ranks.share(total)
+            return ranks.gather(whole[:, share.start:share.stop], total)
+
+        first, *others = in_threads(thread_ranks(size), gather)
+        assert torch.equal(first, whole) and others == [None] * (size - 1)
+
+
+def test_the_other_collectives():
+    def work(ranks: Ranks):
+        summed = ranks.all_reduce(torch.full((2, 3), float(ranks.rank + 1)))
+        told = torch.tensor([ranks.rank + 7])
+        ranks.broadcast(told)
+        ranks.broadcast_host(nothing := torch.empty(0))
+        return summed.unique().tolist(), told.item(), ranks.least(5 - ranks.rank), nothing.numel()
+
+    assert in_threads(thread_ranks(3), work) == [([6.0], 7, 3, 0)] * 3
+    assert work(Ranks()) == ([1.0], 7, 5, 0)  # alone: nobody is asked
+
+
+def test_an_error_among_all_is_the_last_thing_they_do():
+    ranks = Ranks(0, 2)
+    killed = []
+    ranks.watch = SimpleNamespace(give_up=lambda: killed.append(1),
+                                  find_the_dead=lambda: setattr(ranks, "broken", "rank 1 died"))
+    with pytest.raises(RuntimeError, match="rank 1 died.*make a new LLM"), ranks.together():
+        raise ConnectionError("lost")
+    assert killed and not ranks.busy
+    with pytest.raises(RuntimeError, match="rank 1 died.*make a new LLM"), ranks.together():
+        raise AssertionError("not reached")
+    solo = Ranks()
+    with pytest.raises(ZeroDivisionError), solo.together():
+        raise ZeroDivisionError
+    solo.raise_if_broken()  # one rank has nobody to get out of step with
+
+
+# ------------------------------------------------------------------------ weights
+
+CASES = [("llama2", 2, False), ("llama2", 3, False), ("llama2", 4, False), ("llama-bias", 2, False),
+         ("llama-bias", 4, False), ("llama3.2", 2, False), ("mistral", 2, False),
+         ("qwen2", 4, False), ("qwen3", 2, False), ("qwen3", 4, False), ("qwen3-tied", 2, False),
+         ("qwen3-tied", 3, False), ("qwen3-tied", 4, False), ("qwen3-sharded", 2, False),
+         ("mixtral", 2, True), ("mixtral", 4, False), ("qwen3-moe", 2, False),
+         ("qwen3-moe-odd", 2, False),
+         ("qwen3-moe-odd", 4, False), ("qwen3-moe-odd", 2, True), ("qwen3-moe-odd", 4, True),
+         ("gemma2", 2, False), ("gemma3", 4, False)]
+
+
+@pytest.mark.parametrize(("name", "size", "expert_parallel"), CASES)
+def test_no_rank_holds_the_whole(checkpoints, monkeypatch, name, size, expert_parallel):
+    """Every matrix is shared, whole are only the norms, biases behind a sum, the router, and KV
+    heads where they are too few. While loading, one tensor of the file is in memory at a time."""
+    folder, alive = checkpoints[name], []
+    config = ModelConfig.from_folder(folder, None)
+    tensors = loader._tensors
+
+    def counted(folder, show_progress):
+        for file, tensor_name, tensor in tensors(folder, show_progress):
+            alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(tensor)]
+            assert len(alive) <= 2  # the last one is let go when the next one comes
+            yield file, tensor_name, tensor
+
+    monkeypatch.setattr(loader, "_tensors", counted)
+
+    def load(rank: int, size: int) -> dict[str, torch.Tensor]:
+        placement = Placement(torch.float32, torch.device("cpu"), Ranks(rank, size))
+        model = Decoder(config, placement, expert_parallel)
+        load_weights(model, config, folder)
+        return weights_of(model)
+
+    whole = load(0, 1)
+    shares = [load(rank, size) for rank in range(size)]
+    kv_copies = max(1, size // config.num_key_value_heads)
+    kv_rows = 2 * config.num_key_value_heads * config.head_dim
+    for parameter, tensor in whole.items():
+        parts = [share[parameter] for share in shares]
+        numels = [part.numel() for part in parts]
+        replicated = "norm" in parameter or ".mlp.gate." in parameter or (
+            parameter.endswith(".bias") and ("o_proj" in parameter or "down_proj" in parameter))
+        if replicated:
+            assert all(torch.equal(part, tensor) for part in parts), parameter
+            continue
+        assert max(numels) < tensor.numel(), parameter
+        extra = 0
+        if ".qkv_proj" in parameter:
+            extra = (kv_copies - 1) * kv_rows * tensor[0].numel()
+        assert sum(numels) == tensor.numel() + extra, parameter
+        total = sum(part.double().sum() for part in parts)
+        if not extra:
+            torch.testing.assert_close(total, tensor.double().sum())
+
+
+# --------------------------------------------------------------------------- text
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Engines whose other ranks are threads."""
+    engines = []
+
+    def thread_start(size: int, device: str, entry: str, payload) -> Ranks:
+        first, *others = thread_ranks(size)
+        for one in others:
+            threading.Thread(target=serve_rank, args=(one, payload), daemon=True).start()
+        return first
+
+    def make(folder, **options) -> LLM:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm_module, "start_ranks", thread_start)
+            engines.append(LLM(folder, num_gpu_blocks_override=64, dtype="float32", device="cpu",
+                               **options))
+        return engines[-1]
+
+    yield make
+    for llm in engines:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize(("name", "size", "expert_parallel"), CASES)
+def test_the_text_of_every_checkpoint(start, checkpoints, prompts, references, name, size,
+                                      expert_parallel):
+    """In chunks with a step in flight; where there are four ranks, batched. A bias behind a sum was
+    added once a rank (nano-vllm #125, #203), logits were gathered in the wrong order (mini-sglang
+    #98)."""
+    prompts = prompts[2:11:2]
+    options = {} if size == 4 else dict(async_scheduling=True, max_num_batched_tokens=16)
+    llm = start(checkpoints[name], tensor_parallel_size=size, expert_parallel=expert_parallel,
+                **options)
+    for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
+        text = references(name, prompt, MAX_TOKENS)
+        assert_same_text(output.outputs[0].token_ids, *text, f"{name}, {len(prompt)} tokens")
+
+
+def test_more_ranks_than_experts_is_refused_or_handled(checkpoints, start):
+    """Four ranks and five experts work above; heads are what limits the ranks."""
+    with pytest.raises(ValueError, match="tensor_parallel_size=5"):
+        start(checkpoints["qwen3-moe-odd"], tensor_parallel_size=5, expert_parallel=True)
+    with pytest.raises(ValueError, match="expert_parallel=True.*no experts"):
+        start(checkpoints["qwen3"], tensor_parallel_size=2, expert_parallel=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_single_rank_makes_no_group(monkeypatch, device):
+    """One GPU needs neither NCCL nor a port that another engine may have (nano-vllm #261)."""
+    for name in ("TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "init_process_group"):
+        monkeypatch.setattr(torch.distributed, name, None, raising=False)
+    ranks = start_ranks(1, device, "nobody:nothing", None)
+    assert (ranks.size, ranks.rank, ranks.group, ranks.watch) == (1, 0, None, None)
+    hidden = torch.ones(2, 3)
+    assert ranks.all_reduce(hidden) is hidden and ranks.gather(hidden, 3) is hidden
+    ranks.close()

@@ -1,0 +1,353 @@
+"""What each rank keeps, and that all of it together is the model. No processes: ranks are threads.
+
+The oracles: put side by side, the shares of all ranks are the checkpoint's numbers, exactly; and a
+step of all ranks gives transformers' logits. Sizes are uneven on purpose: 3 KV heads over 2 ranks,
+1 over 4, a vocabulary of 260 over 3, 5 experts over 2, an MLP of 95 over anything.
+"""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import SIZES, Reference, save
+from loading import weights_of
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.loader import load_weights
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.layers import Embedding, Experts, Linear, Placement, beside
+from nanoserve.model import Decoder, MoE
+from nanoserve.parallel.ranks import Ranks, Span, share_heads
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """What `torch.distributed` is to real ranks: here they are threads that meet at a barrier."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.offered: list = [None] * size
+
+    def of(self, rank: int) -> Ranks:
+        ranks = Ranks(rank, len(self.offered))
+        ranks.group = Member(self, rank)
+        return ranks
+
+    def run(self, work) -> list:
+        """`work(ranks)` on every rank at the same time; their results by rank."""
+        def one(rank: int):
+            try:
+                with torch.inference_mode():
+                    return work(self.of(rank))
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(len(self.offered)) as threads:
+            return list(threads.map(one, range(len(self.offered))))
+
+
+class Member:
+    def __init__(self, group: Group, rank: int):
+        self.group, self.rank = group, rank
+
+    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.group.offered[self.rank] = x.clone()
+        self.group.barrier.wait()
+        offered = list(self.group.offered)
+        self.group.barrier.wait()
+        assert len({tuple(x.shape) for x in offered}) == 1, "collectives want equal sizes"
+        return offered
+
+    def allreduce(self, tensors):
+        tensors[0].copy_(sum(self.exchange(tensors[0])))
+        return self
+
+    def gather(self, outputs, inputs, options):
+        assert options.rootRank == 0
+        for parts in outputs:
+            for part, x in zip(parts, self.exchange(inputs[0]), strict=True):
+                part.copy_(x)
+        if not outputs:
+            self.exchange(inputs[0])
+        return self
+
+    def wait(self) -> None:
+        """Done already."""
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoints, tmp_path_factory):
+    """The session's checkpoints and one with uneven sizes and biases everywhere."""
+    made = {}
+
+    def folder(name: str) -> Path:
+        if name != "uneven":
+            return checkpoints[name]
+        if name not in made:
+            config = LlamaConfig(**SIZES | dict(hidden_size=48, intermediate_size=95),
+                                 num_attention_heads=6, num_key_value_heads=3, attention_bias=True,
+                                 mlp_bias=True)
+            made[name] = save(AutoModelForCausalLM.from_config(config),
+                              tmp_path_factory.mktemp("uneven"))
+        return made[name]
+
+    return folder
+
+
+def load_share(folder: Path, ranks: Ranks, expert_parallel=False) -> Decoder:
+    config = ModelConfig.from_folder(folder)
+    model = Decoder(config, Placement(torch.float32, CPU, ranks), expert_parallel)
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    load_weights(model, config, folder)
+    return model
+
+
+def fill(layer: torch.nn.Module, path: str, stored: dict[str, torch.Tensor]) -> None:
+    """As the loader does it, with a layer that stands alone."""
+    for name, copy_into in layer.tensors(path):
+        copy_into(stored[name])
+    layer.finish_loading()
+
+
+# ---------------------------------------------------------------- dealing out
+
+
+@pytest.mark.parametrize("total, size", [(1, 1), (10, 4), (260, 3), (5, 2), (3, 2), (7, 7), (2, 4)])
+def test_shares_are_a_partition(total, size):
+    spans = [Ranks(rank, size).share(total) for rank in range(size)]
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(total))
+    assert max(span.size for span in spans) - min(span.size for span in spans) <= 1
+    assert all(span.total == total for span in spans)
+
+
+@pytest.mark.parametrize("num_heads, num_kv_heads, size, expected", [
+    # (its heads, its KV heads) of each rank, by hand
+    (6, 3, 2, [("0..2", "0..1"), ("2..6", "1..3")]),
+    (6, 3, 3, [("0..2", "0..1"), ("2..4", "1..2"), ("4..6", "2..3")]),
+    (4, 1, 4, [("0..1", "0..1"), ("1..2", "0..1"), ("2..3", "0..1"), ("3..4", "0..1")]),
+    (4, 1, 3, [("0..1", "0..1"), ("1..2", "0..1"), ("2..4", "0..1")]),
+    (8, 2, 4, [("0..2", "0..1"), ("2..4", "0..1"), ("4..6", "1..2"), ("6..8", "1..2")]),
+    (4, 4, 1, [("0..4", "0..4")]),
+])
+def test_heads_go_with_the_kv_heads_they_read(num_heads, num_kv_heads, size, expected):
+    for rank, spans in enumerate(expected):
+        shares = share_heads(num_heads, num_kv_heads, Ranks(rank, size))
+        assert tuple(f"{span.start}..{span.stop}" for span in shares) == spans
+        assert [span.total for span in shares] == [num_heads, num_kv_heads]
+
+
+# ------------------------------------------------------ the checkpoint's numbers
+
+
+def side_by_side(shares: list[torch.Tensor], dim: int, copies: int = 1) -> torch.Tensor:
+    """The whole of all ranks' shares; each of them is kept by `copies` ranks in a row."""
+    for i, share in enumerate(shares):
+        assert torch.equal(share, shares[i // copies * copies]), "copies must be equal"
+    return torch.cat(shares[::copies], dim)
+
+
+def whole_model(models: list[Decoder], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """All ranks' parameters put together again, by the checkpoint's names (Qwen's for experts)."""
+    copies = max(1, len(models) // config.num_key_value_heads)
+    weights = [weights_of(model) for model in models]
+    whole = {}
+    for path, module in models[0].named_modules():
+        if isinstance(module, Embedding):
+            whole[f"{path}.weight"] = [w[f"{path}.weight"] for w in weights], 0, 1
+        if not isinstance(module, Linear) or path.endswith("mlp.gate"):  # each rank has the router
+            continue
+        if path.endswith(("o_proj", "down_proj")):
+            whole[f"{path}.weight"] = [w[f"{path}.weight"] for w in weights], 1, 1
+            continue
+        for kind in ("weight", "bias") if module.bias is not None else ("weight",):
+            parts = [w[f"{path}.{kind}"].split([rows.size for rows in m.matrices.values()])
+                     for w, m in zip(weights, [m.get_submodule(path) for m in models],
+                                     strict=True)]
+            for name, shares in zip(module.matrices, zip(*parts, strict=True), strict=True):
+                whole[beside(path, f"{name}.{kind}")] = (
+                    shares, 0, copies if name in ("k_proj", "v_proj") else 1)
+    return {name if name == "lm_head.weight" else f"model.{name}": side_by_side(*parts)
+            for name, parts in whole.items()}
+
+
+@pytest.mark.parametrize("name, sizes", [
+    ("uneven", (1, 2, 3)), ("qwen3-tied", (1, 2, 3, 4)), ("qwen3", (1, 2, 4)), ("gemma3", (2,)),
+    ("mixtral", (2,))], ids=str)
+def test_the_shares_of_all_ranks_are_the_checkpoint(folders, name, sizes):
+    folder = folders(name)
+    stored = load_file(folder / "model.safetensors")
+    for size in sizes:
+        models = [load_share(folder, Ranks(rank, size)) for rank in range(size)]
+        whole = whole_model(models, models[0].config)
+        for key, tensor in whole.items():
+            assert torch.equal(tensor, stored[key]), f"{key} over {size} ranks"
+        # What is not shared is on every rank: norms, routers, and biases behind a sum.
+        offset = 1 if models[0].config.norm_offset else 0
+        for key in stored.keys() - whole.keys():
+            if ".experts." in key:
+                continue
+            ours = key.removeprefix("model.").replace("block_sparse_moe", "mlp")
+            exact = stored[key] + offset * ("norm" in key)
+            for model in models:
+                assert torch.equal(weights_of(model)[ours], exact), f"{key} over {size} ranks"
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("name, size", [("mixtral", 2), ("qwen3-moe-odd", 2),
+                                        ("qwen3-moe-odd", 3), ("mixtral", 4)])
+def test_the_shares_of_experts_are_the_checkpoints(folders, name, size, expert_parallel):
+    """Either a share of each expert's width (40 over 3 ranks: 13, 13, 14), or whole experts."""
+    folder = folders(name)
+    stored = load_file(folder / "model.safetensors")
+    group = Group(size)
+    if size == 3:  # 2 KV heads can't be shared by 3: only the experts are looked at
+        config = ModelConfig.from_folder(folder)
+        experts = [experts_of(config, stored, group.of(rank), expert_parallel)
+                   for rank in range(size)]
+    else:
+        experts = [load_share(folder, group.of(rank), expert_parallel).layers[1].mlp.experts
+                   for rank in range(size)]
+    mixtral = name == "mixtral"
+    prefix = "model.layers.1." + ("block_sparse_moe" if mixtral else "mlp") + ".experts"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    num_experts = 4 if mixtral else 5
+    if expert_parallel:
+        assert [e.experts.size for e in experts] == {
+            (4, 2): [2, 2], (5, 2): [2, 3], (5, 3): [1, 2, 2], (4, 4): [1] * 4}[num_experts, size]
+    for i in range(num_experts):
+        found = [(gate_up[i - e.experts.start].chunk(2), down_proj[i - e.experts.start])
+                 for e in experts if e.experts.start <= i < e.experts.stop
+                 for gate_up, down_proj in [e.packed]]
+        assert len(found) == (1 if expert_parallel else size)
+        for part, dim, shares in ((gate, 0, [f[0][0] for f in found]),
+                                  (up, 0, [f[0][1] for f in found]),
+                                  (down, 1, [f[1] for f in found])):
+            assert torch.equal(side_by_side(shares, dim), stored[f"{prefix}.{i}.{part}.weight"])
+
+
+def experts_of(config: ModelConfig, stored: dict, ranks: Ranks, expert_parallel: bool) -> Experts:
+    experts = MoE(config, Placement(torch.float32, CPU, ranks), expert_parallel).experts
+    fill(experts, "layers.1.mlp.experts",
+         {name.removeprefix("model."): tensor for name, tensor in stored.items()})
+    return experts
+
+
+# -------------------------------------------------------------- their answers
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_row_parallel_bias_is_added_once(size):
+    """It was added once a rank (nano-vllm #125), or its loader crashed (#203)."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((5, 7), (5,), (3, 7)))
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        inputs = ranks.share(7)
+        linear = Linear(inputs, {"all": Span.whole(5)}, True, Placement(torch.float32, CPU, ranks))
+        fill(linear, "linear", {"all.weight": weight, "all.bias": bias})
+        return linear(x[:, inputs.start:inputs.stop])
+
+    for answer in Group(size).run(work):
+        torch.testing.assert_close(answer, x @ weight.T + bias)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_an_embedding_over_ranks_answers_for_every_token(size):
+    weight, ids = torch.randn(11, 6), torch.arange(11)
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        embedding = Embedding(ranks.share(11), 6, Placement(torch.float32, CPU, ranks))
+        fill(embedding, "embedding", {"embedding.weight": weight})
+        return embedding(ids)
+
+    for answer in Group(size).run(work):
+        assert torch.equal(answer, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("total, size", [(260, 3), (7, 4), (6, 2)])
+def test_gathered_columns_are_in_their_places(total, size, rows):
+    """The head's parts were put together for one row, and wrongly for more (mini-sglang #98)."""
+    x = torch.arange(rows * total).float().view(rows, total)
+
+    def work(ranks: Ranks):
+        span = ranks.share(total)
+        return ranks.gather(x[:, span.start:span.stop], total)
+
+    first, *others = Group(size).run(work)
+    assert torch.equal(first, x) and others == [None] * (size - 1)
+
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6], [200, 7, 100]]
+
+
+@pytest.fixture(scope="module")
+def recorded(folders):
+    """For a checkpoint: the batches of two prompts in chunks and decodes, and the logits that
+    transformers has for the rows that sample."""
+    made = {}
+
+    def record(name: str):
+        if name not in made:
+            llm = LLM(folders(name), num_gpu_blocks_override=8, max_num_batched_tokens=11)
+            batches, rows, launch, unpack = [], [], llm.runner.launch, llm.runner.builder.unpack
+
+            def recording_launch(step):
+                rows.extend((PROMPTS.index(seq.token_ids[:seq.num_prompt_tokens]),
+                             len(seq.token_ids) - 1) for seq in step.sampling)
+                return launch(step)
+
+            def recording_unpack(buffer):
+                batches.append(copy.deepcopy(batch := unpack(buffer)))
+                return batch
+
+            llm.runner.launch, llm.runner.builder.unpack = recording_launch, recording_unpack
+            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            model = Reference(folders(name)).model
+            with torch.no_grad():
+                logits = [model(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0]
+                          for prompt, output in zip(PROMPTS, outputs, strict=True)]
+            made[name] = batches, torch.stack([logits[i][at] for i, at in rows])
+        return made[name]
+
+    return record
+
+
+@pytest.mark.parametrize("name, size, expert_parallel", [
+    *[("uneven", size, False) for size in (1, 2, 3)],
+    *[("qwen3-tied", size, False) for size in (1, 2, 3, 4)],
+    ("mistral", 4, False), ("qwen2-window", 2, False), ("mixtral", 2, False), ("mixtral", 2, True),
+    ("mixtral", 4, True), ("qwen3-moe-odd", 4, True), ("qwen3-moe-odd", 4, False),
+    ("qwen3-moe", 2, True), ("gemma2", 2, False), ("gemma2", 4, False), ("gemma3", 4, False),
+])
+def test_all_ranks_together_have_transformers_logits(folders, recorded, name, size,
+                                                     expert_parallel):
+    batches, expected = recorded(name)
+    config = ModelConfig.from_folder(folders(name))
+    EngineConfig(model="none", tensor_parallel_size=size).check_ranks(config)
+
+    def work(ranks: Ranks):
+        model = load_share(folders(name), ranks, expert_parallel)
+        kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads, ranks)[1]
+        shape = 8, 16, kv_heads.size, config.head_dim
+        cache = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in model.layers]
+        logits = []
+        for batch in map(replace, batches):  # a rank's own, as each process has it
+            hidden = model(batch.input_ids, batch.positions, cache, batch)
+            logits.append(model.compute_logits(hidden[batch.logits_indices]))
+        return logits
+
+    first, *others = Group(size).run(work)
+    torch.testing.assert_close(torch.cat(first), expected, rtol=1e-3, atol=2e-4)
+    assert all(logits is None for other in others for logits in other)

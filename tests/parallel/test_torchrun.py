@@ -1,0 +1,89 @@
+"""Ranks that somebody else has started: torchrun, a batch system, or a user by hand."""
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from process_tools import PATIENCE, Script, looks_into_proc
+
+pytestmark = [looks_into_proc, pytest.mark.usefixtures("leave_nobody")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(*options: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "torch.distributed.run", *options
+
+
+SECOND_ENGINE = """
+llm.shutdown()
+try:
+    LLM({folder!r}, tensor_parallel_size=2)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_torchrun_on_one_machine(qwen3, tmp_path, expected):
+    """The same script: rank 0 goes on behind the constructor, the other serves in it and exits."""
+    script = Script(qwen3, tmp_path / "it", SECOND_ENGINE.format(folder=str(qwen3)),
+                    command=torchrun("--standalone", "--nproc-per-node", "2")).end()
+    script.out, _, last = script.out.rstrip("\n").rpartition("\n")
+    assert "have served an engine already" in last, script.err
+    script.out += "\n"
+    script.check(expected(), 0)
+    assert "died" not in script.err
+
+
+def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
+    """Both of them this one. Only the first prints; then the same with a rank that is killed."""
+    port = str(free_port())
+    machines = [Script(qwen3, tmp_path / str(i), command=torchrun(
+        "--nnodes", "2", "--node-rank", str(i), "--nproc-per-node", "1", "--master-addr",
+        "127.0.0.1", "--master-port", port)) for i in range(2)]
+    for script in machines:
+        script.end()
+    machines[0].check(expected(), 0)
+    assert machines[1].process.returncode == 0 and machines[1].out == "", machines[1].err
+
+
+def started_by_hand(folder: Path, where: Path, ending: str, heartbeat: float) -> list[Script]:
+    """Two ranks on their own, with the variables that torchrun or a batch system sets: there is
+    nobody who would end the others, and the store is rank 0's."""
+    port = str(free_port())
+    return [Script(folder, where / str(i), ending, RANK=str(i), WORLD_SIZE="2",
+                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                   setting="import nanoserve.parallel.processes as p; p.GRACE_SECONDS = 1; "
+                           f"p.HEARTBEAT_SECONDS = {heartbeat}")
+            for i in range(2)]
+
+
+def test_ranks_of_another_starter_end(qwen3, tmp_path, expected):
+    """Rank 0 takes its store with it, which looked like its death to whoever counted up a heartbeat
+    before it had heard the last word."""
+    ranks = [script.end() for script in started_by_hand(qwen3, tmp_path, "", 0.01)]
+    ranks[0].check(expected(), 0)
+    assert ranks[1].process.returncode == 0 and ranks[1].out == "", ranks[1].err
+    assert "died" not in ranks[0].err + ranks[1].err
+
+
+@pytest.mark.parametrize(("victim", "how"), [(0, "killed"), (1, "killed"), (0, "hangs")])
+def test_a_rank_of_another_starter_dies(qwen3, tmp_path, victim, how):
+    """A machine without power closes no connection, and neither does a process that hangs: the
+    others waited for rank 0's store to answer."""
+    ranks = started_by_hand(qwen3, tmp_path, "print('idle', flush=True); time.sleep(1)\n"
+                            "while True: text()", 0.2)
+    ranks[0].line()
+    assert ranks[0].line() == "idle"
+    ranks[victim].signal_all(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    survivor = ranks[1 - victim].end(PATIENCE)
+    ranks[victim].signal_all(signal.SIGKILL)
+    ranks[victim].end()
+    assert survivor.process.returncode == 1
+    assert f"rank {victim} died" in survivor.err

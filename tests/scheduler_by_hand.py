@@ -1,0 +1,123 @@
+"""A scheduler that is stepped by hand, with a fake sampler instead of a model.
+
+A sampled token is a fixed function of the tokens before it, so the right output of a request is
+known without any scheduling: `alone()` is the whole naive twin. Blocks have 4 tokens unless a test
+says otherwise, and the audit runs after every step.
+"""
+
+import zlib
+
+from nanoserve.config import EngineConfig
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence, Step
+
+EOS, STOP = 5000, 5001
+
+
+def make(num_blocks=64, *, budget=64, seqs=8, block_size=4, window=None, **options) -> Scheduler:
+    config = EngineConfig(model="none", max_num_batched_tokens=budget, block_size=block_size,
+                          max_num_seqs=min(seqs, budget), **options)
+    return Scheduler(config, num_blocks, window)
+
+
+def add(scheduler, prompt, max_tokens=4, *, name=None, n=1, **fields) -> Sequence:
+    """Queue a request; `prompt` is its tokens, or a length for tokens that nobody else has."""
+    arrival = scheduler.arrivals = getattr(scheduler, "arrivals", -1) + 1
+    if isinstance(prompt, int):
+        prompt = [1000 * (arrival + 10) + i for i in range(prompt)]
+    params = SamplingParams(n=n, max_tokens=max_tokens)
+    samples = [Sequence(name or chr(ord("A") + arrival % 26), list(prompt), params, arrival,
+                        index=index, max_num_tokens=len(prompt) + max_tokens, **fields)
+               for index in range(n)]
+    for seq in samples:
+        scheduler.add(seq)
+    return samples if n > 1 else samples[0]
+
+
+def next_token(tokens: list[int]) -> int:
+    return zlib.crc32(repr(tokens).encode()) % 1000
+
+
+def alone(seq: Sequence) -> list[int]:
+    """What the fake model says for this prompt, computed without any scheduler."""
+    tokens = seq.token_ids[:seq.num_prompt_tokens]
+    while len(tokens) < seq.max_num_tokens:
+        tokens.append(next_token(tokens))
+    return tokens[seq.num_prompt_tokens:]
+
+
+def finish_step(scheduler: Scheduler, step: Step) -> list[Sequence]:
+    grown = scheduler.update(step, [next_token(seq.token_ids) for seq in step.sampling])
+    scheduler.check()
+    return grown
+
+
+def run_step(scheduler: Scheduler, look=lambda step: None) -> Step:
+    step = scheduler.schedule()
+    scheduler.check()
+    look(step)
+    if step.num_new_tokens:
+        finish_step(scheduler, step)
+    return step
+
+
+def run(scheduler: Scheduler, look=lambda step: None) -> list[Step]:
+    """Step until everything is done; `look` sees each step before it takes effect. The limit turns
+    a scheduler that is stuck into a failure."""
+    steps = []
+    while scheduler.has_unfinished():
+        steps.append(run_step(scheduler, look))
+        assert len(steps) < 2000, "stuck"
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks, "blocks were lost"
+    return steps
+
+
+def computed(steps: list[Step], *seqs: Sequence) -> int:
+    return sum(step.num_new_tokens.get(seq, 0) for step in steps for seq in seqs)
+
+
+def rows(step: Step) -> dict[str, int]:
+    return {seq.name: n for seq, n in step.num_new_tokens.items()}
+
+
+# Each brings a victim into one state, among others, and returns the steps that are in flight then.
+
+
+def waiting(scheduler, victim):
+    return []
+
+
+def step_until(scheduler, reached) -> list[Step]:
+    for _ in range(50):
+        if reached():
+            return []
+        run_step(scheduler)
+    raise AssertionError("the victim never gets into the state that is to be tested")
+
+
+def mid_chunk(scheduler, victim):
+    return step_until(scheduler, lambda: 0 < victim.num_computed_tokens < 14)
+
+
+def decoding(scheduler, victim):
+    return step_until(scheduler, lambda: len(victim.output_token_ids) == 2)
+
+
+def preempted(scheduler, victim):
+    return step_until(scheduler, lambda: victim.num_preemptions and victim.row < 0)
+
+
+def chunk_in_flight(scheduler, victim):
+    mid_chunk(scheduler, victim)
+    return [scheduler.schedule()]
+
+
+def decode_in_flight(scheduler, victim):
+    decoding(scheduler, victim)
+    return [scheduler.schedule()]
+
+
+def two_steps_in_flight(scheduler, victim):
+    decoding(scheduler, victim)
+    return [scheduler.schedule(), scheduler.schedule()]

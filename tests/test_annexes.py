@@ -1,0 +1,32 @@
+"""Annexes can be deleted, and everything else still works."""
+
+import shutil
+
+from clean_process import modules, run
+
+from nanoserve.tools.house import ANNEXES, PACKAGE, read_house
+
+CORE = [file for file in read_house() if file.room not in ANNEXES]
+
+
+def test_the_core_runs_without_annexes(tmp_path, qwen3):
+    """Annexes are optional by construction: delete them, and everything else still works."""
+    shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
+        *ANNEXES, "__pycache__"))
+    names = "; ".join(f"import {name}" for name in modules([file.name for file in CORE])
+                      if "kernels" not in name)  # they need triton: for GPUs alone
+    run(f"{names}; from nanoserve import *; "
+        f"out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4)); "
+        "assert len(out[0].outputs[0].token_ids) == 4; "
+        "import sys; import nanoserve; assert not hasattr(nanoserve, 'PoolingParams'); "
+        "assert not [m for m in sys.modules if m.startswith('nanoserve') and "
+        f"set(m.split('.')) & set({ANNEXES!r})]; "
+        f"assert sys.modules['nanoserve'].__file__.startswith({str(tmp_path)!r})", tmp_path)
+
+
+def test_every_public_name_is_there():
+    """Those of extras stand in `__all__` as well, and a star takes only what is there."""
+    here = (PACKAGE / "extras").exists()
+    run("import nanoserve; from nanoserve import *; "
+        "assert all(name in globals() for name in nanoserve.__all__); "
+        f"assert ('PoolingParams' in globals()) == {here}")

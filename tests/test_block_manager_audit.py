@@ -1,0 +1,234 @@
+"""The block manager's audit names what is corrupt, and random lives agree with a naive twin.
+
+The twin remembers for every block which tokens' KV was written to it: whatever is found must hold
+exactly that prefix.
+"""
+
+from collections import OrderedDict
+
+import pytest
+from blocks_by_hand import SIZE, collide, compute, sequence
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.block_manager import BlockManager
+from nanoserve.sequence import Sequence
+
+pytestmark = pytest.mark.floor
+
+
+# ------------------------------------------------------------------ the audit
+
+
+def corrupt_free_list(blocks, a, b):
+    blocks.free_blocks[a.block_table[0]] = None
+
+
+def corrupt_lost_block(blocks, a, b):
+    blocks.free_blocks.popitem(last=False)
+
+
+def corrupt_order(blocks, a, b):
+    blocks.free(b)  # block 3 can be found, blocks 4 and 5 are blank
+    b.num_computed_tokens = 0
+    blocks.free_blocks.move_to_end(3, last=False)
+
+
+def corrupt_ref_count(blocks, a, b):
+    blocks.ref_counts[a.block_table[0]] += 1
+
+
+def corrupt_forgotten_owner(blocks, a, b):
+    b.block_table.append(a.block_table[-1])
+
+
+def corrupt_table(blocks, a, b):
+    a.block_table.append(a.block_table[0])
+
+
+def corrupt_progress(blocks, a, b):
+    a.num_computed_tokens = 100
+
+
+def corrupt_flight(blocks, a, b):
+    a.num_inflight_tokens = 5
+
+
+def corrupt_stale_map(blocks, a, b):
+    blocks.entry_of[a.cache_entry.block_id] = None
+
+
+def corrupt_map(blocks, a, b):
+    blocks.cached.pop(a.cache_entry.key)
+
+
+def corrupt_entry_block(blocks, a, b):
+    a.cache_entry.block_id = b.block_table[-1]
+
+
+def corrupt_entry_tokens(blocks, a, b):
+    a.cache_entry.tokens.pop()
+
+
+def corrupt_commits(blocks, a, b):
+    b.num_committed_blocks += 1
+
+
+def corrupt_early_commit(blocks, a, b):
+    a.num_committed_blocks = 1
+
+
+def corrupt_tokens(blocks, a, b):
+    a.token_ids[5] = 99
+
+
+@pytest.mark.parametrize("corrupt, message", [
+    (corrupt_free_list, "block 0 is free but sequence a points at it"),
+    (corrupt_lost_block, "block 5 has 0 references and must be free exactly at 0"),
+    (corrupt_order, r"a findable block would be reused before a blank one: \[3, 4, 5\]"),
+    (corrupt_ref_count, r"block 0 counts 2 references but is held by \['a'\]"),
+    (corrupt_forgotten_owner, r"block 2 counts 1 references but is held by \['a', 'b'\]"),
+    (corrupt_table, "sequence a lists a block twice"),
+    (corrupt_progress, "sequence a has computed 100 tokens in blocks for 12"),
+    (corrupt_flight, "sequence a has computed 14 tokens in blocks for 12"),
+    (corrupt_stale_map, "the cache names block 1, which was reused since"),
+    (corrupt_map, "block 1 believes it is cached, but the cache does not name it"),
+    (corrupt_entry_block, "the cache names block 4, which was reused since"),
+    (corrupt_entry_tokens, "block 1 is not full"),
+    (corrupt_commits, "sequence b committed 2 blocks, but only 1 are full and computed"),
+    (corrupt_early_commit, "block 1 of sequence a can be found before it is computed"),
+    (corrupt_tokens, r"block 1 is cached as \[4, 5, 6, 7\], but sequence a keeps \[4, 99, 6, 7\]"),
+], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("container", [list, iter], ids=["list", "iterator"])
+def test_the_audit_names_each_kind_of_corruption(corrupt, message, container):
+    """An audit that can't fail proves nothing: each of its sentences is provoked here, and the
+    sequences may come as any iterable, read once."""
+    blocks = BlockManager(6, SIZE)
+    a, b = compute(blocks, range(9), "a"), compute(blocks, range(50, 55), "b")
+    assert (a.block_table, b.block_table) == ([0, 1, 2], [3, 4])
+    blocks.check(container([a, b]))
+    corrupt(blocks, a, b)
+    with pytest.raises(AssertionError, match=message):
+        blocks.check(container([a, b]))
+
+
+# ------------------------------------------------------------ the naive twin
+
+DIGESTS = {  # real keys, and keys that collide often, always, and for whole chains
+    "real": None,
+    "some": lambda data: bytes([sum(data) % 3]),
+    "all": lambda data: b"same",
+    "parent": lambda data: data[-8:],
+}
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+OPERATIONS = st.lists(st.one_of(
+    st.tuples(st.just("start"), TOKENS, st.booleans()),
+    st.tuples(st.just("grow"), st.integers(0, 5), TOKENS),
+    st.tuples(st.just("release"), st.integers(0, 5), st.integers(-1, 24)),
+    st.tuples(st.just("end"), st.integers(0, 5)),
+    st.tuples(st.just("reset")),
+), max_size=40)
+
+
+class Twin:
+    """Remembers what was written to every block: the whole prefix whose KV the block holds."""
+
+    def __init__(self, num_blocks: int):
+        self.blocks = BlockManager(num_blocks, block_size=2)
+        self.blocks.on_evict = lambda key: setattr(self, "evicted", True)
+        self.evicted = False
+        self.watch()
+        self.written: dict[int, tuple] = {}
+        self.computed: set[tuple] = set()  # every prefix of full blocks that was ever computed
+        self.live: list[Sequence] = []
+
+    def watch(self) -> None:
+        """Nothing that may be found is given up while a blank block is left."""
+        blocks = self.blocks
+
+        class Watched(OrderedDict):
+            def popitem(self, last):
+                blank = {i for i, entry in enumerate(blocks.entry_of)
+                         if entry is None and not blocks.ref_counts[i]}
+                item = super().popitem(last)
+                assert not blank or item[0] in blank
+                return item
+
+        blocks.free_blocks = Watched(blocks.free_blocks)
+
+    def write(self, seq: Sequence, start: int) -> None:
+        """Compute everything from `start` on, like a step. Blocks before it are only read."""
+        for end in range(start // 2 * 2 + 2, len(seq.token_ids) + 2, 2):
+            self.written[seq.block_table[end // 2 - 1]] = tuple(seq.token_ids[:end])
+        self.computed |= {tuple(seq.token_ids[:end])
+                          for end in range(2, len(seq.token_ids) + 1, 2)}
+        seq.num_computed_tokens = len(seq.token_ids)
+        self.blocks.commit(seq)
+
+    def start(self, tokens: list[int], may_share: bool) -> None:
+        seq = sequence(tokens, f"s{len(self.live)}")
+        found = self.blocks.find_prefix(seq) if may_share else []
+        for i, entry in enumerate(found):
+            assert self.written[entry.block_id] == tuple(tokens[:2 * i + 2]), "a false hit"
+        if not self.blocks.can_admit(found, len(tokens)):
+            return
+        self.blocks.share(seq, found)
+        assert self.blocks.allocate(seq, len(tokens))
+        self.write(seq, 2 * len(found))
+        self.live.append(seq)
+
+    def grow(self, i: int, tokens: list[int]) -> None:
+        seq = self.live[i % len(self.live)]
+        if self.blocks.allocate(seq, len(seq.token_ids) + len(tokens)):
+            start = len(seq.token_ids)
+            seq.token_ids += tokens
+            self.write(seq, start)
+
+    def release(self, i: int, position: int) -> None:
+        seq = self.live[i % len(self.live)]
+        last = seq.num_computed_tokens - 1  # with a window of 2 at least
+        self.blocks.release(seq, min(position, last))
+
+    def end(self, i: int) -> None:
+        self.blocks.free(self.live.pop(i % len(self.live)))
+
+    def reset(self) -> None:
+        assert self.blocks.reset_prefix_cache() is (not self.live)
+        if not self.live:
+            self.computed.clear()
+            self.watch()
+
+    def check(self) -> None:
+        self.blocks.check(self.live)
+        for seq in self.live:
+            for i, block_id in enumerate(seq.block_table):
+                if i < seq.num_released_blocks:
+                    continue
+                assert self.written[block_id] == tuple(seq.token_ids[:2 * i + 2]), (
+                    "somebody wrote into a block that is in use")
+
+
+@pytest.mark.parametrize("digest", DIGESTS)
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(operations=OPERATIONS, num_blocks=st.integers(1, 24), prompt=TOKENS)
+def test_random_lives_against_the_twin(digest, operations, num_blocks, prompt):
+    """Whatever happens, a hit holds the KV of exactly that prefix and nobody's block is written by
+    another. As long as nothing was evicted and no keys collide, every computed prefix is found."""
+    with pytest.MonkeyPatch.context() as patch:
+        if DIGESTS[digest]:
+            collide(patch, DIGESTS[digest])
+        twin = Twin(num_blocks)
+        for name, *arguments in operations:
+            if twin.live or name in ("start", "reset"):
+                getattr(twin, name)(*arguments)
+            twin.check()
+        found = twin.blocks.find_prefix(sequence(prompt))
+        held = [twin.written[entry.block_id] for entry in found]
+        prefixes = [tuple(prompt[:end]) for end in range(2, len(prompt), 2)]
+        assert held == prefixes[:len(found)]
+        if not twin.evicted and digest == "real":
+            assert len(found) == sum(prefix in twin.computed for prefix in prefixes)
+        while twin.live:
+            twin.end(0)
+        twin.check()
+        assert twin.blocks.num_free_blocks == num_blocks

@@ -1,0 +1,352 @@
+"""The page of a step trace in a real browser: what it shows, and what it answers to.
+
+Chromium runs without a window (`browser.py`). The truth is a second run of the same simulation with
+a `Truth` among its observers, which writes down the scheduler's and the block manager's own state
+at every step; the recorder is not asked. What is compared is what a reader would see: words in the
+page, colours on the screen, and the state behind them after keys and clicks of a real hand.
+
+The test needs Chromium and skips on a laptop without it, saying so. Where it can be installed
+(root on a Debian: containers, CI) it is, and where CI is set a missing browser is a failure.
+"""
+
+import os
+import re
+
+import browser as chromium
+import pytest
+
+from nanoserve.tools.recorder import page
+from nanoserve.tools.trace import DEMO, Arrival, Simulation, parse
+
+DEMO_OPTIONS = (12, 9, 4, 4)
+EVIL = '</script><img src=x onerror="window.evil=1"><b>bold</b>'
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    program = chromium.install()
+    if program is None:
+        message = ("no Chromium: install it (Debian: apt-get install chromium) to run the tests of "
+                   "the step trace's page")
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    browser = chromium.Browser(program, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+class Truth:
+    """The state of scheduler and blocks while each step runs, and after the last one."""
+
+    def __init__(self, simulation: Simulation):
+        self.simulation, self.frames = simulation, []
+        simulation.observers.append(self)
+
+    def scheduled(self, step) -> None:
+        scheduler = self.simulation.scheduler
+        self.look(tokens=step.num_tokens, running=scheduler.num_running, index=step.index,
+                  waiting=scheduler.num_waiting)
+
+    def look(self, **facts) -> None:
+        blocks = self.simulation.scheduler.blocks
+        holders = [sorted(i for i, seq in enumerate(self.simulation.seqs) if b in seq.block_table)
+                   for b in range(blocks.num_blocks)]
+        findable = [entry is not None for entry in blocks.entry_of]
+        self.frames.append(facts | dict(
+            holders=holders, findable=findable, used=sum(map(bool, holders)),
+            cached=sum(f and not h for f, h in zip(findable, holders, strict=True))))
+
+    def added(self, *args) -> None:
+        pass
+
+    updated = ended = added
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Name -> (file, truth). "demo" is the README's; "busy" has all there is, over two keyframes;
+    "evil" brings markup along; "empty" has no step at all."""
+    folder, made = tmp_path_factory.mktemp("pages"), {}
+    arrivals = [Arrival(30 + 7 * i % 40, 8 + 5 * i % 30, 16, i / 40) for i in range(20)]
+    for name, requests, options in [
+            ("demo", list(map(parse, DEMO)), DEMO_OPTIONS), ("busy", arrivals, (48, 26, 8, 6)),
+            ("evil", [Arrival(9, 3), Arrival(5, 2)], (8, 8, 4, 4)), ("empty", [], (8, 8, 4, 4))]:
+        simulation = Simulation(requests, *options)
+        simulation.record(str(folder / f"{name}.html"))
+        trace, truth = simulation.observers[-1], Truth(simulation)
+        simulation.finish()
+        truth.look(tokens=0, running=0, waiting=0, index=-1)
+        if name == "evil":
+            trace.requests[0][0] = trace.requests[0][3] = trace.meta["title"] = EVIL
+        (folder / f"{name}.html").write_text(page(trace.stream()), encoding="utf-8")
+        made[name] = (folder / f"{name}.html", truth.frames)
+    assert len(made["busy"][1]) > 128
+    return made
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n.replace(",", "")) for n in re.findall(r"[\d,]+", text)]
+
+
+def shown(browser) -> dict:
+    """What the page says, in words and in its state, about the step that it shows."""
+    tokens, people, used, rest = browser.js(
+        "[...document.querySelectorAll('#numbers div')].map(e => e.firstChild.textContent)")
+    state = browser.js("""({holders: page.memory.holders.map(h => [...h].sort((a, b) => a - b)),
+                            findable: [...page.memory.findable].map(Boolean)})""")
+    title = browser.js("document.querySelector('#step').textContent")
+    running, waiting = numbers(people)
+    return state | dict(tokens=numbers(tokens)[0], running=running, waiting=waiting,
+                        used=numbers(used)[0], cached=numbers(rest)[0],
+                        index=-1 if title == "The end" else numbers(title)[0])
+
+
+@pytest.mark.parametrize("name", ["demo", "busy"])
+def test_every_step_shows_the_true_state(browser, runs, name):
+    """Forward one by one with the arrow key, then to and fro across the page's keyframes."""
+    path, truth = runs[name]
+    browser.open(path, "#0")
+    for at, facts in enumerate(truth):
+        assert shown(browser) == facts, f"frame {at}"
+        browser.press("ArrowRight")
+    last = len(truth) - 1
+    for at in [last // 2, last - 1, 1, min(64, last), min(63, last), last, 0, min(65, last)]:
+        browser.js(f"page.seek({at})")
+        browser.settle()
+        assert shown(browser) == truth[at], f"frame {at}"
+
+
+def test_keys(browser, runs):
+    path, truth = runs["busy"]
+    last = len(truth) - 1
+    browser.open(path, "#20")
+    here = "page.view.at"
+    for key, shift, at in [("ArrowRight", False, 21), ("ArrowRight", True, 31),
+                           ("ArrowLeft", False, 30), ("ArrowLeft", True, 20), ("End", False, last),
+                           ("ArrowRight", False, last), ("Home", False, 0),
+                           ("ArrowLeft", False, 0)]:
+        browser.press(key, shift)
+        assert browser.js(here) == at == browser.js("+document.querySelector('#slider').value")
+    browser.press("ArrowDown")
+    browser.press("ArrowDown")
+    assert browser.js("page.view.request") == 1
+    browser.press("Escape")
+    assert browser.js("page.view.request") == -1
+    browser.press(" ")
+    while browser.js(here) < 3:
+        browser.settle()
+    browser.press(" ")
+    stopped = browser.js(here)
+    browser.js("new Promise(done => setTimeout(done, 200))")
+    assert browser.js(here) == stopped
+
+
+def test_the_slider_scrubs(browser, runs):
+    browser.open(runs["busy"][0], "#0")
+    x, y = browser.corner("#slider")
+    width = browser.js("document.querySelector('#slider').clientWidth")
+    browser.click(x + width / 2, y + 9)
+    assert abs(browser.js("page.view.at") - browser.js("page.LAST / 2")) <= 2
+    assert shown(browser) == runs["busy"][1][browser.js("page.view.at")]
+
+
+def middle_of_block(browser, block: int) -> tuple[float, float]:
+    x, y = browser.corner("#map")
+    cell = browser.js("page.cell")
+    return (x + (block % cell["columns"] + 0.5) * cell["width"],
+            y + (block // cell["columns"] + 0.5) * cell["height"])
+
+
+def middle_of_cell(browser, request: int, at: int) -> tuple[float, float]:
+    x, y = browser.corner("#lanes canvas")
+    return (x + browser.js(f"page.xOf({at}.5)"),
+            y + (request + 0.5) * browser.js("page.laneHeight") + 3)
+
+
+def test_the_screen_shows_owners_shared_cached_and_free(browser, runs):
+    """Pixels of the README's demo. Step 1: A has blocks 0, 1, 3, B shares 0 and 1, C has 4 and 5.
+    Two owners are two colours, a shared block has both, and a free one neither."""
+    browser.prefer("light")
+    browser.open(runs["demo"][0], "#1")
+    half = browser.js("page.cell.width") / 2
+
+    def seen(block: int, dx: float = 0, dy: float = 0):
+        x, y = middle_of_block(browser, block)
+        return browser.color(x + dx * half, y + dy * half)
+
+    a, c, free = seen(3, -.6, -.6), seen(4, -.6, -.6), seen(8, -.6, -.6)
+    holders = [[0, 1], [0, 1], [1], [0], [2], [2], [], [], []]
+    if runs["demo"][1][1]["holders"][2] != [1]:  # who took block 2 and who 3
+        holders[2], holders[3] = [0], [1]
+        a = seen(2, -.6, -.6)
+    assert runs["demo"][1][1]["holders"] == holders
+    assert len({a, c, free}) == 3
+    assert seen(5, -.6, -.6) == c and seen(7, -.6, -.6) == free
+    for shared in (0, 1):
+        first, second = seen(shared, -.6, -.6), seen(shared, .6, .6)
+        assert first == a and second not in (a, c, free)
+    # Step 3: C was preempted; its two full blocks can still be found, and are neither C's nor free.
+    assert runs["demo"][1][3]["findable"][5] and not runs["demo"][1][3]["holders"][5]
+    browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert seen(5, -.4, -.4) not in (a, c, free)
+
+
+def test_the_lanes_show_what_each_request_does(browser, runs):
+    """The README's table, by the colour at the edge of each cell: prefill, decode, waiting (the
+    panel shows beside a thin line), preempted, recomputed, gone."""
+    browser.prefer("light")
+    browser.open(runs["demo"][0], "#0")
+    style = "getComputedStyle(document.documentElement)"
+    kinds = {browser.js(f"{style}.getPropertyValue('--{name}')").strip(): name[0]
+             for name in ("prefill", "decode", "recompute")}
+
+    def letter(request: int, at: int) -> str:
+        x, y = middle_of_cell(browser, request, at)
+        red, green, blue = browser.color(x + .3 * browser.js("page.perStep()"), y + 6)
+        return kinds.get(f"#{red:02x}{green:02x}{blue:02x}", ".")
+
+    assert ["".join(letter(request, at) for at in range(7)) for request in range(3)] == [
+        "pdddd..", ".pdddd.", ".pp..rd"]
+    assert browser.js("[0,1,2,3,4,5,6].map(at => page.stateOf(2, at))") == [1, 3, 3, 7, 7, 4, 5]
+
+
+def test_clicking_lights_the_other_half(browser, runs):
+    browser.open(runs["demo"][0], "#1")
+    cells = [middle_of_cell(browser, request, 2) for request in range(3)]
+    blocks = [middle_of_block(browser, block) for block in (3, 4)]  # A's or B's, and C's
+
+    def look() -> list:
+        return [browser.color(x, y + 6) for x, y in cells] + [
+            browser.color(x - 8, y - 8) for x, y in blocks]
+
+    before = look()
+    browser.click(*middle_of_block(browser, 0))
+    assert browser.js("page.view.block") == 0
+    words = browser.js("document.querySelector('#card').textContent")
+    assert words.startswith("Block 0 is shared by A, B.")
+    changed = [old != new for old, new in zip(before, look(), strict=True)]
+    assert changed == [False, False, True, True, True]  # its owners' lanes stay, the rest fades
+    browser.press("Escape")
+    assert look() == before
+    x, y = middle_of_cell(browser, 2, 1)
+    browser.click(x, y)
+    assert browser.js("[page.view.request, page.view.at]") == [2, 1]
+    words = browser.js("document.querySelector('#card').textContent")
+    assert words.startswith("C: 14 prompt tokens, 3 generated (length), hit 12, preempted 1×")
+    assert "holds 2 blocks" in words
+    browser.move(5, 5)  # or its lane would have the colour of what is under the mouse
+    changed = [old != new for old, new in zip(before, look(), strict=True)]
+    assert changed == [True, True, False, True, False]  # its lane and its block stay
+    browser.click(x, y)
+    assert browser.js("page.view.request") == -1
+
+
+def test_hovering_tells_the_numbers(browser, runs):
+    browser.open(runs["demo"][0], "#0")
+
+    def tip(x, y):
+        browser.move(x, y)
+        return browser.js("document.querySelector('#tip').innerText")
+
+    assert tip(*middle_of_cell(browser, 1, 1)) == (
+        "B: 12 prompt tokens\nstep 1 · prefill: positions 8 to 11, 4 tokens, samples a token\n"
+        "prefix hit: 8 tokens not computed again")
+    assert tip(*middle_of_cell(browser, 2, 3)) == (
+        "C: 14 prompt tokens\nstep 3 · preempted, waiting\npreempted: gave its blocks back")
+    assert tip(*middle_of_cell(browser, 0, 4)) == (
+        "A: 10 prompt tokens\nstep 4 · decode: position 13, samples a token")
+    x, y = browser.corner("#budget")
+    assert tip(x + browser.js("page.xOf(5.5)"), y + 60) == (
+        "Step 5\n2 recompute + 2 decode of 12 tokens\n8 blocks in use, 1 cached, 0 free")
+    assert tip(*middle_of_block(browser, 1)) == "Block 1\nheld by A\npositions 4 to 7"
+    browser.move(5, 5)
+    assert browser.js("getComputedStyle(document.querySelector('#tip')).pointerEvents") == "none"
+
+
+def test_positions_count_from_the_first_block_that_a_window_left_behind(browser, tmp_path):
+    """A sliding window gave back block 0 of the table [0, 1, 2]: block 1 keeps positions 4 to 7,
+    also on the way back from a keyframe."""
+    step = {"i": 0, "t": 0, "d": 1}
+    frames = [step | {"q": [0], "b": [[0, 0, 1]]}, step | {"g": [0, 1], "b": [[0, 2]]},
+              *([step] * 70), {"i": -1, "t": 99, "d": 0}]
+    meta = dict(title="", note="", num_blocks=4, block_size=4, budget=8, max_num_seqs=1)
+    stream = dict(meta=meta, requests=[["A", 3, 0, ""]], frames=frames)
+    (tmp_path / "run.html").write_text(page(stream), encoding="utf-8")
+    browser.open(tmp_path / "run.html", "#71")
+    for at in (71, 66, 1):
+        browser.js(f"page.seek({at}), page.memory.seek({at})")
+        browser.move(5, 5)
+        browser.move(*middle_of_block(browser, 1))
+        assert browser.js("document.querySelector('#tip').innerText").endswith("positions 4 to 7")
+
+
+def test_nothing_is_fetched_and_nothing_complains(browser, runs):
+    for name, (path, _) in runs.items():
+        browser.open(path)
+        for key in ("ArrowRight", *"+-0tt", "ArrowUp", "ArrowUp", "ArrowDown", "End"):
+            browser.press(key)
+        assert browser.complaints() == [], name
+        assert [url.split("#")[0] for url in browser.requests()] == [path.as_uri()], name
+
+
+def test_text_stays_text(browser, runs):
+    browser.open(runs["evil"][0], "#0")
+    browser.press("ArrowDown")
+    assert EVIL in browser.js("document.querySelector('#card').textContent")
+    assert browser.js("document.querySelector('#title').textContent") == EVIL
+    browser.move(*middle_of_cell(browser, 0, 0))
+    assert EVIL in browser.js("document.querySelector('#tip').textContent")
+    assert browser.js("[window.evil, document.querySelectorAll('img').length]") == [None, 0]
+
+
+def test_light_and_dark(browser, runs):
+    """As the system prefers, and the other way with the button; the pictures follow."""
+    path, _ = runs["demo"]
+
+    def brightness() -> list[int]:
+        x, y = browser.corner("#lanes canvas")
+        return [sum(browser.color(3, 450)), sum(browser.color(x + 400, y + 300))]
+
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        browser.open(path, "#0")
+        first = brightness()
+        x, y = browser.corner("#theme")
+        browser.click(x + 5, y + 5)
+        second = brightness()
+        bright, dim = (first, second) if scheme == "light" else (second, first)
+        assert min(bright) > 600 and max(dim) < 150, (scheme, bright, dim)
+    browser.prefer("light")
+    browser.settle()
+    assert min(brightness()) > 600
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (1440, 900)])
+def test_it_fits_on_a_laptop(browser, runs, size):
+    """Nothing is cut off and nothing scrolls; the legend explains everything with a sentence."""
+    try:
+        browser.resize(*size)
+        browser.open(runs["busy"][0])
+        root = "document.documentElement"
+        assert browser.js(f"[{root}.scrollWidth, {root}.scrollHeight]") == list(size)
+        assert browser.js("""[...document.querySelectorAll('#space, #time, #numbers, footer')]
+                             .filter(e => e.scrollWidth > e.clientWidth + 1).length""") == 0
+        legend = browser.js("[...document.querySelectorAll('footer span')].map(e => e.textContent)")
+        words = ["Prefill", "Decode", "Recompute", "Waiting", "Idle", "Prefix hit", "Preempted",
+                 "Finished", "Owned block", "Shared block", "Cached, free", "Free block"]
+        assert [entry.split(" – ")[0] for entry in legend] == words
+        assert all(entry.endswith(".") for entry in legend)
+    finally:
+        browser.resize(1440, 900)
+
+
+def test_zooming_keeps_the_step_in_sight(browser, runs):
+    browser.open(runs["busy"][0], "#70")
+    for _ in range(4):
+        browser.press("+")
+    view = browser.js("[page.view.from, page.view.to]")
+    assert view[0] <= 70 < view[1] and view[1] - view[0] < 20
+    browser.press("Home")
+    assert browser.js("page.view.from") == 0
+    browser.press("0")
+    assert browser.js("[page.view.from, page.view.to]") == [0, browser.js("page.LAST")]
