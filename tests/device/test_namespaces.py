@@ -198,7 +198,7 @@ def make_batch(tables: list[list[int]], query_lens: list[int], seq_lens: list[in
 SHAPES = [(4, 2, 16, 16), (3, 3, 32, 16), (8, 1, 24, 32), (6, 2, 20, 5), (2, 2, 64, 48),
           (5, 1, 8, 1)]
 # each row's query length and sequence length: decodes first, as a batch has them
-CASES = {"decodes": [(1, 1), (1, 7), (1, 16), (1, 17), (1, 100)],
+CASES = {"few": [(1, 1), (1, 20), (3, 19)], "decodes": [(1, 1), (1, 7), (1, 16), (1, 17), (1, 100)],
          "prompts": [(5, 5), (16, 16), (33, 33)],
          "mixed": [(1, 40), (1, 3), (7, 7), (20, 50), (2, 18)],
          "long chunk": [(70, 200)], "many rows": [(1, n) for n in range(1, 40)]}
@@ -229,14 +229,14 @@ def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: i
     return (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
 
 
-@pytest.mark.parametrize("window, softcap", [(None, None), (9, None), (None, 5.0), (30, 2.0)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (9, None), (30, 5.0)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention(ops, dtype, shape, case, window, softcap):
     """Against a loop over queries and keys. Dead slots hold infinities and NaN, other requests'
     numbers, which must not leak in, not even multiplied by zero."""
     if ops.__name__.endswith(".kernels") and (
-            case != "mixed" or dtype is torch.float16 or (window != 30 and shape != SHAPES[0])):
+            case != "few" or dtype is torch.float16 or (window != 30 and shape != SHAPES[0])):
         pytest.skip("the interpreter is slow: test_kernels has more of it")
     num_heads, num_kv_heads, head_dim, block_size = shape
     rows = CASES[case]
