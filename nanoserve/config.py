@@ -1,32 +1,143 @@
-"""What can be chosen: `EngineConfig`, the options of `LLM(...)` in vLLM's words.
+"""What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
-A frozen record, checked once and handed down by value. It is what a user asks for; `resolved()`
-settles what was left open and depends on the device or the model. What is `None` after that is not
-wanted (a trace, speculation), the checkpoint's own (tokenizer, pooling), or measured elsewhere (the
-KV cache's size).
-What a checkpoint *is* can't be chosen: that is `model_config.ModelConfig`.
+Names, defaults and meaning are vLLM's. Both are records whose every field has a *rule*: the words
+for what it must be, and a function that gives the value as it is kept. `check_fields` is the only
+place where a value is checked; what concerns two fields at once stands behind it.
 
-Invariant: a config is never written to after construction. What is only known later (how many KV
-blocks fit into memory) is a return value of whoever measured it, and a *new* config is made.
+    value ──rule──► kept: "half" is "float16", one stop string a list of one, numpy's 5 an int 5
+              └───► ValueError: the field, what it must be, the value
 
-Not known here: torch, devices, memory. Everything up to the scheduler runs without torch, so that
-anyone can read, run and test it in a second. Road not taken: groups of options (one record for the
-cache, one for the scheduler, ...) as in larger engines; twenty-odd fields fit on one screen.
+What a user left open is `None`. `EngineConfig.resolved()` settles what depends on the device or the
+model; what is `None` after that is not wanted (a trace), the checkpoint's own (tokenizer), or
+measured elsewhere (the KV cache's size). What a checkpoint *is* can't be chosen: that is
+`model_config.ModelConfig`.
+
+Invariants: a value that can't be honoured raises; a field without a rule can't exist, and a control
+that no code applies is an error (`CONTROLS`). An `EngineConfig` is never written to: what is only
+known later is a return value of whoever measured it, and a *new* config is made.
+
+Not known here: torch, devices, memory, vocabularies. What only the tokenizer can tell (how is this
+bad word spelt?) is checked in frontend/request.py. Road not taken: groups of options as in larger
+engines (one record for the cache, one for the scheduler); thirty fields fit on one screen.
 """
 
-from dataclasses import dataclass, replace
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from nanoserve.checkpoint.model_config import ModelConfig
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-SCHEDULING_POLICIES = ("fcfs", "priority")
-DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
-RUNNERS = ("auto", "generate", "pooling")
-CONVERSIONS = ("auto", "none", "embed", "classify")
+MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
+MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
+MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
+# Far beyond any use, and such that a logit times it, or divided by it, is a float32.
+REPETITION_PENALTIES = (1e-6, 1e6)
+
+
+# --------------------------------------------------------------------- rules
+
+
+class Rule(NamedTuple):
+    """must: in words; keep: gives the value as it is kept, or raises `ValueError`."""
+
+    must: str
+    keep: Callable[[Any], Any]
+
+
+def check_fields(record, rules: dict[str, Rule]) -> None:
+    """Each field by its rule; `None` passes where it is the default. Raises `ValueError`."""
+    for field in fields(record):
+        rule, value = rules[field.name], getattr(record, field.name)
+        if value is None and field.default is None:
+            continue
+        try:
+            kept = rule.keep(value)
+        except ValueError as error:  # of what is wrong: the value, or a part of it
+            given, wrong = f"{value!r:.100}", f"{error!s:.100}"
+            raise ValueError(f"{field.name} must be {rule.must}, got "
+                             f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
+        object.__setattr__(record, field.name, kept)  # an `EngineConfig` is frozen
+
+
+def only_if(is_right: bool, value: Any) -> Any:
+    """value; raises `ValueError` of it if it isn't right."""
+    if not is_right:
+        raise ValueError(repr(value))
+    return value
+
+
+def choice(*values: Any) -> Rule:
+    return Rule(f"one of {', '.join(map(str, values))}",
+                lambda value: only_if(value in values, value))
+
+
+def instance(kind: type | tuple[type, ...], what: str) -> Rule:
+    return Rule(what, lambda value: only_if(isinstance(value, kind), value))
+
+
+def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False,
+           whole: bool = False) -> Rule:
+    """low <= value <= high (low < value if `above`); NaN fails every comparison. True is none."""
+    bound = "" if low == -math.inf else f" of at least {low}"
+    if high != math.inf:
+        bound = f" in {'(' if above else '['}{low}, {high}]"
+
+    def keep(value):
+        is_one = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        only_if(is_one and (low < value if above else low <= value) and value <= high, value)
+        return int(value) if isinstance(value, Integral) else float(value)
+
+    return Rule(("a whole number" if whole else "a number") + bound, keep)
+
+
+def list_of(one: Rule, what: str, least: int = 0) -> Rule:
+    """Any collection but a str or a dict, whose members keep a rule. A list of its own is kept."""
+    def keep(values):
+        only_if(isinstance(values, Iterable) and not isinstance(values, (str, dict)), values)
+        kept = [one.keep(value) for value in values]
+        return only_if(len(kept) >= least, kept)
+
+    return Rule(what, keep)
+
+
+FLAG, COUNT = choice(True, False), number(1, whole=True)
+TOKEN_ID = number(0, whole=True)
+BIAS = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
+WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
+
+
+def keep_dtype(dtype: Any) -> str:
+    """torch.float32 and vLLM's "half" are welcome, too: one spelling from here on."""
+    name = str(dtype).removeprefix("torch.")
+    return only_if(DTYPE_ALIASES.get(name, name) in DTYPES, dtype) and DTYPE_ALIASES.get(name, name)
+
+
+def keep_trace(path: Any) -> Any:
+    is_one = isinstance(path, (str, Path)) and Path(path).suffix in (".html", ".json")
+    return only_if(is_one and Path(path).parent.is_dir(), path)
+
+
+def keep_biases(biases: Any) -> dict[int, float]:
+    """JSON knows only str keys: as in vLLM's server, "5" is token 5. A bias beyond the bound is
+    refused and not clamped in silence, as vLLM's server does."""
+    kept: dict[int, float] = {}
+    for key, bias in only_if(isinstance(biases, dict), biases).items():
+        id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
+        only_if(id_ not in kept, key)  # 5 and "5": named twice
+        kept[id_] = float(BIAS.keep(bias))
+    return kept
+
+
+# ------------------------------------------------------------------- options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,44 +178,12 @@ class EngineConfig:
     trace: str | None = None  # a .html or .json file in which every step is recorded
 
     def __post_init__(self):
-        # torch.float32 and vLLM's "half" are welcome, too: one spelling from here on.
-        dtype = str(self.dtype).removeprefix("torch.")
-        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
-        self._check_choice("dtype", DTYPES)
-        self._check_choice("load_format", LOAD_FORMATS)
-        self._check_choice("scheduling_policy", SCHEDULING_POLICIES)
-        self._check_choice("device", DEVICES)
-        self._check_choice("kernels", KERNELS)
-        self._check_choice("runner", RUNNERS)
-        self._check_choice("convert", CONVERSIONS)
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size",
-                     "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if value is None and getattr(type(self), name) is None:  # the engine decides
-                continue
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if type(self.seed) is not int:
-            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
-        for name in ("skip_tokenizer_init", "expert_parallel", "enable_prefix_caching",
-                     "enable_chunked_prefill", "enforce_eager", "trust_remote_code"):
-            self._check_choice(name, (True, False))
-        self._check_choice("async_scheduling", (None, True, False))
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
-        if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
-            raise ValueError(f"hf_overrides must be a dict laid over config.json, got "
-                             f"{self.hf_overrides!r}")
-        if self.trace is not None and (not isinstance(self.trace, (str, Path))
-                                       or Path(self.trace).suffix not in (".html", ".json")
-                                       or not Path(self.trace).parent.is_dir()):
-            raise ValueError(f"trace={self.trace!r} must name a file in a folder that exists, "
-                             "ending in .html (a page to look at) or .json (for Perfetto)")
-        if not isinstance(self.speculative_config, (dict, type(None))):
-            raise ValueError("speculative_config must be a dict such as {'method': 'ngram', "
-                             f"'num_speculative_tokens': 5}}, got {self.speculative_config!r}")
-        self._check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        check_fields(self, ENGINE_RULES)
+        # A decoding sequence takes one token a step: the budget has to cover all of them.
+        num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
+            raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
+                             f"{num_seqs}: raise the first or lower the second")
 
     @property
     def num_drafts(self) -> int:
@@ -115,18 +194,6 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """The folder or hub id of the network that guesses, if one does."""
         return (self.speculative_config or {}).get("model")
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name}={getattr(self, name)!r} is not supported: choose one of "
-                             f"{', '.join(map(str, choices))}")
-
-    @staticmethod
-    def _check_budget(num_tokens: int | None, num_seqs: int | None) -> None:
-        """A decoding sequence takes one token a step: the budget has to cover all of them."""
-        if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
-            raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
-                             f"{num_seqs}: raise the first or lower the second")
 
     def check_ranks(self, model_config: ModelConfig) -> None:
         """Raises `ValueError` if the ranks can't share this model. Shares may be uneven, but each
@@ -198,23 +265,117 @@ class EngineConfig:
                                  "add runner='pooling', or leave it out")
         return runner
 
-    def fit_to_cache(self, num_blocks: int,
-                     asked: int | None) -> tuple["EngineConfig", list[str]]:
-        """Lower `max_model_len` to what the KV cache holds; returns what to say about it, too.
-        asked: the user's own, which raises `ValueError` instead; so does a cache of one token, if
-        it should hold a prompt and an answer."""
-        capacity = num_blocks * self.block_size
-        assert self.max_model_len is not None, "a resolved config has a length"
-        if self.max_model_len <= capacity:
-            return self, []
-        remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
-        if self.runner == "generate" and capacity < 2:
-            raise ValueError("a KV cache of one token has no room for an answer behind a prompt: "
-                             f"{remedy}")
-        if asked is not None:
-            raise ValueError(
-                f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
-                f"({num_blocks} blocks of {self.block_size}): lower it, or {remedy}")
-        said = (f"max_model_len is lowered from {self.max_model_len:,} to {capacity:,}, what the "
-                f"KV cache holds; {remedy} for more")
-        return replace(self, max_model_len=capacity), [said]
+
+ENGINE_RULES = dict(
+    model=Rule("the name of a folder or a hub id", TEXT.keep),
+    tokenizer=instance((str, Path), "the name of a folder or a hub id"), skip_tokenizer_init=FLAG,
+    dtype=Rule(f"one of {', '.join(DTYPES)}", keep_dtype),
+    load_format=choice("auto", "safetensors", "dummy"), tensor_parallel_size=COUNT,
+    expert_parallel=FLAG, seed=number(whole=True), max_model_len=COUNT,
+    max_num_batched_tokens=COUNT, max_num_seqs=COUNT,
+    gpu_memory_utilization=number(0, 1, above=True), kv_cache_memory_bytes=COUNT,
+    num_gpu_blocks_override=COUNT, block_size=COUNT, enable_prefix_caching=FLAG,
+    enable_chunked_prefill=FLAG, scheduling_policy=choice("fcfs", "priority"), enforce_eager=FLAG,
+    hf_overrides=instance(dict, "a dict laid over config.json"), trust_remote_code=FLAG,
+    device=choice("auto", "cpu", "cuda"), kernels=choice(*KERNELS), async_scheduling=FLAG,
+    runner=choice("auto", "generate", "pooling"),
+    convert=choice("auto", "none", "embed", "classify"),
+    pooler_config=Rule("", lambda config: config),  # extras/pooler.py checks it
+    speculative_config=instance(
+        dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}"),
+    trace=Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "
+               "Perfetto)", keep_trace))
+
+
+# ------------------------------------------------------------------ requests
+
+
+class RequestOutputKind(Enum):
+    """What each output of a running request carries (vLLM's names)."""
+
+    CUMULATIVE = 0  # everything generated so far
+    DELTA = 1  # only what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to turn logits into tokens and when to stop; names, defaults and meaning are vLLM's.
+
+    Raises `ValueError` naming the field and its value for whatever can't be honoured. What only the
+    model knows (its vocabulary, its tokenizer) is checked when the request is made.
+
+    logits ─ allowed tokens, bad words, ─ penalties ─ temperature ─ min_p ─ top_k ─ top_p ─ draw
+             min_tokens, logit_bias
+    """
+
+    n: int = 1  # samples of one prompt
+    presence_penalty: float = 0.0  # taken off every token that is in the output
+    frequency_penalty: float = 0.0  # taken off a token as often as it is in the output
+    repetition_penalty: float = 1.0  # divides the logits of the prompt's tokens and the output's
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # only the likeliest tokens that together have this probability
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0  # none less likely than the likeliest times this
+    seed: int | None = None  # None: made of the engine's and the order of arrival
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the model's maximum length
+    min_tokens: int = 0  # no EOS, stop token or stop string before so many
+    logprobs: int | None = None  # of each token, and of so many of the likeliest
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None  # added to the logits
+    allowed_token_ids: list[int] | None = None  # no others
+    bad_words: list[str] | None = None  # not in the output, with or without a space in front
+
+    def __post_init__(self):
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        check_fields(self, SAMPLING_RULES)
+        self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
+        self.seed = None if self.seed == -1 else self.seed  # vLLM's other spelling
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: "
+                             "lower the first or raise the second")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"n={self.n} with temperature=0: greedy samples would all be equal, "
+                             "use n=1 or a temperature above 0")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} with detokenize=False: stop strings are found in "
+                             "the text, leave detokenize=True or use stop_token_ids")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            warnings.warn(f"temperature={self.temperature} is raised to {MIN_TEMPERATURE}: smaller "
+                          "values overflow; use 0 for greedy", stacklevel=3)
+            self.temperature = MIN_TEMPERATURE
+
+    def controls(self) -> set[str]:
+        """Which of `CONTROLS` are used."""
+        return {name for name, unused in CONTROLS.items()
+                if getattr(self, name) not in (unused, None, [], {})}
+
+
+SAMPLING_RULES = dict(
+    n=number(1, MAX_SAMPLES, whole=True), presence_penalty=number(-2, 2),
+    frequency_penalty=number(-2, 2), repetition_penalty=number(*REPETITION_PENALTIES),
+    temperature=number(0, 2), top_p=number(0, 1, above=True), top_k=number(-1, whole=True),
+    min_p=number(0, 1), seed=number(whole=True), stop=list_of(TEXT, "non-empty texts in a list"),
+    stop_token_ids=list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0"),
+    ignore_eos=FLAG,
+    max_tokens=Rule(f"{COUNT.must}, or None for no limit",
+                    lambda count: None if count is None else COUNT.keep(count)),
+    min_tokens=number(0, whole=True), logprobs=number(0, whole=True),
+    prompt_logprobs=number(0, whole=True), detokenize=FLAG, skip_special_tokens=FLAG,
+    include_stop_str_in_output=FLAG,
+    output_kind=instance(RequestOutputKind, "a RequestOutputKind"),
+    logit_bias=Rule(f"a dict of token ids and numbers in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], "
+                    "none twice (allowed_token_ids and bad_words rule tokens in or out)",
+                    keep_biases),
+    allowed_token_ids=list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1),
+    bad_words=list_of(WORD, "a list of words, none of them empty"))
+# What changes a row's logits, and the value that changes nothing. controls.py applies them all.
+CONTROLS = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0,
+                logit_bias=None, allowed_token_ids=None, bad_words=None)

@@ -31,7 +31,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanoserve.config import CONTROLS
 from nanoserve.sequence import Sequence
+
+# What `RowState` and `banned_ids` apply. A control that is declared and not applied would be
+# ignored in silence, so with such a one no engine starts.
+APPLIED = {"presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+           "logit_bias", "allowed_token_ids", "bad_words"}
+if set(CONTROLS) != APPLIED:
+    raise NotImplementedError(f"controls without code: {sorted(set(CONTROLS) ^ APPLIED)}")
 
 
 @dataclass

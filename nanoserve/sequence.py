@@ -31,8 +31,15 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import SamplingParams
+
+
+class SamplerState(Protocol):
+    """What the sampler counts for a sequence's penalties: see `controls.RowState`."""
+
+    def read(self, seq: "Sequence") -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +81,7 @@ class Sequence:
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 
-    sampler_state: object = None  # changed by the sampler alone: what it counts for penalties
+    sampler_state: SamplerState | None = None  # changed by the sampler alone
 
     def __post_init__(self):
         params = self.params
@@ -85,9 +92,8 @@ class Sequence:
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.needs_output_tokens = penalties != (1, 0, 0) or any(
             len(word) > 1 for word in self.bad_word_ids)
-        self.has_controls = bool(
-            self.needs_output_tokens or self.bad_word_ids or params.logit_bias
-            or params.allowed_token_ids or params.min_tokens or params.logprobs is not None)
+        self.has_controls = bool(params.controls() or self.bad_word_ids) or (
+            params.logprobs is not None)
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,7 @@
 import xxhash
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import SamplingParams
 from nanoserve.sequence import Sequence
 
 SIZE = 4

@@ -7,8 +7,7 @@ says otherwise, and the audit runs after every step.
 
 import zlib
 
-from nanoserve.config import EngineConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nanoserve.batch import HEADER, NUM_DECODES, SECTIONS, Batch, BatchBuilder
-from nanoserve.config import EngineConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

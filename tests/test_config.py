@@ -5,26 +5,30 @@ Every error must name the field, its value and the remedy.
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from config_files import LLAMA, read
 
+import nanoserve
 from nanoserve.checkpoint.model_config import ModelConfig, RopeConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, SamplingParams
 
 pytestmark = pytest.mark.floor
 
 
 @pytest.mark.parametrize("options, words", [
-    (dict(dtype="float8"), ["dtype='float8'", "bfloat16"]),
-    (dict(load_format="gguf"), ["load_format='gguf'", "safetensors"]),
-    (dict(scheduling_policy="lifo"), ["scheduling_policy='lifo'", "fcfs, priority"]),
-    (dict(device="tpu"), ["device='tpu'", "cpu, cuda"]),
+    (dict(dtype="float8"), ["dtype must be one of", "got 'float8'", "bfloat16"]),
+    (dict(load_format="gguf"), ["load_format must be one of", "got 'gguf'", "safetensors"]),
+    (dict(scheduling_policy="lifo"), ["scheduling_policy must be", "fcfs, priority, got 'lifo'"]),
+    (dict(device="tpu"), ["device must be one of", "got 'tpu'", "cpu, cuda"]),
     (dict(gpu_memory_utilization=0), ["gpu_memory_utilization", "(0, 1]", "got 0"]),
     (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),
     (dict(gpu_memory_utilization=True), ["gpu_memory_utilization", "(0, 1]", "got True"]),
-    (dict(async_scheduling="no"), ["async_scheduling='no'", "None, True, False"]),
-    (dict(expert_parallel=2), ["expert_parallel=2", "True, False"]),
+    (dict(async_scheduling="no"), ["async_scheduling", "True, False", "got 'no'"]),
+    (dict(expert_parallel=2), ["expert_parallel", "True, False", "got 2"]),
     (dict(gpu_memory_utilization=float("nan")), ["gpu_memory_utilization", "(0, 1]", "got nan"]),
     (dict(hf_overrides=["x"]), ["hf_overrides", "dict", "['x']"]),
     (dict(tensor_parallel_size=0), ["tensor_parallel_size", "at least 1", "got 0"]),
@@ -45,6 +49,35 @@ def test_bad_options_are_refused_with_field_value_and_remedy(options, words):
 def test_sizes_are_whole_numbers_of_at_least_one(name, value):
     with pytest.raises(ValueError, match=f"{name} .* at least 1, got {re.escape(repr(value))}"):
         EngineConfig(model="none", **{name: value})
+
+
+def test_a_field_without_a_rule_can_not_exist():
+    """Nor one whose value nobody checks."""
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Larger(EngineConfig):
+        new_option: int = 0
+
+    with pytest.raises(KeyError, match="new_option"):
+        Larger(model="none")
+
+
+def test_every_control_is_read_somewhere():
+    """A field that is accepted, and that no other file reads, would be ignored in silence."""
+    package = Path(nanoserve.__file__).parent
+    source = "".join(path.read_text() for path in package.rglob("*.py")
+                     if path.name != "config.py" and not path.is_relative_to(package / "tools"))
+    for field in dataclasses.fields(SamplingParams):
+        assert re.search(rf"params\.{field.name}\b", source), field.name
+
+
+def test_a_control_that_nobody_applies_is_an_error():
+    """No engine starts with it: the import of whoever should apply it fails."""
+    result = subprocess.run([sys.executable, "-c", """
+import nanoserve.config
+nanoserve.config.CONTROLS["dry_multiplier"] = 0
+import nanoserve.controls
+"""], capture_output=True, text=True, check=False)
+    assert "NotImplementedError: controls without code: ['dry_multiplier']" in result.stderr
 
 
 def test_configs_are_frozen():

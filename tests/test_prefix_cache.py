@@ -129,7 +129,7 @@ def test_keys_grow_with_the_sequence():
 @pytest.mark.parametrize("hash_seed", ["0", "12345"])
 def test_keys_are_the_same_in_every_process(hash_seed):
     code = ("import sys; from nanoserve.block_manager import BlockManager as B; "
-            "from nanoserve.sampling_params import SamplingParams; "
+            "from nanoserve.config import SamplingParams; "
             "from nanoserve.sequence import Sequence; "
             "seq = Sequence('s', list(range(1, 10)), SamplingParams()); "
             "print(*(key.hex() for key in B(8, 4).keys(seq))); assert 'torch' not in sys.modules")

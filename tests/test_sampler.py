@@ -19,9 +19,9 @@ from checkpoints import sampling_inputs, sampling_step
 from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import ops
+from nanoserve.config import SamplingParams
 from nanoserve.device.choice import namespace
 from nanoserve.sampler import SamplingInputs, put, sample
-from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
 MASK = 2 ** 64 - 1

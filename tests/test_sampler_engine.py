@@ -9,7 +9,7 @@ from checkpoints import Reference
 from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import LLM
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import SamplingParams
 
 MAX_TOKENS = 40
 SEEDED = [SamplingParams(seed=seed, max_tokens=MAX_TOKENS, ignore_eos=True, **kinds)

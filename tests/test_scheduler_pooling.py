@@ -5,8 +5,7 @@ import random
 import pytest
 from scheduler_by_hand import make
 
-from nanoserve.config import EngineConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
 

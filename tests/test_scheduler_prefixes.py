@@ -3,7 +3,7 @@
 import pytest
 from scheduler_by_hand import add, alone, computed, finish_step, make, rows, run, run_step
 
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
 

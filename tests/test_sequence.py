@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor

@@ -11,15 +11,29 @@ encoded to nothing.
 Not known here: how tokens become text while they arrive (frontend/detokenizer.py).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import Protocol
 
 from nanoserve.checkpoint.hub import find_model
 
 
+class Tokenizer(Protocol):
+    """What the engine asks of a tokenizer: transformers' names, and anything with them will do."""
+
+    eos_token_id: int | None
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict], *, tokenize: bool,
+                            **options) -> str: ...
+
+
 def load_tokenizer(folder: Path, name: str | None = None, *, optional: bool = False,
-                   trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+                   trust_remote_code: bool = False) -> Tokenizer | None:
     """The tokenizer in the model's `folder`, or the one that `name` names (a folder or a hub id).
 
     optional: None where there are no tokenizer files, as with random weights. Raises `ValueError`
@@ -29,6 +43,7 @@ def load_tokenizer(folder: Path, name: str | None = None, *, optional: bool = Fa
         name, "tokenizer", weights=False, code=trust_remote_code)
     if optional and not any(source.glob("*token*")):
         return None
+    from transformers import AutoTokenizer  # here: a second, which only who reads one need wait
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         if len(tokenizer) < 2:  # transformers makes an empty one up where there is none

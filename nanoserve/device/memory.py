@@ -23,12 +23,12 @@ exhausted; a laptop that swaps is worse than a small cache.
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from nanoserve.config import EngineConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.sequence import Sequence, Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free
@@ -41,6 +41,27 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 26}
 # What a row of the largest step asks for: whatever takes memory in the sampler.
 EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias={0: 1.0})
+
+
+def fit_to_cache(config: EngineConfig, num_blocks: int,
+                 asked: int | None) -> tuple[EngineConfig, list[str]]:
+    """Lower `max_model_len` to what the KV cache holds; returns what to say about it, too. config:
+    resolved. asked: the user's own length, which raises `ValueError` instead; so does a cache of
+    one token, if it should hold a prompt and an answer."""
+    capacity = num_blocks * config.block_size
+    if config.max_model_len <= capacity:
+        return config, []
+    remedy = "raise kv_cache_memory_bytes (or gpu_memory_utilization, num_gpu_blocks_override)"
+    if config.runner == "generate" and capacity < 2:
+        raise ValueError("a KV cache of one token has no room for an answer behind a prompt: "
+                         f"{remedy}")
+    if asked is not None:
+        raise ValueError(
+            f"max_model_len={asked} does not fit in the KV cache of {capacity} tokens "
+            f"({num_blocks} blocks of {config.block_size}): lower it, or {remedy}")
+    said = (f"max_model_len is lowered from {config.max_model_len:,} to {capacity:,}, what the "
+            f"KV cache holds; {remedy} for more")
+    return replace(config, max_model_len=capacity), [said]
 
 
 def largest_step(config: EngineConfig) -> Step:

@@ -36,10 +36,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.request import InputProcessor, Prompt, as_list, one_for_each
-from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestStateStats, Sequence
 
 GREEDY = SamplingParams(temperature=0)  # a sequence has some; nothing is sampled by them
@@ -265,9 +264,9 @@ class PoolingInputs(InputProcessor):
         prompts = as_list(prompts)
         params = [_with_task(one, pooling_task)
                   for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
-        requests = llm._make_requests(prompts, params, priority)
+        requests = llm.make_requests(prompts, params, priority)
         results = {}
-        with closing(llm._drive(requests)) as outputs, tqdm(
+        with closing(llm.drive(requests)) as outputs, tqdm(
                 total=len(requests), desc="Processed prompts", unit="prompt", dynamic_ncols=True,
                 disable=not use_tqdm or not requests) as bar:
             for output in outputs:

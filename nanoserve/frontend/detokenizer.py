@@ -25,7 +25,8 @@ depend on whether anybody looked at it before the end.
 Not known here: where the tokens come from, and what ends a request otherwise.
 """
 
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.checkpoint.tokenizers import Tokenizer
+from nanoserve.config import RequestOutputKind, SamplingParams
 
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
 
@@ -36,7 +37,7 @@ class Detokenizer:
     tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
     """
 
-    def __init__(self, tokenizer, params: SamplingParams, prompt_token_ids: list[int]):
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]):
         self.tokenizer = tokenizer
         self.params = params
         self.text = ""  # everything decoded so far, up to a stop string

@@ -16,7 +16,8 @@ fail, and gets the text of its tokens afterwards, which can: a tokenizer is some
 Not known here: tensors, steps, when an output is made.
 """
 
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.checkpoint.tokenizers import Tokenizer
+from nanoserve.config import SamplingParams
 from nanoserve.sequence import Logprob
 
 Entry = tuple[int, float, int]  # token id, logprob, rank
@@ -25,7 +26,7 @@ Entry = tuple[int, float, int]  # token id, logprob, rank
 class LogprobHistory:
     """Everything one request has been told and will be told. tokenizer: None makes no text."""
 
-    def __init__(self, params: SamplingParams, tokenizer):
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None):
         self.params = params
         self.tokenizer = tokenizer
         self.samples: list[list[dict[int, Logprob]]] = [[] for _ in range(params.n)]

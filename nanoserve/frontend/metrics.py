@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -35,6 +36,29 @@ from nanoserve.sequence import RequestOutput, RequestStateStats, Sequence, Step
 
 # Upper limits of the buckets in which steps are counted by their number of tokens: vLLM's.
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Observer(Protocol):
+    """Somebody who is told what happens, and changes nothing: `engine.observers.append(mine)`.
+
+    A request's life is `added`, then `scheduled` and `updated` once a step, then `ended` for each
+    of its samples. This one prints how full the steps are:
+
+        class Fullness:
+            def added(self, sequences, stats, prompt): pass
+            def scheduled(self, step): print(step.index, step.num_tokens)
+            def updated(self, step, grown): pass
+            def ended(self, sequences): pass
+    """
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None: ...
+
+    def scheduled(self, step: Step) -> None: ...
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None: ...
+
+    def ended(self, sequences: list[Sequence]) -> None: ...
 
 
 @dataclass

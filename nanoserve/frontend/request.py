@@ -23,10 +23,10 @@ from numbers import Integral
 import xxhash
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.checkpoint.tokenizers import Tokenizer
+from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence
 
 Prompt = str | dict | list[int]
@@ -50,7 +50,7 @@ class Request:
     eos_ids: frozenset[int]  # what ends it; none with ignore_eos
     late_ids: frozenset[int]  # what may not come before `min_tokens`
     bad_word_ids: list[list[int]]
-    tokenizer: object  # None: no text is made
+    tokenizer: Tokenizer | None  # None: no text is made
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
@@ -163,7 +163,8 @@ class Request:
 class InputProcessor:
     """Tokenises and checks. config: resolved, with the `max_model_len` that the KV cache allows."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, tokenizer):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig,
+                 tokenizer: Tokenizer | None):
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -310,7 +311,7 @@ class InputProcessor:
         except TypeError as error:  # what the tokenizer says when a str has no UTF-8 form
             raise ValueError(f"{what} is no valid text, a lone surrogate? {text!r}") from error
 
-    def tokenizer_for(self, what: str):
+    def tokenizer_for(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and this engine has none: use token ids, "
                              "or name one with tokenizer= (and without skip_tokenizer_init)")

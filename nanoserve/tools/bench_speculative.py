@@ -16,8 +16,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from nanoserve.config import SamplingParams
 from nanoserve.llm import BUNDLED_MODEL, LLM
-from nanoserve.sampling_params import SamplingParams
 
 PROMPT = "Once upon a time there was a king who"
 

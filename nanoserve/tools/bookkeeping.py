@@ -21,9 +21,8 @@ import time
 import torch
 
 from nanoserve.batch import BatchBuilder
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.llm import LLM
-from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
 

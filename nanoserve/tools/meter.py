@@ -28,9 +28,9 @@ import torch
 from tqdm import tqdm
 
 from nanoserve import model_runner
+from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.layers import Experts, Linear
 from nanoserve.llm import LLM
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence, Step
 from nanoserve.tools.workloads import Request, summarize
 

@@ -36,8 +36,7 @@ import numpy as np
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 from nanoserve.tools.workloads import Request, community

@@ -31,9 +31,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend.metrics import EngineMetrics, summary
-from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import RequestStateStats, Sequence, Step
 from nanoserve.tools.recorder import Trace

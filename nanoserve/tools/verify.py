@@ -39,10 +39,9 @@ from transformers import AutoModelForCausalLM
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import load_tokenizer
-from nanoserve.config import KERNELS, EngineConfig
+from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
 from nanoserve.llm import LLM
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept

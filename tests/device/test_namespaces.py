@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.config import KERNELS
+from nanoserve.config import KERNELS, SamplingParams
 from nanoserve.device.choice import namespace
-from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence, Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",

@@ -117,16 +117,16 @@ def test_random_weights_pool_too(qwen3, classifiers):
 def test_an_aborted_text_costs_the_others_nothing(checkpoints, monkeypatch, method, arguments):
     """Another thread may abort it. It has no vector, and the others' were lost with it."""
     with start(checkpoints["qwen3"]) as llm:
-        advance = llm._advance
+        submit = llm.submit
 
-        def aborts():
-            monkeypatch.setattr(llm, "_advance", advance)
-            llm.abort_request(list(llm.requests)[1])
-            advance()
+        def aborts(request, inbox):
+            submit(request, inbox)
+            if len(llm.requests) == 3:
+                llm.abort_request(list(llm.requests)[1])
 
         alone = llm.embed(["a", "c"], use_tqdm=False) if method == "embed" else (
             llm.score("a", "c", use_tqdm=False))
-        monkeypatch.setattr(llm, "_advance", aborts)
+        monkeypatch.setattr(llm, "submit", aborts)
         outputs = getattr(llm, method)(*arguments, use_tqdm=False)
         assert outputs.pop(1 if method == "embed" else 0).outputs is None
         for output, expected in zip(outputs, alone, strict=True):
@@ -179,8 +179,8 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(convert="none"), "convert='none'"),
     (dict(runner="generate", convert="embed"), "convert='embed'.*runner='pooling'"),
     (dict(runner="generate", pooler_config={}), "pooler_config"),
-    (dict(runner="draft"), "runner='draft'"),
-    (dict(convert="reward"), "convert='reward'"),
+    (dict(runner="draft"), "runner must be .* got 'draft'"),
+    (dict(convert="reward"), "convert must be .* got 'reward'"),
     (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
     (dict(pooler_config={"use_activation": "no"}), "use_activation must be .* got 'no'"),

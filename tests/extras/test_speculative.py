@@ -199,7 +199,7 @@ def test_logprobs_are_those_of_the_tokens(engines, method):
 
 def test_streams_grow_by_several_tokens(engines):
     """A DELTA carries all of a step's tokens; together they are the text."""
-    from nanoserve.sampling_params import RequestOutputKind
+    from nanoserve.config import RequestOutputKind
     params = SamplingParams(temperature=0, max_tokens=30, logprobs=0, stop=["zzz"],
                             output_kind=RequestOutputKind.DELTA)
     parts = [output.outputs[0] for output in engines["ngram"].stream(PROMPTS[2], params)]

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 WORDS = ["▁the", "▁fox", "a", "!"]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nanoserve.config import SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
-from nanoserve.sampling_params import SamplingParams
 
 no_clock = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 UNFINISHED = "\ufffd"

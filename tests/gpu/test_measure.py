@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoserve.config import EngineConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
 

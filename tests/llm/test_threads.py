@@ -4,13 +4,13 @@ import signal
 import threading
 import time
 from collections import deque
-from types import SimpleNamespace
 
 import pytest
 from small_engine import assert_serves, greedy, make, run, tokens
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.turns import Turns, in_turn, take_all
+from nanoserve.engine import take_all
+from nanoserve.parallel.interrupts import Turns
 
 
 def test_threads_may_share_an_engine(llm, expected):
@@ -86,53 +86,52 @@ def test_a_stream_that_is_closed_in_the_middle_of_a_step(llm, expected, monkeypa
     assert_serves(llm, expected)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_handler_that_comes_while_its_thread_waits(busy):
-    """It met its own thread at a lock that wasn't reentrant: both waited for ever."""
-    engine, ran, held = SimpleNamespace(lock=Turns()), [], threading.Event()
+def test_a_handler_that_comes_while_its_thread_waits():
+    """It met its own thread at a lock that wasn't reentrant: both waited for ever. Now it only
+    leaves an order, which the thread that has the turn carries out."""
+    turns, ran, held = Turns(), [], threading.Event()
 
-    @in_turn
-    def method(engine, name):
-        ran.append(name)
-
-    def holds(engine) -> None:
-        with engine.lock:
+    def holds() -> None:
+        with turns:
             held.set()
             time.sleep(0.3)
 
-    previous = signal.signal(signal.SIGALRM, lambda *_: engine.lock.run(
-        lambda: method(engine, "handler")))
-    thread = threading.Thread(target=in_turn(holds) if busy else holds, args=(engine,))
+    previous = signal.signal(signal.SIGALRM, lambda *_: turns.order(lambda: ran.append("handler")))
+    thread = threading.Thread(target=holds)
     try:
         thread.start()
         assert held.wait(60)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        method(engine, "waits")
+        with turns:
+            ran.append("waits")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         thread.join(60)
-    assert ran == ["handler", "waits"]
+    assert sorted(ran) == ["handler", "waits"]
 
 
-def test_ctrl_c_does_not_lose_what_was_put_off():
-    """It is looked at behind every call, so between taking one off the list and calling it, too."""
-    engine, ran = SimpleNamespace(lock=Turns()), []
+def test_ctrl_c_does_not_lose_an_order():
+    """It may come behind every call, so between taking one off the queue and calling it, too."""
+    turns, ran = Turns(), []
 
     class Interrupted(deque):
         def popleft(self):
             signal.raise_signal(signal.SIGINT)
             return super().popleft()
 
-    @in_turn
-    def method(engine):
-        for name in "ab":
-            engine.lock.run(lambda name=name: ran.append(name))
-
-    engine.lock.put_off = Interrupted()
+    turns.orders = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        method(engine)
-    assert ran == ["a", "b"] and not engine.lock.busy
+        with turns:
+            for name in "ab":
+                turns.order(lambda name=name: ran.append(name))
+    assert ran == ["a", "b"] and not turns.depth
+    with turns:
+        pass  # it can still be taken
+    thread = threading.Thread(target=turns.__enter__)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "the lock stayed with the thread that was interrupted"
 
 
 def test_shutting_down_in_the_middle_of_a_step(qwen3, monkeypatch):
@@ -167,26 +166,24 @@ def test_an_output_that_comes_while_the_inbox_is_emptied_stays():
     assert take_all(inbox) == ["late"] and not inbox
 
 
-def test_what_was_put_off_fails_for_itself(capsys):
-    """Whoever gives the lock back has nothing to do with it; and it runs once, at the very end."""
-    engine, ran = SimpleNamespace(lock=Turns()), []
-
-    @in_turn
-    def inner(engine):
-        engine.lock.run(lambda: ran.append(1))
-        engine.lock.run(lambda: 1 / 0)
-        engine.lock.run(lambda: ran.append(2))
-
-    @in_turn
-    def outer(engine):
-        inner(engine)
+def test_an_order_fails_for_itself(capsys):
+    """Whose turn it is has nothing to do with it; and it is carried out once, at the very end."""
+    turns, ran = Turns(), []
+    with turns:
+        with turns:
+            turns.order(lambda: ran.append(1))
+            turns.order(lambda: 1 / 0)
+            turns.order(lambda: ran.append(2))
         assert not ran
-        return "its own result"
-
-    assert outer(engine) == "its own result"
     assert ran == [1, 2] and "ZeroDivisionError" in capsys.readouterr().err
-    with pytest.raises(ZeroDivisionError), engine.lock:  # within none of them
-        engine.lock.run(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # in nobody's turn
+        turns.order(lambda: 1 / 0)
+
+
+def test_an_order_of_an_order_is_carried_out_after_it():
+    turns, ran = Turns(), []
+    turns.order(lambda: (turns.order(lambda: ran.append("inner")), ran.append("outer")))
+    assert ran == ["outer", "inner"]
 
 
 def test_nobody_waits_for_ever_while_another_thread_steps():

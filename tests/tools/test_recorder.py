@@ -152,7 +152,7 @@ def test_writing_often_is_not_what_a_script_spends_its_time_on(tmp_path, monkeyp
 
 @pytest.mark.parametrize("path", ["run.txt", "run", "no/such/folder/run.html", ".html"])
 def test_a_wrong_target_is_refused_at_once(path):
-    with pytest.raises(ValueError, match="trace="):
+    with pytest.raises(ValueError, match="trace must be a file"):
         EngineConfig(model="x", trace=path)
 
 

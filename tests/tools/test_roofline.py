@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.config import SamplingParams
 from nanoserve.sequence import Sequence, Step
 from nanoserve.tools import roofline, workloads
 from nanoserve.tools.roofline import MODELS, Machine, Work
