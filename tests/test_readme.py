@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from nanoserve import LLM, EngineConfig, SamplingParams, sampling_params, sequence
+from nanoserve import LLM, EngineConfig, SamplingParams, sequence
 from nanoserve.checkpoint.model_config import FAMILIES
 from nanoserve.tools import bookkeeping, house
 
@@ -174,7 +174,7 @@ def test_the_sampling_controls_are_all_there_with_their_defaults():
     listed = re.search(r"`SamplingParams`, with their defaults: (.*?`)\.", README, re.S)[1]
     assert re.sub(r"\s+", " ", listed) == ", ".join(
         f"`{f.name}={f.default if f.name == 'output_kind' else repr(f.default)}`"
-        for f in fields(sampling_params.SamplingParams))
+        for f in fields(SamplingParams))
 
 
 def test_the_benchmark_tables_are_what_was_measured():

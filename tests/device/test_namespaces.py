@@ -85,7 +85,7 @@ def test_signatures_are_those_of_the_specification(ops, name):
 # ------------------------------------------------------------- products and norms
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 16, 17, 70])
+@pytest.mark.parametrize("rows", [0, 1, 5, 17, 70])
 @pytest.mark.parametrize("outputs, inputs", [(1, 1), (48, 64), (33, 40), (200, 37), (16, 129)])
 def test_linear(ops, dtype, rows, outputs, inputs):
     weight, bias = numbers(outputs, inputs, dtype=dtype), numbers(outputs, dtype=dtype)
