@@ -164,10 +164,11 @@ void multiply(const uint32_t *rows, const uint32_t *const *panels, const uint32_
     for (long s = 0; s < segments; s++, panels += P, next += next ? P : 0)
         for (long u = 0; u < units; u++, rows += R) {
             Bits line[WIDTH];
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                std::memcpy(line + p * VECTORS, panels[p] + u * PANEL, PANEL * 4);
-                if (next) __builtin_prefetch(next[p] + u * PANEL);
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {  // vector by vector: a register each
+                const int p = i / VECTORS, part = i % VECTORS;
+                std::memcpy(line + i, panels[p] + u * PANEL + part * LANES, sizeof(Bits));
+                if (next && part == 0) __builtin_prefetch(next[p] + u * PANEL);
             }
 #pragma GCC unroll 64
             for (int i = 0; i < R * WIDTH; i++)
