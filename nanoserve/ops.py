@@ -1,22 +1,22 @@
-"""The specification: everything between two matrix products, attention included, in plain torch.
+"""The specification: what a model computes, products and attention included, in plain torch.
 
-A model is matrix products with something between them. That something stands here, each function
-written to be read beside the formula of its paper:
+A model is matrix products (in brackets) with something between them. All of it stands here, each
+function written to be read beside the formula of its paper:
 
-    hidden ─ add_rms_norm ─ qkv_proj ─ norm_rope_store ─ paged_attention ─ o_proj ─ add_rms_norm ─
-    gate_up_proj ─ act_and_mul ─ down_proj ─►          (or `experts` for the last three)
+    hidden ─ add_rms_norm ─ [qkv] ─ norm_rope_store ─ paged_attention ─ [o] ─ add_rms_norm ─
+    [gate_up] ─ act_and_mul ─ [down] ─►                (or `experts` for the last three)
     logits ─ argmax, or floors and draw ─► token ids
 
 This module is a *namespace*, and `device/` has twins of it, with the same names, signatures and
 meaning: Triton kernels for GPUs, compiled C++ for CPUs. Layers and the sampler are handed one of
 them and can't tell which. **The slow version is the specification**: it may be slow, it must be
-obvious, and the twins are tested against the same oracles as it is.
+obvious. What a twin may differ by is rounding; the same tests, in float64, hold all of them.
 
-Invariants: arguments are left as they are, but for the KV cache. Every function computes in float32
-and rounds its result once, to the dtype of its input.
+Invariants: arguments are left as they are, but for the KV cache. Norms, activations, RoPE and
+attention compute in float32 and round once, to the dtype of their input; so does each product.
 
 A token's keys and values lie in a *slot* of the cache, which is `block id * block_size + offset`.
-`kernels="torch"` runs this file, on any device. Not known here: weights' names, ranks, requests.
+`LLM(kernels="torch")` runs this file, on any device. Not known here: weights' names, requests.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ Floors = tuple[torch.Tensor, torch.Tensor]  # see `floors`
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight in whatever order of memory this namespace multiplies with; opaque to others.
 
-    weight: (outputs, inputs), or (experts, outputs, inputs). It may be kept or copied.
+    weight: (outputs, inputs), or (experts, outputs, inputs). The result may share its memory.
     """
     return weight
 
@@ -52,7 +52,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
     x: (..., size); weight: (size,) in float32, whatever x is.
     """
@@ -62,14 +62,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual): what the next part of the model reads of the residual
-    stream, and the stream. x, residual: (num_tokens, size); no residual: the stream begins."""
+    """(norm(x + residual), x + residual): the next layer's input, and the residual stream, of which
+    the norm reads the rounded sum. Both (num_tokens, size). residual None: x begins the stream."""
     total = x if residual is None else x + residual
     return rms_norm(total, weight, eps), total
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, the middle of a gated MLP. (num_tokens, 2 * size) -> (num_tokens, size)"""
+    """act(gate) * up, gate first, of a gated MLP. (num_tokens, 2 * size) -> (num_tokens, size)"""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
@@ -77,7 +77,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_proj: torch.Tensor, down_proj: torch.Tensor, first_expert: int,
             activation: str) -> torch.Tensor:
-    """The weighted sum of what each token's experts answer. Experts that are not here count 0.
+    """The weighted sum of what each token's experts answer; of this rank's experts alone.
 
     hidden: (num_tokens, hidden_size); weights, ids: (num_tokens, experts per token); gate_up_proj
     and down_proj: packed, of experts first_expert, first_expert + 1, ..., each with matrices of
@@ -85,10 +85,10 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     """
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for i, (gate_up, down) in enumerate(zip(gate_up_proj, down_proj, strict=True)):
-        tokens, choice = (ids == first_expert + i).nonzero(as_tuple=True)  # who chose this expert
+        tokens, column = (ids == first_expert + i).nonzero(as_tuple=True)  # who chose this expert
         if len(tokens):
-            answer = F.linear(act_and_mul(F.linear(hidden[tokens], gate_up), activation), down)
-            out.index_add_(0, tokens, answer.float() * weights[tokens, choice, None])
+            answer = linear(act_and_mul(linear(hidden[tokens], gate_up), activation), down)
+            out.index_add_(0, tokens, answer.float() * weights[tokens, column, None])
     return out.to(hidden.dtype)
 
 
@@ -108,7 +108,7 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
                     k_weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
                     sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                     slot_mapping: torch.Tensor) -> torch.Tensor:
-    """Normalise queries and keys, turn them to their positions, and write K and V to their slots.
+    """Normalise queries and keys, rotate them by position (RoPE), and write K and V to their slots.
 
     qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim), first the heads of the queries, then
     of the keys, then of the values; q_weight, k_weight: (head_dim,) in float32, of a norm over each
@@ -128,8 +128,8 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache.flatten(0, 1)[slots] = turned(k, k_weight)[written]
-    v_cache.flatten(0, 1)[slots] = v[written]
+    k_cache.view(-1, *k.shape[1:])[slots] = turned(k, k_weight)[written]
+    v_cache.view(-1, *v.shape[1:])[slots] = v[written]
     return turned(q, q_weight)
 
 
@@ -141,23 +141,23 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     q: (num_tokens, num_heads, head_dim). The step's own keys and values are in the cache already,
     so a prefix hit, an earlier chunk and the step's own tokens are no different from each other.
     window: a query sees this many keys at most, its own included. softcap: a score becomes
-    softcap * tanh(score / softcap) (Gemma 2). Returns q's shape; a row of padding gives zeros.
+    softcap * tanh(score / softcap) (Gemma 2). Returns q's shape; padding (seq_len 0) gives zeros.
 
         row: seq_len 38, query_len 3, blocks of 16, block table [7, 2, 9]
-        keys 0..15 lie in block 7, 16..31 in block 2, 32..37 in block 9; what lies behind them
-        there is another request's. The 3 queries stand at 35, 36, 37 and see 36, 37, 38 keys.
+        keys 0..15 lie in block 7, 16..31 in block 2, 32..37 in block 9; the rest of block 9
+        is what its last owner left. The 3 queries stand at 35, 36, 37 and see 36, 37, 38 keys.
     """
     out, end = torch.zeros_like(q), 0
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host,
                                                    strict=True)):
         start, end = end, end + query_len
+        if seq_len == 0:
+            continue
         queries = torch.arange(seq_len - query_len, seq_len, device=q.device)  # their positions
         # Blocks that lie before every query's window may belong to somebody else by now.
         first = 0 if window is None else max(0, seq_len - query_len + 1 - window)
-        positions = torch.arange(first, seq_len, device=q.device)
-        if seq_len == 0:
-            continue
+        positions = torch.arange(first, seq_len, device=q.device)  # of the keys
         blocks = batch.block_tables[row, positions // block_size]
         keys = k_cache[blocks, positions % block_size].float()  # (num_keys, num_kv_heads, head_dim)
         values = v_cache[blocks, positions % block_size].float()
@@ -202,8 +202,8 @@ def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
     # p = .4 .3 .2 .1 and top_p = .6: before them lie 0 .4 .7 .9, the first two stay.
     keep &= (p.cumsum(-1) - p < top_p[:, None]) | (top_p[:, None] >= 1)
     keep[:, 0] = True  # also where float32 rounds top_p to 0
-    last = keep.sum(-1, keepdim=True) - 1  # what is kept stands in front
-    return ranked.gather(-1, last)[:, 0], ids.gather(-1, last)[:, 0].int()
+    edge = keep.sum(-1, keepdim=True) - 1  # what is kept stands in front
+    return ranked.gather(-1, edge)[:, 0], ids.gather(-1, edge)[:, 0].int()
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
@@ -212,13 +212,13 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
 
     logits: (s, vocab_size); temperature: (s,) float32; seeds (64 bits) and positions: (s,) int64,
     which alone decide the row's random number; floors: see `floors`, None for no filter. Returns
-    (s,) int64. By inverse CDF: the first token whose cumulated probability exceeds that number.
+    (s,) int64. By inverse CDF: the first token whose cumulated mass exceeds that share of all.
     """
     heated, vocab_size = _heated(logits, temperature), logits.shape[1]
     if floors is not None:
         floor, last = floors[0][:, None], floors[1][:, None]
         beyond = torch.arange(vocab_size, device=logits.device) > last
-        heated = heated.masked_fill((heated < floor) | (heated == floor) & beyond, float("-inf"))
+        heated = heated.masked_fill((heated < floor) | ((heated == floor) & beyond), float("-inf"))
     cumulated = heated.softmax(-1).double().cumsum(-1)
     target = uniforms(seeds, positions)[:, None] * cumulated[:, -1:]
     # The clamp is for rows of NaN: an overflow in one request must not end the whole batch.
@@ -237,7 +237,7 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
     40 bits are used, so that the largest number times a float64 sum stays below that sum.
     """
-    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:  # zeros come in, and not the sign
+    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:  # logical: zeros come in
         return (x >> bits) & (2 ** (64 - bits) - 1)
 
     x = seeds + positions * (0x9E3779B97F4A7C15 - 2 ** 64)  # 2^64 / golden ratio, as an int64
