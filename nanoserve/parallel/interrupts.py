@@ -97,12 +97,14 @@ class Turns:
                     break
                 with ctrl_c_held():  # what is off the queue is done, too
                     self.depth = 1  # an order's own orders come after it
-                    while self.orders:
-                        try:
-                            self.orders.popleft()()
-                        except Exception as error:
-                            errors.append(error)
-                    self.depth = 0
+                    try:
+                        while self.orders:
+                            try:
+                                self.orders.popleft()()
+                            except Exception as error:
+                                errors.append(error)
+                    finally:  # also when an order ends the script
+                        self.depth = 0
             finally:
                 self.lock.release()
         return errors

@@ -180,6 +180,15 @@ def test_an_order_fails_for_itself(capsys):
         turns.order(lambda: 1 / 0)
 
 
+def test_an_order_that_ends_the_script_does_not_end_the_orders():
+    """SystemExit and its like go through; whoever catches it can still give orders."""
+    turns, ran = Turns(), []
+    with pytest.raises(SystemExit):
+        turns.order(lambda: exec("raise SystemExit"))
+    turns.order(lambda: ran.append(1))
+    assert ran == [1] and not turns.is_within()
+
+
 def test_an_order_of_an_order_is_carried_out_after_it():
     turns, ran = Turns(), []
     turns.order(lambda: (turns.order(lambda: ran.append("inner")), ran.append("outer")))
