@@ -81,7 +81,6 @@ MODES = {
     "blocks of 4": dict(block_size=4, num_gpu_blocks_override=200),
     "blocks of 5": dict(block_size=5, max_num_batched_tokens=16),
     "blocks of 32": dict(block_size=32),
-    "the specification": dict(kernels="torch", max_num_batched_tokens=33),
     "onednn": dict(kernels="onednn", max_num_batched_tokens=33, async_scheduling=True),
 }
 
@@ -92,10 +91,13 @@ BUSY = dict(block_size=5, num_gpu_blocks_override=20, async_scheduling=True,
             max_num_batched_tokens=33)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("mode", MODES)
-def test_greedy_tokens_equal_transformers_in_every_mode(qwen3, prompts, reference_of, mode):
-    outputs = run(start(qwen3, **MODES[mode]), prompts)
-    assert_parity(outputs, prompts, reference_of("qwen3"), mode)
+def test_greedy_tokens_equal_transformers_in_every_mode(qwen3, prompts, reference_of, mode,
+                                                        kernels):
+    """On this machine's twin, and on the specification."""
+    outputs = run(start(qwen3, **dict(kernels=kernels) | MODES[mode]), prompts)
+    assert_parity(outputs, prompts, reference_of("qwen3"), f"{mode}, {kernels}")
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -121,6 +123,8 @@ def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, refe
     outputs = [run(plain, [prompt])[0] for prompt in alone]
     assert_parity(outputs, alone, reference, f"{name}, alone")
     assert_parity(run(plain, prompts), prompts, reference, f"{name}, batched")
+    specified = start(checkpoints[name], **BUSY, kernels="torch")
+    assert_parity(run(specified, prompts), prompts, reference, f"{name}, plain operators")
     chunked = start(checkpoints[name], max_num_batched_tokens=7)
     assert_parity(run(chunked, prompts), prompts, reference, f"{name}, chunked")
     assert_parity(run(chunked, prompts), prompts, reference, f"{name}, cached")
