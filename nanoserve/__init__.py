@@ -16,9 +16,10 @@ __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-_HOME = {"LLM": "llm", "SamplingParams": "config", "RequestOutput": "sequence",
-         "CompletionOutput": "sequence", "RequestOutputKind": "config",
-         "Logprob": "sequence", "EngineConfig": "config", "ModelConfig": "checkpoint.model_config"}
+_HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
+         "RequestOutputKind": "config", "RequestOutput": "frontend.outputs",
+         "CompletionOutput": "frontend.outputs", "Logprob": "frontend.outputs",
+         "ModelConfig": "checkpoint.model_config"}
 _HOME |= {name: "extras.pooling" for name in ("PoolingParams", "PoolingRequestOutput")
           if (Path(__file__).parent / "extras" / "pooling.py").exists()}  # extras may be deleted
 __all__ = list(_HOME)

@@ -24,7 +24,7 @@ engines (one record for the cache, one for the scheduler); thirty fields fit on 
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -45,6 +45,14 @@ REPETITION_PENALTIES = (1e-6, 1e6)
 # --------------------------------------------------------------------- rules
 
 
+class RequestOutputKind(Enum):
+    """What each output of a running request carries (vLLM's names)."""
+
+    CUMULATIVE = 0  # everything generated so far
+    DELTA = 1  # only what is new since the last output
+    FINAL_ONLY = 2  # one output, when the request has finished
+
+
 class Rule(NamedTuple):
     """must: in words; keep: gives the value as it is kept, or raises `ValueError`."""
 
@@ -52,19 +60,25 @@ class Rule(NamedTuple):
     keep: Callable[[Any], Any]
 
 
-def check_fields(record, rules: dict[str, Rule]) -> None:
+def option(default: Any, rule: Rule) -> Any:
+    """A field of a record, with its rule. A default of `MISSING` makes it a required one."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def check_fields(record: Any) -> None:
     """Each field by its rule; `None` passes where it is the default. Raises `ValueError`."""
-    for field in fields(record):
-        rule, value = rules[field.name], getattr(record, field.name)
-        if value is None and field.default is None:
+    for one in fields(record):
+        assert "rule" in one.metadata, f"{one.name} has no rule: make it with option(default, rule)"
+        rule, value = one.metadata["rule"], getattr(record, one.name)
+        if value is None and one.default is None:
             continue
         try:
             kept = rule.keep(value)
         except ValueError as error:  # of what is wrong: the value, or a part of it
             given, wrong = f"{value!r:.100}", f"{error!s:.100}"
-            raise ValueError(f"{field.name} must be {rule.must}, got "
+            raise ValueError(f"{one.name} must be {rule.must}, got "
                              f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
-        object.__setattr__(record, field.name, kept)  # an `EngineConfig` is frozen
+        object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
 
 
 def only_if(is_right: bool, value: Any) -> Any:
@@ -108,13 +122,6 @@ def list_of(one: Rule, what: str, least: int = 0) -> Rule:
     return Rule(what, keep)
 
 
-FLAG, COUNT = choice(True, False), number(1, whole=True)
-TOKEN_ID = number(0, whole=True)
-BIAS = number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
-WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
-
-
 def keep_dtype(dtype: Any) -> str:
     """torch.float32 and vLLM's "half" are welcome, too: one spelling from here on."""
     name = str(dtype).removeprefix("torch.")
@@ -133,8 +140,37 @@ def keep_biases(biases: Any) -> dict[int, float]:
     for key, bias in only_if(isinstance(biases, dict), biases).items():
         id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
         only_if(id_ not in kept, key)  # 5 and "5": named twice
-        kept[id_] = float(BIAS.keep(bias))
+        kept[id_] = float(number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).keep(bias))
     return kept
+
+
+FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
+COUNT_OR_NONE = Rule(f"{COUNT.must}, or None for no limit",
+                     lambda count: None if count is None else COUNT.keep(count))
+SHARE = number(0, 1, above=True)
+TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
+WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
+TOKEN_ID = TOKEN_COUNT = number(0, whole=True)
+ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
+
+MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
+FOLDER = instance((str, Path), MODEL.must)
+DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
+LOAD_FORMAT = choice("auto", "safetensors", "dummy")
+OVERRIDES = instance(dict, "a dict laid over config.json")
+CONVERSION = choice("auto", "none", "embed", "classify")
+DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
+TRACE = Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "
+             "Perfetto)", keep_trace)
+
+PENALTY, FACTOR = number(-2, 2), number(*REPETITION_PENALTIES)
+TEXTS = list_of(TEXT, "non-empty texts in a list")
+WORDS = list_of(WORD, "a list of words, none of them empty")
+TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0")
+ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1)
+OUTPUT_KIND = instance(RequestOutputKind, "a RequestOutputKind")
+BIASES = Rule(f"a dict of token ids and numbers in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], none "
+              "twice (allowed_token_ids and bad_words rule tokens in or out)", keep_biases)
 
 
 # ------------------------------------------------------------------- options
@@ -147,38 +183,38 @@ class EngineConfig:
     Raises `ValueError` for a value that can't work, naming the field and the remedy.
     """
 
-    model: str
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"  # "auto": the checkpoint's own
-    load_format: str = "auto"  # "dummy": random weights from config.json alone
-    tensor_parallel_size: int = 1  # ranks that share the model; started here, or by torchrun
-    expert_parallel: bool = False  # ranks share out whole experts, not a part of each
-    seed: int = 0
-    max_model_len: int | None = None  # prompt plus output, in tokens
-    max_num_batched_tokens: int | None = None  # the token budget of one step
-    max_num_seqs: int | None = None  # sequences running at the same time
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights and KV together
-    kv_cache_memory_bytes: int | None = None  # says the KV cache's size outright
-    num_gpu_blocks_override: int | None = None  # the same in blocks, on any device
-    block_size: int = 16  # tokens a KV block
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    scheduling_policy: str = "fcfs"
-    enforce_eager: bool = False  # no CUDA graphs
-    hf_overrides: dict | None = None  # entries laid over config.json
-    trust_remote_code: bool = False  # passed on to the tokenizer; no model code is ever loaded
-    device: str = "auto"
-    kernels: str = "auto"  # who computes between matrix products: see device/choice.py
-    async_scheduling: bool | None = None  # step n+1 is scheduled while n runs; None: on a GPU
-    runner: str = "auto"  # "auto": what the checkpoint is made for, by its architecture's name
-    convert: str = "auto"  # what a generator's checkpoint becomes when it pools
-    pooler_config: object = None  # a dict, or extras.pooling.PoolerConfig
-    speculative_config: dict | None = None  # who guesses what comes: extras/speculative.py
-    trace: str | None = None  # a .html or .json file in which every step is recorded
+    model: str = option(MISSING, MODEL)
+    tokenizer: str | None = option(None, FOLDER)
+    skip_tokenizer_init: bool = option(False, FLAG)
+    dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
+    load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
+    tensor_parallel_size: int = option(1, COUNT)  # ranks that share the model
+    expert_parallel: bool = option(False, FLAG)  # ranks share out whole experts, not a part of each
+    seed: int = option(0, WHOLE)
+    max_model_len: int | None = option(None, COUNT)  # prompt plus output, in tokens
+    max_num_batched_tokens: int | None = option(None, COUNT)  # the token budget of one step
+    max_num_seqs: int | None = option(None, COUNT)  # sequences running at the same time
+    gpu_memory_utilization: float = option(0.9, SHARE)  # of the GPU, for weights and KV together
+    kv_cache_memory_bytes: int | None = option(None, COUNT)  # says the KV cache's size outright
+    num_gpu_blocks_override: int | None = option(None, COUNT)  # the same in blocks, on any device
+    block_size: int = option(16, COUNT)  # tokens a KV block
+    enable_prefix_caching: bool = option(True, FLAG)
+    enable_chunked_prefill: bool = option(True, FLAG)
+    scheduling_policy: str = option("fcfs", choice("fcfs", "priority"))
+    enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
+    hf_overrides: dict | None = option(None, OVERRIDES)  # entries laid over config.json
+    trust_remote_code: bool = option(False, FLAG)  # for the tokenizer; no model code is ever loaded
+    device: str = option("auto", choice("auto", "cpu", "cuda"))
+    kernels: str = option("auto", choice(*KERNELS))  # whose operators: see device/choice.py
+    async_scheduling: bool | None = option(None, FLAG)  # step n+1 is scheduled while n runs
+    runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
+    convert: str = option("auto", CONVERSION)  # what a generator's checkpoint becomes when it pools
+    pooler_config: object = option(None, ANYTHING)  # a dict, or extras.pooling.PoolerConfig
+    speculative_config: dict | None = option(None, DRAFTS)  # who guesses: extras/speculative.py
+    trace: str | None = option(None, TRACE)  # the file in which every step is recorded
 
     def __post_init__(self):
-        check_fields(self, ENGINE_RULES)
+        check_fields(self)
         # A decoding sequence takes one token a step: the budget has to cover all of them.
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
@@ -266,36 +302,7 @@ class EngineConfig:
         return runner
 
 
-ENGINE_RULES = dict(
-    model=Rule("the name of a folder or a hub id", TEXT.keep),
-    tokenizer=instance((str, Path), "the name of a folder or a hub id"), skip_tokenizer_init=FLAG,
-    dtype=Rule(f"one of {', '.join(DTYPES)}", keep_dtype),
-    load_format=choice("auto", "safetensors", "dummy"), tensor_parallel_size=COUNT,
-    expert_parallel=FLAG, seed=number(whole=True), max_model_len=COUNT,
-    max_num_batched_tokens=COUNT, max_num_seqs=COUNT,
-    gpu_memory_utilization=number(0, 1, above=True), kv_cache_memory_bytes=COUNT,
-    num_gpu_blocks_override=COUNT, block_size=COUNT, enable_prefix_caching=FLAG,
-    enable_chunked_prefill=FLAG, scheduling_policy=choice("fcfs", "priority"), enforce_eager=FLAG,
-    hf_overrides=instance(dict, "a dict laid over config.json"), trust_remote_code=FLAG,
-    device=choice("auto", "cpu", "cuda"), kernels=choice(*KERNELS), async_scheduling=FLAG,
-    runner=choice("auto", "generate", "pooling"),
-    convert=choice("auto", "none", "embed", "classify"),
-    pooler_config=Rule("", lambda config: config),  # extras/pooler.py checks it
-    speculative_config=instance(
-        dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}"),
-    trace=Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "
-               "Perfetto)", keep_trace))
-
-
 # ------------------------------------------------------------------ requests
-
-
-class RequestOutputKind(Enum):
-    """What each output of a running request carries (vLLM's names)."""
-
-    CUMULATIVE = 0  # everything generated so far
-    DELTA = 1  # only what is new since the last output
-    FINAL_ONLY = 2  # one output, when the request has finished
 
 
 @dataclass(kw_only=True)
@@ -309,33 +316,33 @@ class SamplingParams:
              min_tokens, logit_bias
     """
 
-    n: int = 1  # samples of one prompt
-    presence_penalty: float = 0.0  # taken off every token that is in the output
-    frequency_penalty: float = 0.0  # taken off a token as often as it is in the output
-    repetition_penalty: float = 1.0  # divides the logits of the prompt's tokens and the output's
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # only the likeliest tokens that together have this probability
-    top_k: int = 0  # 0 or -1: all tokens
-    min_p: float = 0.0  # none less likely than the likeliest times this
-    seed: int | None = None  # None: made of the engine's and the order of arrival
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: up to the model's maximum length
-    min_tokens: int = 0  # no EOS, stop token or stop string before so many
-    logprobs: int | None = None  # of each token, and of so many of the likeliest
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: dict[int, float] | None = None  # added to the logits
-    allowed_token_ids: list[int] | None = None  # no others
-    bad_words: list[str] | None = None  # not in the output, with or without a space in front
+    n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
+    presence_penalty: float = option(0.0, PENALTY)  # taken off every token that is in the output
+    frequency_penalty: float = option(0.0, PENALTY)  # taken off a token as often as it is there
+    repetition_penalty: float = option(1.0, FACTOR)  # divides logits of the prompt's tokens, too
+    temperature: float = option(1.0, number(0, 2))  # 0: greedy
+    top_p: float = option(1.0, SHARE)  # the likeliest tokens that together have this probability
+    top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
+    min_p: float = option(0.0, number(0, 1))  # none less likely than the likeliest times this
+    seed: int | None = option(None, WHOLE)  # None: made of the engine's and the order of arrival
+    stop: str | list[str] | None = option(None, TEXTS)
+    stop_token_ids: list[int] | None = option(None, TOKEN_IDS)
+    ignore_eos: bool = option(False, FLAG)
+    max_tokens: int | None = option(16, COUNT_OR_NONE)  # None: up to the model's maximum length
+    min_tokens: int = option(0, TOKEN_COUNT)  # no EOS, stop token or stop string before so many
+    logprobs: int | None = option(None, TOKEN_COUNT)  # of each token, and of so many likeliest ones
+    prompt_logprobs: int | None = option(None, TOKEN_COUNT)  # the same for the prompt's tokens
+    detokenize: bool = option(True, FLAG)
+    skip_special_tokens: bool = option(True, FLAG)
+    include_stop_str_in_output: bool = option(False, FLAG)
+    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND)
+    logit_bias: dict[int, float] | None = option(None, BIASES)  # added to the logits
+    allowed_token_ids: list[int] | None = option(None, ONE_TOKEN_ID)  # no others
+    bad_words: list[str] | None = option(None, WORDS)  # with or without a space in front
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        check_fields(self, SAMPLING_RULES)
+        check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         self.seed = None if self.seed == -1 else self.seed  # vLLM's other spelling
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -358,24 +365,6 @@ class SamplingParams:
                 if getattr(self, name) not in (unused, None, [], {})}
 
 
-SAMPLING_RULES = dict(
-    n=number(1, MAX_SAMPLES, whole=True), presence_penalty=number(-2, 2),
-    frequency_penalty=number(-2, 2), repetition_penalty=number(*REPETITION_PENALTIES),
-    temperature=number(0, 2), top_p=number(0, 1, above=True), top_k=number(-1, whole=True),
-    min_p=number(0, 1), seed=number(whole=True), stop=list_of(TEXT, "non-empty texts in a list"),
-    stop_token_ids=list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0"),
-    ignore_eos=FLAG,
-    max_tokens=Rule(f"{COUNT.must}, or None for no limit",
-                    lambda count: None if count is None else COUNT.keep(count)),
-    min_tokens=number(0, whole=True), logprobs=number(0, whole=True),
-    prompt_logprobs=number(0, whole=True), detokenize=FLAG, skip_special_tokens=FLAG,
-    include_stop_str_in_output=FLAG,
-    output_kind=instance(RequestOutputKind, "a RequestOutputKind"),
-    logit_bias=Rule(f"a dict of token ids and numbers in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], "
-                    "none twice (allowed_token_ids and bad_words rule tokens in or out)",
-                    keep_biases),
-    allowed_token_ids=list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1),
-    bad_words=list_of(WORD, "a list of words, none of them empty"))
 # What changes a row's logits, and the value that changes nothing. controls.py applies them all.
 CONTROLS = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0,
                 logit_bias=None, allowed_token_ids=None, bad_words=None)

@@ -31,11 +31,12 @@ from typing import Any
 
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Observer
+from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.request import InputProcessor, Prompt, Request
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.interrupts import Turns, ctrl_c_held
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestOutput, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 
 class LLMEngine:

@@ -27,15 +27,15 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.device.choice import fit_to_device, pick_device
+from nanoserve.device.choice import describe_device, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import LLMEngine
 from nanoserve.frontend.metrics import Progress
+from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.request import InputProcessor, Prompt, Request, as_list, one_for_each
 from nanoserve.model_runner import LAST_WORD, ModelRunner, Pooler, serve_rank
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import Ranks
-from nanoserve.sequence import RequestOutput
 
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
@@ -209,7 +209,8 @@ class LLM(LLMEngine):
         ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
         graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
         pools = f", {self.runner.pooler}" if self.runner.pooler else ""
-        return (f"{Path(c.model).name}: {self.runner.device_name}, {c.dtype}{ranks}, "
+        device = describe_device(self.runner.device, c.kernels)
+        return (f"{Path(c.model).name}: {device}, {c.dtype}{ranks}, "
                 f"{c.kernels} attention, {graphs}{pools} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "

@@ -194,14 +194,6 @@ class ModelRunner:
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
 
     @property
-    def device_name(self) -> str:
-        """For the line that tells what this engine runs on."""
-        if self.device.type == "cuda":
-            return f"cuda ({torch.cuda.get_device_name(self.device)})"
-        interpreted = self.config.kernels == "triton"
-        return "cpu (Triton's interpreter, very slow)" if interpreted else "cpu"
-
-    @property
     def wants_graphs(self) -> bool:
         """Plain torch operators ask the host for lengths, and collectives of several ranks have not
         been tried in a graph: neither is recorded."""

@@ -1,4 +1,4 @@
-"""The nouns: what the engine keeps about a request, what a step plans, what the caller gets back.
+"""The nouns: what the engine keeps about a request, and what a step plans.
 
 **A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
 KV in the cache.** A step gives some sequences a share of the token budget to close the gap. Chunked
@@ -30,7 +30,7 @@ Invariant: one owner per fact. The scheduler changes a sequence's progress and t
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanoserve.config import SamplingParams
@@ -197,79 +197,3 @@ class Step:
         if self.preempted:
             parts.append("preempted " + " ".join(seq.name for seq in self.preempted))
         return " | ".join(parts)
-
-
-# ------------------------------------------------------------ what comes out
-
-
-@dataclass
-class Logprob:
-    """One token's log-probability and its rank among all tokens (1: the likeliest)."""
-
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-@dataclass
-class CompletionOutput:
-    """One of a request's n samples."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or token; None for EOS
-
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class RequestStateStats:
-    """When things happened to a request, and how much of it there was: `RequestOutput.metrics`.
-
-    The names are vLLM V1's, of its class of this name; the last four are ours. `arrival_time` is
-    a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
-    they are of the first sample that got so far, and the counts of all samples together.
-    """
-
-    num_generation_tokens: int = 0
-    arrival_time: float = 0.0  # the request was checked
-    queued_ts: float = 0.0  # the scheduler got it
-    scheduled_ts: float = 0.0  # a step had its first tokens
-    first_token_ts: float = 0.0
-    last_token_ts: float = 0.0
-    first_token_latency: float = 0.0  # seconds from arrival to the first token: TTFT
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_samples: int = 1
-
-    def snapshot(self, sequences: list[Sequence]) -> "RequestStateStats":
-        """As of now: a copy, because an output that was handed over changes no more."""
-        return replace(
-            self, num_prompt_tokens=sequences[0].num_prompt_tokens,
-            num_generation_tokens=sum(len(s.token_ids) - s.num_prompt_tokens for s in sequences),
-            num_cached_tokens=sequences[0].num_cached_tokens or 0,
-            num_preemptions=sum(s.num_preemptions for s in sequences), num_samples=len(sequences))
-
-
-@dataclass
-class RequestOutput:
-    """A request as its caller sees it, in the middle (streaming) or at the end."""
-
-    request_id: str
-    prompt: str | None  # None when the prompt came as token ids
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestStateStats | None = None
-    num_cached_tokens: int | None = None
-
-    @property
-    def aborted(self) -> bool:
-        return any(sample.finish_reason == "abort" for sample in self.outputs)

@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from nanoserve.sequence import RequestStateStats
+from nanoserve.frontend.outputs import RequestStateStats
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:

@@ -57,7 +57,7 @@ def test_a_field_without_a_rule_can_not_exist():
     class Larger(EngineConfig):
         new_option: int = 0
 
-    with pytest.raises(KeyError, match="new_option"):
+    with pytest.raises(AssertionError, match="new_option has no rule"):
         Larger(model="none")
 
 

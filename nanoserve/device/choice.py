@@ -97,3 +97,10 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
     if on_gpu and torch.cuda.get_device_capability() < (8, 0):
         return f"{torch.cuda.get_device_name()} is older than compute capability 8.0", "torch"
     return "", ""
+
+
+def describe_device(device: torch.device, kernels: str) -> str:
+    """For the line that tells what an engine runs on."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return "cpu (Triton's interpreter, very slow)" if kernels == "triton" else "cpu"

@@ -38,8 +38,9 @@ from tqdm import tqdm
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.extras.pooler import Pooler
+from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import InputProcessor, Prompt, as_list, one_for_each
-from nanoserve.sequence import RequestStateStats, Sequence
+from nanoserve.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0)  # a sequence has some; nothing is sampled by them
 

@@ -18,7 +18,7 @@ Not known here: tensors, steps, when an output is made.
 
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import SamplingParams
-from nanoserve.sequence import Logprob
+from nanoserve.frontend.outputs import Logprob
 
 Entry = tuple[int, float, int]  # token id, logprob, rank
 

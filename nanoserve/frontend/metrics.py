@@ -31,8 +31,9 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from nanoserve.frontend.outputs import RequestOutput, RequestStateStats
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestOutput, RequestStateStats, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 # Upper limits of the buckets in which steps are counted by their number of tokens: vLLM's.
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

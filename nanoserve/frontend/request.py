@@ -27,7 +27,8 @@ from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
-from nanoserve.sequence import CompletionOutput, Logprob, RequestOutput, RequestStateStats, Sequence
+from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from nanoserve.sequence import Sequence
 
 Prompt = str | dict | list[int]
 

@@ -33,8 +33,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestStateStats, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 MAX_STEPS = 20_000
 TEMPLATE = Path(__file__).parent / "trace.html"

@@ -33,8 +33,9 @@ from pathlib import Path
 
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend.metrics import EngineMetrics, summary
+from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestStateStats, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 from nanoserve.tools.recorder import Trace
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
