@@ -190,7 +190,7 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
 
     What a graph can't know, penalties, is chosen anew, from the hidden states it leaves behind.
     """
-    params = [SamplingParams(**dict(seed=i, max_tokens=3, ignore_eos=True) | kinds)
+    params = [SamplingParams(**dict(seed=i, max_tokens=2, ignore_eos=True) | kinds)
               for i, kinds in enumerate((
                   dict(temperature=.8), dict(temperature=0), dict(temperature=2, top_k=5, top_p=.7),
                   dict(min_p=.2, logprobs=2), dict(frequency_penalty=1.5, presence_penalty=.5),

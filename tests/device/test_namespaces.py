@@ -285,6 +285,8 @@ def test_rows_of_padding_attend_to_nothing(ops):
 def test_norm_rope_store(ops, dtype, shape, tokens, norms):
     """q comes back normalised and turned. What was stored is seen through attention: a query in
     the direction of one key, far away from all others, gets that key's value."""
+    if ops.__name__.endswith(".kernels") and tokens == 40 and shape != SHAPES[0]:
+        pytest.skip("the interpreter is slow: test_kernels has more of it")
     num_heads, num_kv_heads, head_dim, block_size = shape
     qkv = numbers(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     weights = [1 + 0.2 * numbers(head_dim) if norms else None for _ in range(2)]
