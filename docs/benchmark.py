@@ -1,14 +1,16 @@
-"""Measures the README's benchmark section, and writes it.
+"""Measures the tables of docs/benchmarks.md and README's one, and writes them.
 
     python docs/benchmark.py --measure                     bfloat16 and the ladder; 25 minutes
     python docs/benchmark.py --measure --dtype float32 --no-ladder                20 minutes
-    python docs/benchmark.py                               only write the section again
+    python docs/benchmark.py                               only write the tables again
 
 More engines take part with `--against hf --against SCRIPT --peer-python PYTHON`, see tests/peers.
 What was measured goes to docs/benchmark.json: a comparison for each machine and dtype, which takes
 the place of the last one there, and one ladder. Each table says on what machine and when. They come
-from that file and from nowhere else: a test holds the README against it. Leave the machine alone
-meanwhile.
+from that file and from nowhere else: a test holds both pages against it. Where a later change of
+the code makes a measurement old, an entry `note` beside it says so ("before the compiled twin") and
+stands in front of its table; the next measurement takes the entry's place. README has the newest
+comparison in bfloat16. Leave the machine alone meanwhile.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import bench  # noqa: E402
 from nanoserve.tools.peers import HEADLINES, headline, ratios  # noqa: E402
 from nanoserve.tools.workloads import SMALL  # noqa: E402
 
-DATA, README = HERE / "benchmark.json", HERE.parent / "README.md"
+DATA, PAGE, README = HERE / "benchmark.json", HERE / "benchmarks.md", HERE.parent / "README.md"
 BEGIN, END = "<!-- written by docs/benchmark.py -->\n", "<!-- end of what it wrote -->\n"
 WORKLOADS = tuple(HEADLINES)
 
@@ -45,8 +47,8 @@ def main() -> None:
     if args.measure:
         for _ in measure(args, data):  # what is measured is kept, whatever comes after it
             DATA.write_text(json.dumps(rounded(data), indent=1) + "\n")
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + render(rounded(data)) + END + rest.split(END)[1])
+    write(PAGE, render(rounded(data)))
+    write(README, headlines(rounded(data)))
 
 
 def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
@@ -82,17 +84,56 @@ def rounded(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-# ------------------------------------------------------------------ the section
+# ------------------------------------------------------------------- the tables
+
+NOT_MEASURED = "Not measured yet: `python docs/benchmark.py --measure` does it.\n"
+
+
+def write(page: Path, text: str) -> None:
+    """Put `text` between the page's markers."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    page.write_text(before + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
+
+
+def newest_first(data: dict) -> list[dict]:
+    """The newest comparison of each dtype, then all others; newer ones before older ones."""
+    found = sorted(data.get("comparisons", []), key=lambda one: one["machine"]["date"],
+                   reverse=True)
+    newest = {one["model"]["dtype"]: one for one in reversed(found)}.values()
+    return sorted(found, key=lambda one: not any(one is other for other in newest))
 
 
 def render(data: dict) -> str:
-    """Markdown of everything that was measured."""
-    parts = [comparison(found) for found in data.get("comparisons", [])]
+    """docs/benchmarks.md: everything that was measured."""
+    parts = [comparison(found) for found in newest_first(data)]
     if "ladder" in data:
         parts.append(ladder(data["ladder"]))
-    if not parts:
-        return "Not measured yet: `python docs/benchmark.py --measure` does it.\n"
-    return "\n".join([*parts, asked()])
+    return "\n".join([*parts, asked()]) if parts else NOT_MEASURED
+
+
+def headlines(data: dict) -> str:
+    """README: the newest bfloat16 comparison, a line for each headline, a column for each engine.
+    In brackets how many times as good nanoserve is as a peer."""
+    of_dtype = [one for one in newest_first(data) if one["model"]["dtype"] == "bfloat16"]
+    if not of_dtype:
+        return NOT_MEASURED
+    found, runs = of_dtype[0], of_dtype[0]["rounds"]
+    engines = list(next(iter(runs.values())))
+    rows = [["bfloat16", *engines], ["---"] * (1 + len(engines))]
+    for name in runs:
+        values = {engine: list(zip(*(headline(name, run) for run in runs[name][engine]),
+                                   strict=True)) for engine in engines}
+        for i, (title, *_) in enumerate(HEADLINES[name]):
+            row = [f"{name}: {title}"]
+            for engine in engines:
+                row.append(f"{statistics.median(values[engine][i]):.3g}")
+                if engine != "nanoserve":
+                    pairs = ratios(name, runs[name]["nanoserve"], runs[name][engine])[i]
+                    row[-1] += f" ({statistics.median(pairs):.2f})"
+            rows.append(row)
+    machine = found["machine"]
+    return (f"{when(found)}, {machine['cpu']}, {machine['num_cores']} cores, "
+            f"{found['model']['name']}'s shapes with random weights:\n\n{table(rows)}")
 
 
 def asked() -> str:
@@ -160,9 +201,14 @@ def on(found: dict, limits: dict[str, list[float]]) -> str:
     copy, product = (" to ".join(dict.fromkeys(f"{n:.0f}" for n in (min(measured), max(measured))))
                      for measured in (limits["bandwidth"], limits["matrix_rate"]))
     device = "" if machine["device"] == "cpu" else f"{machine['device']}, "
-    return (f"{machine['date']}, {device}{machine['cpu']}, {machine['num_cores']} cores, "
+    return (f"{when(found)}, {device}{machine['cpu']}, {machine['num_cores']} cores, "
             f"{machine['threads']} threads, torch {machine['torch']}, Python {machine['python']}, "
             f"copy {copy} GB/s, matrix product {product} GFLOP/s")
+
+
+def when(found: dict) -> str:
+    """The day, with what has become of the code since."""
+    return ", ".join(filter(None, [found["machine"]["date"], found.get("note")]))
 
 
 def table(rows: list[list[str]]) -> str:

@@ -1,7 +1,9 @@
 """The house in figures: every file with its lines, its share of documentation, and its imports.
 
-    python -m nanoserve.tools.house          the figures, by room
-    python -m nanoserve.tools.house --map    the README's table of files, in Markdown
+    python -m nanoserve.tools.house              the figures, by room
+    python -m nanoserve.tools.house --map        README's table of the spine, in Markdown
+    python -m nanoserve.tools.house --map all    the table of all files, as docs/map.md has it
+    python -m nanoserve.tools.house --write      put both where they belong
 
 The package is a house: a *spine* of files directly in `nanoserve/`, *wings* that the engine needs,
 and *annexes* that can be deleted. The design has goals for their sizes (`GOALS`). They are printed
@@ -129,22 +131,47 @@ def _describe_room(room: str, files: list[File]) -> str:
     return f"{f'{room}: {len(files)} files':30}{lines:6}{share:6.0%}{goal}"
 
 
-def readme_map(files: list[File]) -> str:
-    """The table of files in Markdown, as README has it between its markers."""
+def markdown_map(files: list[File], above: str = "") -> str:
+    """A table of files in Markdown. above: the way from the page's folder to the clone's."""
     rows = ["| file | lines | teaches |", "|---|---|---|"]
     for file in files:
-        if file.room != "assets":
-            rows.append(f"| [`{file.name}`](nanoserve/{file.name}.py) | {file.lines} "
-                        f"| {file.teaches} |")
+        rows.append(f"| [`{file.name}`]({above}nanoserve/{file.name}.py) | {file.lines} "
+                    f"| {file.teaches} |")
     return "\n".join(rows)
+
+
+def readme_map(files: list[File]) -> str:
+    """The spine, as README has it between its markers."""
+    return markdown_map([file for file in files if file.room == "spine"])
+
+
+def whole_map(files: list[File]) -> str:
+    """Every room but the bundled models, as docs/map.md has it between its markers."""
+    return markdown_map([file for file in files if file.room != "assets"], above="../")
+
+
+def write_maps(files: list[File], clone: Path) -> None:
+    """Put both tables between the markers of their pages."""
+    for page, option, table in (("README.md", "", readme_map), ("docs/map.md", " all", whole_map)):
+        marker = f"<!-- printed by: python -m nanoserve.tools.house --map{option} -->\n"
+        before, rest = (clone / page).read_text(encoding="utf-8").split(marker)
+        behind = rest[rest.index("<!-- end of what it printed -->"):]
+        (clone / page).write_text(f"{before}{marker}{table(files)}\n{behind}", encoding="utf-8")
+
+
+PRINTED = {"spine": readme_map, "all": whole_map}  # with --map
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--map", action="store_true", help="print the README's table instead")
+    parser.add_argument("--map", nargs="?", const="spine", choices=PRINTED, metavar="all",
+                        help="print README's table of the spine instead, or that of all files")
+    parser.add_argument("--write", action="store_true", help="write both tables into their pages")
     args = parser.parse_args(argv)
-    files = read_house()
-    print(readme_map(files) if args.map else describe(files))
+    if args.write:
+        write_maps(read_house(), PACKAGE.parent)
+    else:
+        print(PRINTED.get(args.map, describe)(read_house()))
 
 
 if __name__ == "__main__":

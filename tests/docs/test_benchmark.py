@@ -1,4 +1,4 @@
-"""The README's benchmark section is written from what was measured, and from nothing else."""
+"""The benchmark's tables are written from what was measured, and from nothing else."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from nanoserve.tools.workloads import SMALL, Request
 pytestmark = pytest.mark.usefixtures("known_machine")
 
 
-def test_the_readmes_tables_come_from_a_measurement(toy, tmp_path, capsys, monkeypatch):
+def test_the_tables_come_from_a_measurement(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("NANOSERVE_CHECK")  # nine in ten seconds would go to audits of a large pool
     script = tmp_path / "peer.py"
     script.write_text(PEER)
@@ -70,3 +70,53 @@ def test_a_short_workload_gets_more_rounds(capsys):
     text = benchmark.comparison(found | dict(machine=machine, model=dict(dtype="d", name="M")))
     assert "medians of 2 rounds, of `single` 4:" in text
     assert "copy 30 to 41 GB/s, matrix product 200 GFLOP/s" in text
+
+
+def one_comparison(dtype: str, date: str, **more) -> dict:
+    """Two engines that take turns twice on two workloads, with numbers made up."""
+    def runs(seconds: float) -> list[dict]:
+        return [dict(output_tok_s=60 / seconds, ttft=dict(mean=seconds), decode_tok_s=2 / seconds,
+                     seconds=seconds * n, roofline=dict(share=0.5, bandwidth=1e9, matrix_rate=1e9))
+                for n in (1, 3)]
+
+    machine = dict(cpu="A", device="cpu", date=date, num_cores=2, threads=2, torch="2", python="3")
+    return dict(more, machine=machine, model=dict(dtype=dtype, name="M"), rounds={
+        name: {"nanoserve": runs(2.0), "another": runs(3.0)} for name in ("batch", "single")})
+
+
+def test_the_newest_of_each_dtype_comes_first_and_an_old_one_says_so():
+    data = dict(comparisons=[
+        one_comparison("bfloat16", "2026-01-02", note="before the flood"),
+        one_comparison("bfloat16", "2026-01-01"), one_comparison("bfloat16", "2026-02-01"),
+        one_comparison("float32", "2025-12-31", note="older than all")])
+    heads = [line.split(" A, ")[0] for line in benchmark.render(data).splitlines()
+             if line.startswith("202")]
+    assert heads == ["2026-02-01,", "2025-12-31, older than all,", "2026-01-02, before the flood,",
+                     "2026-01-01,"]
+
+
+def test_readmes_table_is_of_the_newest_bfloat16_with_ratios_in_brackets():
+    """Medians of 2 and 6 s, and of 3 and 9: the second engine is 1.5 times as slow."""
+    data = dict(comparisons=[one_comparison("bfloat16", "2026-01-01"),
+                             one_comparison("float32", "2026-01-02")])
+    assert benchmark.headlines(data).splitlines() == [
+        "2026-01-01, A, 2 cores, M's shapes with random weights:", "",
+        "| bfloat16 | nanoserve | another |", "| --- | --- | --- |",
+        "| batch: output tok/s | 30 | 20 (1.50) |", "| single: TTFT s | 2 | 3 (1.50) |",
+        "| single: decode tok/s | 1 | 0.667 (1.50) |", "| single: total s | 4 | 6 (1.50) |"]
+    assert "Not measured" in benchmark.headlines({}) and "Not measured" in benchmark.render({})
+
+
+def test_the_tables_are_written_between_the_markers_of_both_pages(tmp_path, monkeypatch):
+    for name in ("PAGE", "README"):
+        monkeypatch.setattr(benchmark, name, tmp_path / name)
+        (tmp_path / name).write_text(f"before\n{benchmark.BEGIN}old\n{benchmark.END}after\n")
+    (tmp_path / "data").write_text(json.dumps(dict(
+        comparisons=[one_comparison("bfloat16", "2026-01-01")])))
+    monkeypatch.setattr(benchmark, "DATA", tmp_path / "data")
+    monkeypatch.setattr(sys, "argv", ["benchmark.py"])
+    benchmark.main()
+    for name, words in (("PAGE", "share of the roofline"), ("README", "| 20 (1.50) |")):
+        text = (tmp_path / name).read_text()
+        assert words in text and "old" not in text
+        assert text.startswith("before\n<!--") and text.endswith("-->\nafter\n")

@@ -183,26 +183,26 @@ def markdown(results: dict) -> str:
             parts.append(table_of([flat]) if flat else "")
             parts += [table_of(value) for value in result.values()
                       if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return "\n".join(parts + ["## README\n", readme_table(results)])
+    return "\n".join(parts + ["## docs/gpu.md\n", page_table(results)])
 
 
-# README's rows: what is said, the part of the results and its entry, and how it is written.
-README_ROWS = [("output tok/s, 256 requests", "throughput", "output_tok_per_s", "{:,.0f}"),
-               ("share of the roofline", "throughput", "of_roofline", "{:.0%}"),
-               ("one stream at 1k context, tok/s", "one stream", "tok_per_s", "{:,.0f}"),
-               ("start-up, s", "engine", "seconds", "{:.0f}"),
-               ("CUDA graphs, s", "engine", "graph_seconds", "{:.0f}"),
-               ("CUDA graphs, MB", "engine", "graph_mb", "{:,.0f}")]
-README_ROWS += [(f"output tok/s, {mode}", f"ablation {mode}", "output_tok_per_s", "{:,.0f}")
-                for mode in MODES]
+# The rows of docs/gpu.md: what is said, the part of the results and its entry, how it is written.
+PAGE_ROWS = [("output tok/s, 256 requests", "throughput", "output_tok_per_s", "{:,.0f}"),
+             ("share of the roofline", "throughput", "of_roofline", "{:.0%}"),
+             ("one stream at 1k context, tok/s", "one stream", "tok_per_s", "{:,.0f}"),
+             ("start-up, s", "engine", "seconds", "{:.0f}"),
+             ("CUDA graphs, s", "engine", "graph_seconds", "{:.0f}"),
+             ("CUDA graphs, MB", "engine", "graph_mb", "{:,.0f}")]
+PAGE_ROWS += [(f"output tok/s, {mode}", f"ablation {mode}", "output_tok_per_s", "{:,.0f}")
+              for mode in MODES]
 TARGETS = {("0.6B", "output_tok_per_s"): "25,000", ("8B", "output_tok_per_s"): "8,700",
            ("0.6B", "of_roofline"): "70%", ("8B", "of_roofline"): "70%",
            ("0.6B", "tok_per_s"): "1,100", ("8B", "tok_per_s"): "190"}
 NOT_MEASURED = "not measured"
 
 
-def readme_table(results: dict) -> str:
-    """README's table of `results`; of none, "not measured" throughout."""
+def page_table(results: dict) -> str:
+    """The table of docs/gpu.md, of `results`; of none, "not measured" throughout."""
     lines = ["| what | target | Qwen3-0.6B | target | Qwen3-8B |", "|---|---|---|---|---|"]
     for what, heads in (("decode", "of_copy"), ("prefill", "of_product")):
         for block_size in REAL.block_sizes:
@@ -221,7 +221,7 @@ def readme_table(results: dict) -> str:
                 "4 prompts of 2,048, share of the matrix product's flop/s")
             lines.append(f"| {what} attention, blocks of {block_size}: {shape} | "
                          + " | ".join(cells) + " |")
-    for what, part, entry, how in README_ROWS:
+    for what, part, entry, how in PAGE_ROWS:
         cells = []
         for model in ("0.6B", "8B"):
             result = results.get(f"Qwen3-{model} {part}")
@@ -237,7 +237,7 @@ def readme_table(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """What went wrong, the best launches, and README's table."""
+    """What went wrong, the best launches, and the table of docs/gpu.md."""
     lines = ["", "=== summary"]
     lines += [f"{name}: {json.dumps(result)[-300:]}" for name, result in results.items()
               if failed(result)]
@@ -246,4 +246,4 @@ def summary(results: dict) -> str:
         lines += [f"{phase}, blocks of {row['block_size']}: {cell(row['launch'])} takes "
                   f"{row['time_of_ours']:.2f} of the committed launch's time"
                   + (" (it is that)" if row["ours"] else "") for row in found.get("best", ())]
-    return "\n".join([*lines, "", readme_table(results)])
+    return "\n".join([*lines, "", page_table(results)])

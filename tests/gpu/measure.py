@@ -3,7 +3,7 @@
     python tests/gpu/measure.py                         everything, in less than 25 minutes
     python tests/gpu/measure.py --part attention        or a part of it, in less than 10:
     python tests/gpu/measure.py --part engine           one of attention, engine, ablation
-    python tests/gpu/measure.py --readme gpu-results/*.json     README's table of these results
+    python tests/gpu/measure.py --table gpu-results/*.json      docs/gpu.md's table of these
     python tests/gpu/measure.py --rehearse              all of it at toy sizes, without a GPU
 
 Shares are of what this machine really does: its own copy of 2 GB, its own product of two matrices
@@ -31,7 +31,7 @@ if not torch.cuda.is_available():  # before anything imports triton, which decid
 
 from gpu_attention import compile_share, measure_attention
 from gpu_engine import measure_ablation, measure_engine
-from gpu_report import ON_GPU, REAL, TOY, Report, ceilings, failed, machine, readme_table, summary
+from gpu_report import ON_GPU, REAL, TOY, Report, ceilings, failed, machine, page_table, summary
 
 RESULTS = Path(__file__).with_name("results.json")
 MINUTES = {"attention": 9, "engine": 9, "ablation": 7, "all": 24}
@@ -46,15 +46,15 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--rehearse", action="store_true", help="toy sizes, on a CPU, too")
     parser.add_argument("--workers", type=int, default=12,
                         help="processes that compile ahead of the sweep; 0: none")
-    parser.add_argument("--readme", nargs="+", metavar="FILE",
-                        help=f"join these in {RESULTS.name}, which README's table, printed here, "
-                             "is held against")
+    parser.add_argument("--table", nargs="+", metavar="FILE",
+                        help=f"join these in {RESULTS.name}, which the table of docs/gpu.md, "
+                             "printed here, is held against")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # "2/12": a worker's share
     args = parser.parse_args(arguments)
-    if args.readme:
-        results = joined([json.loads(Path(file).read_text()) for file in args.readme])
+    if args.table:
+        results = joined([json.loads(Path(file).read_text()) for file in args.table])
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print(readme_table(results))
+        print(page_table(results))
         return results
     if not ON_GPU and not args.rehearse:
         parser.error("torch sees no GPU: --rehearse runs everything at toy sizes")

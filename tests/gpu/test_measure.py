@@ -136,7 +136,7 @@ def test_no_gpu_is_said_and_results_can_be_joined(tmp_path, monkeypatch, capsys)
     file.write_text(json.dumps({"Qwen3-8B one stream": dict(tok_per_s=123.4, of_roofline=.5),
                                 "decode sweep": dict(best=[], rows=[1])}))
     monkeypatch.setattr(measure, "RESULTS", tmp_path / "results.json")
-    measure.main(["--readme", str(file)])
+    measure.main(["--table", str(file)])
     table = capsys.readouterr().out
     assert "| 190 | 123 |" in table and table.count(gpu_report.NOT_MEASURED) > 20
     assert json.loads((tmp_path / "results.json").read_text())["decode sweep"] == dict(best=[])
