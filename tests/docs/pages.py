@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}"
+                                                 for path in (ROOT / "docs").glob("*.md"))]
 
 
 def read(page: str) -> str:
