@@ -16,9 +16,8 @@ that all of this runs without them. The names and defaults are vLLM's, so that i
 one import. What is not supported raises; nothing is accepted and ignored.
 """
 
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -30,7 +29,7 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe_device, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import LLMEngine
-from nanoserve.frontend.metrics import Progress
+from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.request import InputProcessor, Prompt, Request, as_list, one_for_each
 from nanoserve.model_runner import LAST_WORD, ModelRunner, Pooler, serve_rank
@@ -58,7 +57,7 @@ class LLM(LLMEngine):
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
-        _say(*said)
+        say(*said)
         config.check_ranks(self.model_config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
@@ -69,7 +68,7 @@ class LLM(LLMEngine):
             pooler, make_inputs = prepare(config, self.model_config, folder, self.tokenizer)
         if config.speculative_config is not None:
             from nanoserve.extras.speculative import check
-            config = check(config, self.model_config, self.tokenizer, _say)
+            config = check(config, self.model_config, self.tokenizer, say)
         ranks = _start_ranks(config, folder, pooler)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
@@ -77,7 +76,7 @@ class LLM(LLMEngine):
             runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
-            _say(*said)
+            say(*said)
             runner.agree_on_cache(num_blocks, config.max_model_len)
             runner.allocate_kv_cache(num_blocks, config.max_model_len)
             runner.record_graphs()
@@ -88,23 +87,24 @@ class LLM(LLMEngine):
         super().__init__(config, runner, num_blocks, inputs)
         if config.trace is not None:
             from nanoserve.tools.recorder import attach  # here: the core runs without it
-            self.trace = attach(self, config.trace, _say)
+            self.trace = attach(self, config.trace, say)
         if config.speculative_config is not None:
             from nanoserve.extras.speculative import Drafter
             self.drafter = Drafter(self)
-        _say(self._describe(num_blocks))
+        say(self._describe(num_blocks))
 
     # ------------------------------------------------------ offline batches
 
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-                 use_tqdm: bool = True, priority: list[int] | None = None,
+                 use_tqdm: bool | Callable = True, priority: list[int] | None = None,
                  summarize: bool = False) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
-        priority: one for each, the lowest first. summarize: end with a line of what it took.
+        priority: one for each, the lowest first. use_tqdm: whether to show a bar, or what makes it.
+        summarize: end with a line of what it took.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
         self.inputs.check_generates()
@@ -113,7 +113,7 @@ class LLM(LLMEngine):
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         results = {}
         with closing(self.drive(requests)) as outputs, Progress(
-                len(requests), use_tqdm, _say if summarize else None) as progress:
+                len(requests), use_tqdm, summarize) as progress:
             for output in outputs:
                 results[output.request_id] = output
                 progress.finished(output)
@@ -232,8 +232,3 @@ def _start_ranks(config: EngineConfig, folder: Path, pooler: Pooler | None) -> R
             serve_rank(ranks, (config, folder, pooler))
         raise SystemExit(0)
     return ranks
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(f"nanoserve: {line}", file=sys.stderr)

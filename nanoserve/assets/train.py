@@ -184,7 +184,8 @@ def train(options: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
 
     start = time.monotonic() - seconds
-    bar = tqdm(range(first, options.steps), initial=first, total=options.steps, mininterval=5)
+    bar = tqdm(range(first, options.steps), initial=first, total=options.steps, mininterval=5,
+               disable=None)
     for step in bar:
         to_go = (options.steps - step) / (options.steps * DECAY_SHARE)  # below 1 in the decay
         rate = options.rate * min(1.0, (step + 1) / WARMUP_STEPS, to_go)

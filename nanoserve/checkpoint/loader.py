@@ -144,8 +144,9 @@ def _tensors(folder: Path, show_progress: bool) -> Iterator[tuple[Path, str, tor
     place, and the system may drop them again at once.
     """
     files = _weight_files(folder)
-    hide = len(files) == 1 or not show_progress
-    for file in tqdm(files, desc="Loading weights", unit="file", disable=hide):
+    # None: only on a terminal, where the bar goes away when all is loaded.
+    hide = True if len(files) == 1 or not show_progress else None
+    for file in tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():

@@ -30,6 +30,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Arithmetic as it is written: no -ffast-math, which would also change it for the whole process.
@@ -70,7 +71,7 @@ def load() -> ctypes.CDLL:
 
 def build(compiler: list[str], flags: list[str], openmp: Path, path: Path) -> None:
     """Compile to another name beside `path`, and rename it. Raises `BuildError`."""
-    print("nanoserve: compiling device/cpu.cpp for this CPU, once ...", file=sys.stderr, flush=True)
+    tqdm.write("nanoserve: compiling device/cpu.cpp for this CPU, once ...", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         compiled, linked = Path(name, "cpu.o"), Path(name, "cpu.so")
         run([*compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])

@@ -73,7 +73,8 @@ class DecodeGraphs:
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         try:
             # The largest first: the smaller ones fit into the memory that it took.
-            for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph"):
+            for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
+                             disable=None, leave=False):  # on a terminal; then the line below
                 batch = prepare(size)
                 run(batch)  # once for real: kernels are compiled, and libraries take what they need
                 graph = self.graphs[size] = graph_class(pool)
@@ -88,8 +89,9 @@ class DecodeGraphs:
                 "them with enforce_eager=True") from error
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
-        print(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} took "
-              f"{self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB", file=sys.stderr)
+        tqdm.write(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} "
+                   f"took {self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB",
+                   file=sys.stderr)
 
     def size_for(self, num_rows: int) -> int:
         """The smallest recorded size that holds so many rows: 9 rows are padded to 16."""

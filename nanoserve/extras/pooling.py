@@ -33,11 +33,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.extras.pooler import Pooler
+from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import InputProcessor, Prompt, as_list, one_for_each
 from nanoserve.sequence import Sequence
@@ -251,7 +251,7 @@ class PoolingInputs(InputProcessor):
 
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
-               pooling_task: str | None = None, use_tqdm: bool = True,
+               pooling_task: str | None = None, use_tqdm: bool | Callable = True,
                priority: list[int] | None = None) -> list[PoolingRequestOutput]:
         """Pool one prompt or many; results come in the order of the prompts.
 
@@ -267,9 +267,8 @@ class PoolingInputs(InputProcessor):
                   for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
         requests = llm.make_requests(prompts, params, priority)
         results = {}
-        with closing(llm.drive(requests)) as outputs, tqdm(
-                total=len(requests), desc="Processed prompts", unit="prompt", dynamic_ncols=True,
-                disable=not use_tqdm or not requests) as bar:
+        with closing(llm.drive(requests)) as outputs, prompts_bar(
+                len(requests), use_tqdm) as bar:
             for output in outputs:
                 results[output.request_id] = output
                 bar.update()

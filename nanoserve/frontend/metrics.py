@@ -22,6 +22,7 @@ gauges are read off the scheduler then, and are never kept. Road not taken: a me
 global registry, as vLLM has; two engines in one process would share their numbers.
 """
 
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -218,17 +219,32 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-class Progress:
-    """The tqdm bar of `generate`: prompts done, prompt and output tokens per second.
+def say(*lines: str) -> None:
+    """Lines for whoever watches, on standard error. A bar that is drawn there steps aside: tqdm
+    clears it, and draws it again below the lines."""
+    for line in lines:
+        tqdm.write(f"nanoserve: {line}", file=sys.stderr)
 
-    say: gets the summary at the end, if it is wanted.
+
+def prompts_bar(num_requests: int, use_tqdm: bool | Callable) -> tqdm:
+    """The bar of `generate` and its like. use_tqdm: whether it is wanted, or (as in vLLM) what
+    makes it. Where standard error is no terminal it is silent: a log file has no use for it."""
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    wanted = bool(use_tqdm) and num_requests > 0
+    return make(total=num_requests, desc="Processed prompts", unit="prompt", dynamic_ncols=True,
+                disable=None if wanted else True)
+
+
+class Progress:
+    """The bar of `generate`: prompts done, prompt and output tokens per second.
+
+    summarize: end with a line of what it took.
     """
 
-    def __init__(self, num_requests: int, enabled: bool, say: Callable[[str], None] | None):
-        self.say = say
+    def __init__(self, num_requests: int, use_tqdm: bool | Callable, summarize: bool):
+        self.summarize = summarize
         self.metrics: list[RequestStateStats] = []
-        self.bar = tqdm(total=num_requests, desc="Processed prompts", unit="prompt",
-                        disable=not enabled or not num_requests, dynamic_ncols=True)
+        self.bar = prompts_bar(num_requests, use_tqdm)
         self.start = time.perf_counter()
         self.num_prompt_tokens = self.num_output_tokens = 0
 
@@ -246,5 +262,5 @@ class Progress:
 
     def __exit__(self, error: type | None, *exc_info) -> None:
         self.bar.close()
-        if self.say is not None and error is None:
-            self.say(summary(self.metrics, time.perf_counter() - self.start))
+        if self.summarize and error is None:
+            say(summary(self.metrics, time.perf_counter() - self.start))

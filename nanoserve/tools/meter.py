@@ -154,7 +154,8 @@ def serve(llm: LLM, requests: list[Request], temperature: float = 0.0, label: st
             except KeyboardInterrupt:
                 interrupted = True
                 llm.abort_request(list(llm.requests))
-                print("interrupted: what follows is about the part that was done", file=sys.stderr)
+                tqdm.write("interrupted: what follows is about the part that was done",
+                           file=sys.stderr)
             seconds = clock.monotonic() - start
     times = {int(i): times for i, times in meter.token_times.items()}
     result = summarize(

@@ -282,7 +282,6 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     todo = [(mode, 1) for mode in modes] + [(mode, ranks) for mode in PARALLEL_MODES if ranks > 1]
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)
-        bar.clear()  # the engine has a line to print
         yield run_mode(folder, mode, texts, max_tokens, dtype=args.dtype, kernels=args.kernels,
                        tensor_parallel_size=size)
 

@@ -1,11 +1,13 @@
 """The engine around it: defaults, the tokenizer, progress, shutting down."""
 
 import json
+import sys
 
 import pytest
 from checkpoints import BOS, END_OF_TURN, EOS
 from helpers import write_json
 from small_engine import HELLO, MESSAGES, copy_of, greedy, make, run, tokens
+from tqdm import tqdm
 
 from nanoserve import SamplingParams
 
@@ -65,8 +67,9 @@ def test_leaving_the_context_by_an_error_shuts_down_too(qwen3):
         llm.step()
 
 
-def test_the_progress_bar(llm, capsys):
+def test_the_progress_bar(llm, capsys, monkeypatch):
     """Prompts done, prompt tokens and output tokens a second; on demand nothing at all."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     llm.generate(["Hello", "world"], greedy())
     shown = capsys.readouterr()
     assert "Processed prompts: 100%" in shown.err and "2/2" in shown.err
@@ -75,6 +78,31 @@ def test_the_progress_bar(llm, capsys):
     llm.generate([])
     assert capsys.readouterr() == ("", "")
     assert shown.out == ""
+
+
+def test_a_bar_of_the_callers_own(llm):
+    """As in vLLM, `use_tqdm` may be what makes the bar."""
+    seen = []
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            seen.append((self.total, n))
+
+    llm.generate(["Hello", "world"], greedy(), use_tqdm=Bar)
+    assert seen == [(2, 1), (2, 1)]
+
+
+def test_a_log_file_gets_lines_and_no_bars(checkpoints, capsys):
+    """Bars draw over themselves with carriage returns, which make a log file hard to read."""
+    folder = checkpoints["qwen3-sharded"]
+    capsys.readouterr()  # transformers shows bars while it writes the files
+    with make(folder) as llm:
+        llm.generate(["Hello", "world"], greedy(), summarize=True)
+    shown = capsys.readouterr()
+    assert "\r" not in shown.err + shown.out
+    started, summary = shown.err.splitlines()
+    assert started.startswith("nanoserve: qwen3-sharded: cpu")
+    assert summary.startswith("nanoserve: 2 requests in ")
 
 
 def test_the_engine_says_what_it_runs_on(qwen3, capsys):
