@@ -19,13 +19,19 @@ if "OMP_WAIT_POLICY" not in os.environ:
 _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
          "RequestOutputKind": "config", "RequestOutput": "frontend.outputs",
          "CompletionOutput": "frontend.outputs", "Logprob": "frontend.outputs",
-         "ModelConfig": "checkpoint.model_config"}
-_HOME |= {name: "extras.pooling" for name in ("PoolingParams", "PoolingRequestOutput")
-          if (Path(__file__).parent / "extras" / "pooling.py").exists()}  # extras may be deleted
-__all__ = list(_HOME)
+         "ModelConfig": "checkpoint.model_config",
+         "TextPrompt": "frontend.prompts", "TokensPrompt": "frontend.prompts"}
+# vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
+_ALIASES = {"EngineArgs": "EngineConfig", "LLMEngine": "LLM"}
+if (Path(__file__).parent / "extras" / "pooling.py").exists():  # extras may be deleted
+    _HOME |= dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
+                            "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"),
+                           "extras.pooling") | {"PoolerConfig": "extras.pooler"}
+__all__ = [*_HOME, *_ALIASES]
 
 
 def __getattr__(name: str):
+    name = _ALIASES.get(name, name)
     if name in _HOME:
         return getattr(import_module(f"nanoserve.{_HOME[name]}"), name)
     raise AttributeError(f"module 'nanoserve' has no attribute {name!r}")

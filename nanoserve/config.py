@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.vllm_words import OPTIONS, SAMPLING, takes_vllms_words
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -151,6 +152,7 @@ SHARE = number(0, 1, above=True)
 TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
 WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
 TOKEN_ID = TOKEN_COUNT = number(0, whole=True)
+COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
 ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
 
 MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
@@ -176,6 +178,7 @@ BIASES = Rule(f"a dict of token ids and numbers in [-{MAX_LOGIT_BIAS}, {MAX_LOGI
 # ------------------------------------------------------------------- options
 
 
+@takes_vllms_words("LLM()", OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the user chose, in vLLM's words. `None` means "the engine decides" (see `resolved`).
@@ -184,6 +187,7 @@ class EngineConfig:
     """
 
     model: str = option(MISSING, MODEL)
+    revision: str | None = option(None, TEXT)  # of a hub id: a branch, a tag or a commit
     tokenizer: str | None = option(None, FOLDER)
     skip_tokenizer_init: bool = option(False, FLAG)
     dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
@@ -305,6 +309,7 @@ class EngineConfig:
 # ------------------------------------------------------------------ requests
 
 
+@takes_vllms_words("SamplingParams", SAMPLING)
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to turn logits into tokens and when to stop; names, defaults and meaning are vLLM's.
@@ -330,8 +335,8 @@ class SamplingParams:
     ignore_eos: bool = option(False, FLAG)
     max_tokens: int | None = option(16, COUNT_OR_NONE)  # None: up to the model's maximum length
     min_tokens: int = option(0, TOKEN_COUNT)  # no EOS, stop token or stop string before so many
-    logprobs: int | None = option(None, TOKEN_COUNT)  # of each token, and of so many likeliest ones
-    prompt_logprobs: int | None = option(None, TOKEN_COUNT)  # the same for the prompt's tokens
+    logprobs: int | None = option(None, COUNT_OR_ALL)  # of each token, and of the likeliest
+    prompt_logprobs: int | None = option(None, COUNT_OR_ALL)  # the same for the prompt's tokens
     detokenize: bool = option(True, FLAG)
     skip_special_tokens: bool = option(True, FLAG)
     include_stop_str_in_output: bool = option(False, FLAG)
@@ -356,8 +361,12 @@ class SamplingParams:
                              "the text, leave detokenize=True or use stop_token_ids")
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(f"temperature={self.temperature} is raised to {MIN_TEMPERATURE}: smaller "
-                          "values overflow; use 0 for greedy", stacklevel=3)
+                          "values overflow; use 0 for greedy", stacklevel=4)
             self.temperature = MIN_TEMPERATURE
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing with this one: its rules copy lists and dicts."""
+        return replace(self)
 
     def controls(self) -> set[str]:
         """Which of `CONTROLS` are used."""

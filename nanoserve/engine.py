@@ -32,7 +32,8 @@ from typing import Any
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Observer
 from nanoserve.frontend.outputs import RequestOutput
-from nanoserve.frontend.request import InputProcessor, Prompt, Request
+from nanoserve.frontend.prompts import Prompt
+from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.interrupts import Turns, ctrl_c_held
 from nanoserve.scheduler import Scheduler

@@ -19,19 +19,20 @@ one import. What is not supported raises; nothing is accepted and ignored.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
+from nanoserve.checkpoint.vllm_words import CALLS, missing_method, takes_vllms_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe_device, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import LLMEngine
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
-from nanoserve.frontend.request import InputProcessor, Prompt, Request, as_list, one_for_each
+from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
+from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import LAST_WORD, ModelRunner, Pooler, serve_rank
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import Ranks
@@ -44,16 +45,13 @@ class LLM(LLMEngine):
 
     model: a local folder or a hub id; without one, the bundled story model. Raises `ValueError` for
     options or checkpoints that can't work, `TypeError` for options that do not exist.
+    `LLM.from_engine_args` is the same for whoever has an `EngineArgs`.
     """
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, **options):
-        known = {f.name for f in fields(EngineConfig)} - {"model"}
-        if unknown := sorted(set(options) - known):
-            raise TypeError(f"LLM() got unexpected keyword arguments {', '.join(unknown)}; it "
-                            f"takes {', '.join(sorted(known))}")
         asked = EngineConfig(model=str(model), **options)
         folder = find_model(model, weights=asked.load_format != "dummy",
-                            code=asked.trust_remote_code)
+                            code=asked.trust_remote_code, revision=asked.revision)
         self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
@@ -93,8 +91,14 @@ class LLM(LLMEngine):
             self.drafter = Drafter(self)
         say(self._describe(num_blocks))
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
+        """vLLM's way to make an engine whose steps are called by hand."""
+        return cls(**vars(engine_args))
+
     # ------------------------------------------------------ offline batches
 
+    @takes_vllms_words("generate()", CALLS)
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
@@ -119,6 +123,7 @@ class LLM(LLMEngine):
                 progress.finished(output)
         return [results[request.request_id] for request in requests]
 
+    @takes_vllms_words("stream()", CALLS)
     def stream(self, prompts: Prompt | list[Prompt],
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                priority: list[int] | None = None) -> Iterator[RequestOutput]:
@@ -131,13 +136,16 @@ class LLM(LLMEngine):
         self.inputs.check_generates()
         return self.drive(self.make_requests(prompts, sampling_params, priority))
 
-    def chat(self, messages: list, sampling_params: SamplingParams | list | None = None, *,
-             use_tqdm: bool = True, chat_template: str | None = None,
-             add_generation_prompt: bool = True, continue_final_message: bool = False,
-             chat_template_kwargs: dict | None = None) -> list[RequestOutput]:
+    @takes_vllms_words("chat()", CALLS)
+    def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
+             use_tqdm: bool | Callable = True, *, stream: bool = False,
+             chat_template: str | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
+             ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
-        messages: dicts with "role" and "content". Raises `ValueError` without a template.
+        messages: dicts with "role" and "content". stream: return the iterator of `stream`, which
+        shows no bar. Raises `ValueError` without a template.
         """
         many = isinstance(messages, (list, tuple)) and not any(
             isinstance(message, dict) for message in messages)
@@ -147,6 +155,8 @@ class LLM(LLMEngine):
         options |= chat_template_kwargs or {}
         prompts = [self.inputs.render_chat(conversation, **options)
                    for conversation in (messages if many else [messages])]
+        if stream:
+            return self.stream(prompts, sampling_params)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def make_requests(self, prompts, params, priority=None) -> list[Request]:
@@ -196,6 +206,15 @@ class LLM(LLMEngine):
             raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
                              "it with runner='pooling'")
         return getattr(self.inputs, method)(self, *args, **options)
+
+    @property
+    def llm_engine(self) -> "LLM":
+        """What vLLM's `LLM` has: here an `LLM` is the engine."""
+        return self
+
+    def __getattr__(self, name: str):
+        """Asked only for what is not there: methods of vLLM's are refused with a way round."""
+        raise AttributeError(missing_method(name, dir(type(self))), name=name, obj=self)
 
     def __enter__(self) -> "LLM":
         return self

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "checkpoint/model_config": ["checkpoint/rope_config"],
     "checkpoint/tokenizers": ["checkpoint/hub"],
     "parallel/*": ["parallel/*"],
-    "config": CONFIG_FILES,
+    "checkpoint/vllm_words": [],
+    "config": [*CONFIG_FILES, "checkpoint/vllm_words"],
     "sequence": ["config"],
     "block_manager": ["sequence"],
     "scheduler": ["config", "sequence", "block_manager"],
@@ -47,8 +48,9 @@ LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
         "llm": ["extras/*", "tools/recorder"]}
 
 # Can be read, run and tested without torch, in seconds.
-PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config", "config",
-        "sequence", "block_manager", "scheduler", "frontend/metrics"]
+PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
+        "checkpoint/vllm_words", "config", "sequence", "block_manager", "scheduler",
+        "frontend/metrics", "frontend/prompts"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}

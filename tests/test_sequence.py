@@ -55,7 +55,7 @@ OUT_OF_RANGE = [
     (dict(max_tokens=0), "max_tokens"), (dict(max_tokens=-5), "max_tokens"),
     (dict(max_tokens=2.5), "max_tokens"),
     (dict(min_tokens=-1), "min_tokens"), (dict(min_tokens=9, max_tokens=8), "min_tokens"),
-    (dict(logprobs=-1), "logprobs"), (dict(prompt_logprobs=-1), "prompt_logprobs"),
+    (dict(logprobs=-2), "logprobs"), (dict(prompt_logprobs=-2), "prompt_logprobs"),
     (dict(seed=1.5), "seed"), (dict(seed="7"), "seed"),
     (dict(stop=""), "stop"), (dict(stop=["fine", ""]), "stop"), (dict(stop=["fine", 3]), "stop"),
     (dict(stop="###", detokenize=False), "stop"),

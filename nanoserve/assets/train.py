@@ -4,9 +4,9 @@ An engine is only fun to read when it can be run, so nanoserve brings a language
 enough to ship (5.8 M parameters, 11.5 MB) and still writes legible English. It read 27 children's
 books two and a half times, on two CPU cores, in about an hour:
 
-    python nanoserve/assets/train.py --corpus childrens_books.txt --out storyteller
-    python nanoserve/assets/train.py --corpus childrens_books.txt --out storyteller-draft --draft
-    python nanoserve/assets/train.py --corpus childrens_books.txt --evaluate storyteller
+    python -m nanoserve.assets.train --corpus childrens_books.txt --out storyteller
+    python -m nanoserve.assets.train --corpus childrens_books.txt --out storyteller-draft --draft
+    python -m nanoserve.assets.train --corpus childrens_books.txt --evaluate storyteller
 
 - The network is transformers' own `Qwen3ForCausalLM`, so the engine loads the folder like any
   other checkpoint, and tests compare with transformers on the very same files.

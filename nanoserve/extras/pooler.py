@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.vllm_words import POOLING, takes_vllms_words
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
@@ -42,6 +43,7 @@ ACTIVATIONS = {"identity": lambda x: x, "softmax": lambda x: x.softmax(-1),
 HEADS = ("lm_head.", "score.")  # what a checkpoint may bring along, and we may have no use for
 
 
+@takes_vllms_words("PoolerConfig", POOLING)
 @dataclass(kw_only=True)
 class PoolerConfig:
     """How a model pools, where its files don't say it or are to be overruled."""

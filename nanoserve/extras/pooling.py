@@ -35,16 +35,19 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.vllm_words import CALLS, POOLING, takes_vllms_words
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.request import InputProcessor, Prompt, as_list, one_for_each
+from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
+from nanoserve.frontend.request import InputProcessor
 from nanoserve.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0)  # a sequence has some; nothing is sampled by them
 
 
+@takes_vllms_words("PoolingParams", POOLING)
 @dataclass(kw_only=True)
 class PoolingParams:
     """What one request asks for. Raises `ValueError` naming the field."""
@@ -249,6 +252,7 @@ class PoolingInputs(InputProcessor):
 
     # ------------------------------------------------------ offline batches
 
+    @takes_vllms_words("encode()", CALLS)
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
                pooling_task: str | None = None, use_tqdm: bool | Callable = True,

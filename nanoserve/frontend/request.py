@@ -17,25 +17,20 @@ and the way out; a request's two ends are easiest understood together.
 """
 
 import time
+from collections import UserDict
 from dataclasses import dataclass, field, replace
-from numbers import Integral
 
 import xxhash
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
+from nanoserve.checkpoint.vllm_words import PROMPTS, in_our_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
 from nanoserve.sequence import Sequence
-
-Prompt = str | dict | list[int]
-
-
-def is_token_id(value: object) -> bool:
-    """Whole numbers, numpy's included; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(eq=False)
@@ -193,6 +188,9 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
         self._check_vocabulary(params)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) == -1:  # all; from here on a number like any other
+                setattr(params, name, self.model_config.vocab_size)
         bad_word_ids = self._bad_word_ids(params.bad_words or [])
         # EOS too early is no use even where it ends nothing (ignore_eos), says vLLM.
         vocab_size = self.model_config.vocab_size  # some configs name an EOS beyond it, or -1
@@ -226,7 +224,7 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > size:
                 raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary has: "
-                                 f"use at most {size}")
+                                 f"use at most {size}, or -1 for all")
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as tokens, bare and with a space in front, which is another token for most
@@ -266,10 +264,9 @@ class InputProcessor:
         if isinstance(prompt, str):
             text, ids = prompt, None
         elif isinstance(prompt, dict):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if set(prompt) - {"prompt", "prompt_token_ids"} or (text is None and ids is None):
-                raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
-                                 f"{sorted(map(str, prompt))}")
+            text, ids = self._read_dict(prompt)
+        elif isinstance(prompt, UserDict):
+            ids = one_encoded_prompt(prompt)
         if ids is None:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"the prompt is empty or no text: {text!r}")
@@ -285,6 +282,18 @@ class InputProcessor:
             raise ValueError(f"token id {wrong} of the prompt is outside the vocabulary of "
                              f"{vocab_size} (0 to {vocab_size - 1})")
         return text, [int(i) for i in ids]
+
+    def _read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
+        """`TextPrompt`, `TokensPrompt`, or both in one."""
+        try:
+            prompt = in_our_words("a prompt", prompt, ("prompt", "prompt_token_ids"), PROMPTS)
+        except TypeError as error:  # here the words are data, and no keywords
+            raise ValueError(str(error)) from None
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is None and ids is None:
+            raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
+                             f"{sorted(map(str, prompt))}")
+        return text, ids
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """A conversation through the chat template -> a prompt dict with text and token ids."""
@@ -371,21 +380,3 @@ def _content(message: dict) -> str | None:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
     return content
-
-
-def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
-    """One prompt alone is a list of one; a list of token ids is one prompt."""
-    if not isinstance(prompts, (str, dict, list, tuple)):
-        raise ValueError(f"prompts must be a str, a dict or a list, got {type(prompts).__name__}")
-    many = isinstance(prompts, (list, tuple)) and not (prompts and is_token_id(prompts[0]))
-    return list(prompts) if many else [prompts]
-
-
-def one_for_each(value: object, count: int, name: str) -> list:
-    """Broadcast a single value; a list must have one entry for each prompt."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
-                         "or a single one for all")
-    return list(value)

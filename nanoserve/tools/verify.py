@@ -1,7 +1,8 @@
 """Is the engine right for *this* checkpoint? Its text beside transformers', in every mode.
 
-    python -m nanoserve.tools.verify MODEL
-    python -m nanoserve.tools.verify MODEL --prompts prompts.txt --tensor-parallel-size 2
+    python -m nanoserve.tools.verify                   the bundled model
+    python -m nanoserve.tools.verify Qwen/Qwen3-0.6B --prompts prompts.txt
+    python -m nanoserve.tools.verify folder --tensor-parallel-size 2
 
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
@@ -290,7 +291,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m nanoserve.tools.verify", epilog=EXIT_CODES,
                                      description=__doc__.split("\n")[0])
-    parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="storyteller",
+                        help="a folder or a hub id; default: the bundled model")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line")
     parser.add_argument("--num-prompts", type=int, default=12, help="at most; default: 12")
     parser.add_argument("--max-tokens", type=int, default=24, help="of each text; default: 24")

@@ -51,7 +51,7 @@ def test_a_folder_that_does_not_exist(monkeypatch, name):
 def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, monkeypatch):
     asked = []
 
-    def snapshot_download(repo_id, allow_patterns):
+    def snapshot_download(repo_id, revision, allow_patterns):
         asked.append((repo_id, allow_patterns))
         return str(checkpoints["qwen3-sharded"])
 
@@ -77,7 +77,7 @@ def test_from_the_hub_comes_what_is_needed(checkpoints, monkeypatch, options, mo
     `trust_remote_code` is about was left there."""
     asked = {}
 
-    def snapshot_download(repo_id, allow_patterns):
+    def snapshot_download(repo_id, revision, allow_patterns):
         asked[repo_id] = {name for name in ("model.safetensors", "tokenization_own.py")
                           if any(Path(name).match(pattern) for pattern in allow_patterns)}
         return str(checkpoints["qwen3-sharded"])

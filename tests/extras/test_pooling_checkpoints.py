@@ -9,7 +9,7 @@ from helpers import write_json
 from pooled import assert_close, assert_idle, class_logits, pooled, start, vectors
 from transformers import AutoModel
 
-from nanoserve import PoolingParams, SamplingParams
+from nanoserve import PoolerConfig, PoolingParams, SamplingParams
 
 # --------------------------------------------------------- reading checkpoints
 
@@ -210,3 +210,21 @@ def test_unknown_names_are_refused(qwen3):
         PoolingParams(normalise=True)
     with pytest.raises(TypeError, match="pooling"):
         start(qwen3, pooler_config={"pooling": "MEAN"})
+
+
+def test_vllms_words_for_pooling(qwen3):
+    """Taken where they ask for nothing, refused with the way round where they ask for something."""
+    assert PoolingParams(normalize=None) == PoolingParams()
+    with pytest.raises(ValueError, match="PoolingParams: normalize=True .*use use_activation="):
+        PoolingParams(normalize=True)
+    config = PoolerConfig(pooling_type="MEAN", activation=None)
+    with pytest.raises(ValueError, match="PoolerConfig: seq_pooling_type='CLS'.*use pooling_type="):
+        PoolerConfig(seq_pooling_type="CLS")
+    with start(qwen3, pooler_config=config) as llm:
+        assert str(llm.runner.pooler) == "pooling MEAN to embed"
+        assert len(llm.embed("a", lora_request=None, tokenization_kwargs=None)) == 1
+        for call in (llm.embed, llm.classify, lambda text, **given: llm.score(text, text, **given)):
+            with pytest.raises(ValueError, match="lora_request='x' is not supported: merge"):
+                call("a", lora_request="x")
+        with pytest.raises(TypeError, match=r"use_tdqm: did you mean use_tqdm\?"):
+            llm.embed("a", use_tdqm=False)

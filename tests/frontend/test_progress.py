@@ -15,8 +15,8 @@ pytestmark = pytest.mark.floor
 
 SCRIPT = """
 import time
+from nanoserve.frontend.outputs import CompletionOutput, RequestOutput
 from nanoserve.frontend.metrics import Progress, say
-from nanoserve.sequence import CompletionOutput, RequestOutput
 output = RequestOutput("1", "a", [1, 2], None, [CompletionOutput(0, "b", [3])], True)
 say("before the bar")
 with Progress(2, True, True) as progress:

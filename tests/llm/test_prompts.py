@@ -99,8 +99,8 @@ def test_unknown_arguments_raise(qwen3, llm):
     with pytest.raises(TypeError):
         LLM(qwen3, "bfloat16")  # everything after the model is keyword-only
     for method in (llm.generate, llm.stream, llm.chat):
-        with pytest.raises(TypeError, match="lora_request"):
-            method("a", lora_request=None)
+        with pytest.raises(TypeError, match=r"sampling_parms: did you mean sampling_params\?"):
+            method("a", sampling_parms=greedy())
 
 
 def test_the_callers_params_are_not_touched(llm):
@@ -119,7 +119,7 @@ def test_the_callers_params_are_not_touched(llm):
 BAD_PROMPTS = [
     ("", "empty"), ({"prompt": ""}, "empty"), ({"prompt_token_ids": []}, "empty"),
     ([[]], "empty"), ([""], "empty"), ({}, "prompt_token_ids"),
-    ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data"),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data.*text alone"),
     ([VOCAB_SIZE], rf"token id {VOCAB_SIZE}.*vocabulary of {VOCAB_SIZE}"),
     ([5, -1, 7], "token id -1.*vocabulary"), ({"prompt_token_ids": [3, 10 ** 12]}, "token id 1000"),
     (None, "NoneType"), (7, "int"), ([None], "no text: None"), ([1.5], "float"), ([True], "bool"),

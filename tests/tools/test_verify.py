@@ -10,6 +10,7 @@ from checkpoints import EOS, Reference
 from helpers import write_json
 
 from nanoserve import LLM
+from nanoserve.checkpoint.hub import find_model
 from nanoserve.tools import verify
 from nanoserve.tools.verify import Text, main
 
@@ -310,12 +311,19 @@ def test_a_model_that_cant_be_loaded(capsys, qwen3, tmp_path, change, message):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("argv", [[], ["--dtype", "int8"], ["--max-tokens", "x"], ["--nope"]],
-                         ids=str)
+@pytest.mark.parametrize("argv", [["--dtype", "int8"], ["--max-tokens", "x"], ["--nope"]], ids=str)
 def test_wrong_use(capsys, qwen3, argv):
     with pytest.raises(SystemExit) as error:
-        main([str(qwen3), *argv] if argv else [])
+        main([str(qwen3), *argv])
     assert error.value.code == 2
+
+
+def test_without_a_model_it_is_the_bundled_one(monkeypatch):
+    """Where the package is installed, and no folder of a clone can be named."""
+    asked = []
+    monkeypatch.setattr("nanoserve.tools.verify.verify", lambda args: asked.append(args) or [])
+    assert main([]) == 0
+    assert (find_model(asked[0].model) / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("argv", [["--max-tokens", "0"], ["--max-tokens", "256"],

@@ -1,0 +1,211 @@
+"""What a vLLM user types without thinking: names, prompts, keywords, methods.
+
+The oracles are transformers' greedy text and its logits.
+"""
+
+import dataclasses
+
+import huggingface_hub
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE
+from small_engine import (
+    HELLO,
+    MESSAGES,
+    TOKENIZER,
+    copy_of,
+    drain,
+    greedy,
+    ids_of,
+    make,
+    run,
+    tokens,
+)
+from transformers import AutoModelForCausalLM
+
+import nanoserve
+from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams, TextPrompt, TokensPrompt
+
+SMALL = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64,
+             num_gpu_blocks_override=24)
+
+
+# --------------------------------------------------------------------- prompts
+
+
+def test_vllms_prompt_types(llm, expected):
+    outs = run(llm, [TextPrompt(prompt="Hello"), TokensPrompt(prompt_token_ids=HELLO)], greedy())
+    assert tokens(outs) == [expected("Hello")] * 2
+
+
+@pytest.mark.parametrize("options", [{}, dict(return_tensors="pt"), dict(return_tensors="np")],
+                         ids=str)
+def test_what_a_tokenizer_returns_is_a_prompt(llm, expected, options):
+    outs = run(llm, TOKENIZER("Hello", **options), greedy())
+    assert tokens(outs) == [expected("Hello")] and outs[0].prompt_token_ids == HELLO
+    assert tokens(run(llm, [TOKENIZER("Hello", **options), "world"], greedy())) == [
+        expected("Hello"), expected("world")]
+    padded = TOKENIZER(["Hello", "Hi"], padding=True, **options)
+    assert len(padded["input_ids"][1]) == len(HELLO)  # or nothing is shown
+    assert tokens(run(llm, padded, greedy())) == [expected("Hello"), expected("Hi")]
+
+
+def test_a_chat_that_was_tokenized_outside_is_a_prompt(llm):
+    encoding = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert not isinstance(encoding, (list, dict))  # transformers 5: a BatchEncoding
+    [ours], [theirs] = llm.chat(MESSAGES, greedy(), use_tqdm=False), run(llm, encoding, greedy())
+    assert theirs.outputs[0].token_ids == ours.outputs[0].token_ids
+    llm.add_request("one", encoding, greedy())
+    assert drain(llm)["one"][-1].outputs[0].token_ids == ours.outputs[0].token_ids
+
+
+def test_what_else_vllm_puts_into_a_prompt_is_refused(llm):
+    for word, value in (("cache_salt", "x"), ("multi_modal_data", {"image": 1})):
+        with pytest.raises(ValueError, match=f"prompt 1: a prompt: {word}=.* is not supported"):
+            run(llm, ["Hello", {"prompt": "Hello", word: value}], greedy())
+    assert len(run(llm, {"prompt": "Hello", "cache_salt": None}, greedy())) == 1
+
+
+# --------------------------------------------------------------------- logprobs
+
+
+@torch.no_grad()
+def test_logprobs_of_all_tokens(llm, qwen3, expected):
+    """-1 stands for the whole vocabulary, of the output and of the prompt."""
+    params = greedy(2, logprobs=-1, prompt_logprobs=-1)
+    [out], [beside] = run(llm, "Hello", params), run(llm, "Hello", greedy(2, logprobs=1))
+    assert params.logprobs == -1  # the caller's own stay as they are
+    logits = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)(
+        torch.tensor([HELLO + expected("Hello", 2)])).logits[0].log_softmax(-1)
+    entries = out.prompt_logprobs[1:] + out.outputs[0].logprobs
+    assert out.prompt_logprobs[0] is None and len(entries) == len(HELLO) - 1 + 2
+    for found, theirs in zip(entries, logits, strict=False):
+        assert sorted(found) == list(range(VOCAB_SIZE))
+        assert [found[i].logprob for i in range(VOCAB_SIZE)] == pytest.approx(
+            theirs.tolist(), abs=1e-3)
+    assert [len(one) for one in beside.outputs[0].logprobs] == [1, 1]  # greedy: it is the likeliest
+
+
+# ------------------------------------------------------------- engines by name
+
+
+def test_an_engine_is_made_from_engine_args(qwen3, expected):
+    """vLLM's script for whoever steps by hand."""
+    with LLMEngine.from_engine_args(EngineArgs(model=str(qwen3), seed=None, **SMALL)) as engine:
+        assert isinstance(engine, LLMEngine)
+        for i, text in enumerate(("Hello", "world")):
+            engine.add_request(str(i), text, greedy())
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {out.request_id: out for out in engine.step() if out.finished}
+    assert tokens([done["0"], done["1"]]) == [expected("Hello"), expected("world")]
+
+
+def test_engine_args_may_be_spread_over_llm(qwen3):
+    args = EngineArgs(model=str(qwen3), **SMALL)
+    with LLM(**dataclasses.asdict(args)) as llm:
+        assert llm.config.max_num_seqs == 4 and llm.llm_engine is llm
+
+
+def test_the_names_can_be_imported():
+    for name in ("TokensPrompt", "TextPrompt", "PoolerConfig", "LLMEngine", "EngineArgs", "LLM",
+                 "SamplingParams", "PoolingParams", "RequestOutput", "CompletionOutput",
+                 "PoolingRequestOutput", "EmbeddingOutput", "ClassificationOutput",
+                 "ScoringOutput", "PoolingOutput"):
+        assert getattr(nanoserve, name) and name in dir(nanoserve)
+
+
+# ------------------------------------------------------------------- revisions
+
+
+def test_a_revision_goes_to_the_hub(qwen3, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo_id, revision, allow_patterns):
+        asked.append((repo_id, revision))
+        return str(qwen3)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    LLM("somebody/a-model", revision="v1.2", **SMALL).shutdown()
+    assert asked == [("somebody/a-model", "v1.2")]
+
+
+def test_a_folder_has_no_revision(qwen3):
+    with pytest.raises(ValueError, match="revision='v1.2' is about hub ids, and model=.*leave it"):
+        LLM(qwen3, revision="v1.2")
+    with pytest.raises(ValueError, match="revision must be a text, got 7"):
+        LLM(qwen3, revision=7)
+
+
+def test_a_bundled_model_has_a_name(qwen3, tmp_path, monkeypatch):
+    """Wherever the package is installed; a folder of that name goes first."""
+    from nanoserve.checkpoint.hub import find_model
+
+    monkeypatch.chdir(tmp_path)
+    folder = find_model("storyteller")
+    assert (folder / "config.json").exists() and folder.parent.name == "assets"
+    copy_of(qwen3, tmp_path).rename(tmp_path / "storyteller")
+    assert find_model("storyteller").resolve() == (tmp_path / "storyteller").resolve()
+
+
+# -------------------------------------------------------------- chat, and calls
+
+
+def test_a_chat_streams(llm):
+    [whole] = llm.chat(MESSAGES, greedy(), use_tqdm=False)
+    shown = [out.outputs[0].text for out in llm.chat(MESSAGES, greedy(), stream=True)]
+    assert len(shown) > 2 and shown[-1] == whole.outputs[0].text
+    assert all(whole.outputs[0].text.startswith(text) for text in shown)
+
+
+def test_chat_takes_use_tqdm_by_position(llm, capsys):
+    llm.chat(MESSAGES, greedy(2), False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("call", "given"), [
+    ("generate", dict(lora_request="adapter")), ("generate", dict(prompt_token_ids=[[1, 2]])),
+    ("generate", dict(mm_processor_kwargs={"x": 1})),
+    ("stream", dict(lora_request="adapter")), ("chat", dict(tools=[{"type": "function"}])),
+    ("chat", dict(lora_request="adapter")), ("chat", dict(chat_template_content_format="openai")),
+], ids=str)
+def test_keywords_that_are_missing_here(llm, call, given):
+    [word] = given
+    what = MESSAGES if call == "chat" else "Hello"
+    with pytest.raises(ValueError, match=rf"{call}\(\): {word}=.* is not supported: \w+ "):
+        getattr(llm, call)(what, greedy(2), **given)
+
+
+def test_keywords_that_ask_for_nothing(llm):
+    [out] = llm.generate("Hello", greedy(2), use_tqdm=False, lora_request=None, priority=None)
+    [chat] = llm.chat(MESSAGES, greedy(2), use_tqdm=False, tools=None, lora_request=None,
+                      chat_template_content_format="auto", mm_processor_kwargs=None)
+    assert out.finished and chat.finished
+
+
+def test_tools_go_the_way_that_the_refusal_names(llm):
+    """The remedy has to work."""
+    [out] = llm.chat(MESSAGES[:1], greedy(2), use_tqdm=False,
+                     chat_template="{{ tools[0].name }}{{ messages[0].content }}",
+                     chat_template_kwargs={"tools": [{"name": "clock"}]})
+    assert out.prompt_token_ids == ids_of("clockHi")
+
+
+@pytest.mark.parametrize("name", [
+    "beam_search", "sleep", "wake_up", "collective_rpc", "apply_model", "start_profile",
+    "stop_profile", "reward", "set_tokenizer"])
+def test_methods_that_are_missing_here(llm, name):
+    with pytest.raises(AttributeError, match=rf"LLM\.{name} is not supported: \w+"):
+        getattr(llm, name)("x")
+    assert not hasattr(llm, name)
+
+
+def test_a_mistyped_method_names_the_nearest(llm):
+    with pytest.raises(AttributeError, match=r"LLM has no genrate: did you mean generate\?"):
+        llm.genrate("Hello")
+
+
+def test_profiling_by_trace_works_as_the_refusal_says(qwen3, tmp_path):
+    with make(qwen3, trace=str(tmp_path / "run.html")) as llm:
+        run(llm, "Hello", SamplingParams(max_tokens=2))
+    assert (tmp_path / "run.html").stat().st_size > 0
