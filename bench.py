@@ -3,7 +3,8 @@
     python bench.py                                    something that every machine can do
     python bench.py --model Qwen3-8B --workload batch  real shapes, random weights, no download
     python bench.py --model FOLDER --request-rate 4    Poisson arrivals: latencies under load
-    python bench.py --trace arrivals.csv               real arrivals: seconds,prompt,output a line
+    python bench.py --arrivals arrivals.csv            real arrivals: seconds,prompt,output a line
+    python bench.py --step-trace run.html              a page that shows every step of the run
     python bench.py --ladder                           what each idea brings, one after the other
     python bench.py --against hf                       transformers does the same, in turns
     python bench.py --scheduler | --observers          the host's bookkeeping alone
@@ -49,6 +50,7 @@ from pathlib import Path
 
 from nanoserve import LLM, ModelConfig  # isort: skip  (before torch: see nanoserve/__init__.py)
 import torch
+from tqdm import tqdm
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import DTYPES, EngineConfig
@@ -58,13 +60,16 @@ from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.tools import bookkeeping, roofline, workloads
 from nanoserve.tools.meter import peak_memory, profile, serve
 from nanoserve.tools.peers import Peer, compare
+from nanoserve.tools.recorder import Trace, attach
 from nanoserve.tools.roofline import Machine, Work
-from nanoserve.tools.workloads import WORKLOADS, Request
+from nanoserve.tools.workloads import WORKLOADS, Request, wrapped
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
 MIN_DEFAULT_REQUESTS = 4
 CPU_MEMORY = 6 * 2 ** 30  # bytes that should be free for half a billion parameters
 PROFILED_STEPS = 8
+# What `--set` leaves to an option of its own, which the rest of a run has to know.
+OWN_OPTIONS = {"model": "--model", "dtype": "--dtype", "trace": "--step-trace"}
 PEERS = {"hf": ["hf.py"], "hf-continuous": ["hf.py", "--continuous"]}
 
 
@@ -79,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.observers:
             bookkeeping.bench_observers(
-                [args.model] if args.model else [], args.num_prompts or 64,
+                [args.model] if args.model else [], args.num_prompts or 16,
                 (args.input_len or [128])[0], (args.output_len or [64])[0], args.seed)
             return 0
         with Bench(args) as bench:
@@ -87,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
                        else bench.throughput())
             if args.output_json:
                 Path(args.output_json).write_text(json.dumps(results, indent=1) + "\n")
+                print(f"wrote {args.output_json}")
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -109,11 +115,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, help="default: 0; 0.6 for the batch on a GPU")
     add("--request-rate", type=float, metavar="R", help="arrivals a second, Poisson; default: all "
         "at once")
-    add("--trace", type=Path, metavar="FILE.csv", help="arrivals: seconds,prompt,output a line")
+    add("--arrivals", type=Path, metavar="FILE.csv", help="seconds,prompt,output a line")
+    add("--trace", help=argparse.SUPPRESS)  # refused: elsewhere that word means --step-trace
     add("--set", action="append", default=[], metavar="OPTION=VALUE", help="of the engine, e.g. "
         "block_size=32; may be repeated")
     add("--threads", type=int, help="of torch on a CPU")
-    add("--step-trace", metavar="FILE", help="record every step: .html or .json")
+    add("--step-trace", metavar="FILE", help="record every step of the run: .html or .json")
     add("--profile", metavar="FILE.json", help=f"a Chrome trace of {PROFILED_STEPS} steps")
     add("--output-json", metavar="FILE")
     add("--ladder", action="store_true", help="one row per idea, each switched on after the other")
@@ -130,6 +137,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse before any work. Raises `ValueError` naming the option."""
+    if args.trace:
+        raise ValueError(f"--trace is called --arrivals where it means a file of arrivals: write "
+                         f"--arrivals {args.trace}; a trace of the steps is --step-trace FILE")
     for name in ("num_prompts", "threads", "rounds"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
@@ -144,14 +154,22 @@ def check(args: argparse.Namespace) -> None:
                              f"in order, got {' '.join(map(str, lengths))}")
     if args.request_rate is not None and not 0 < args.request_rate < float("inf"):
         raise ValueError("--request-rate must be above 0; leave it out for all at once")
-    if (args.against or args.ladder) and (args.trace or args.request_rate):
-        raise ValueError("--against and --ladder submit everything at once: leave --trace and "
+    if (args.against or args.ladder) and (args.arrivals or args.request_rate):
+        raise ValueError("--against and --ladder submit everything at once: leave --arrivals and "
                          "--request-rate out")
-    if args.trace and (args.request_rate or args.num_prompts or args.input_len or args.output_len):
-        raise ValueError("--trace says how many requests arrive, when, and how long they are: "
+    if args.arrivals and (args.request_rate or args.num_prompts or args.input_len
+                          or args.output_len):
+        raise ValueError("--arrivals says how many requests arrive, when, and how long they are: "
                          "leave --request-rate, --num-prompts, --input-len and --output-len out")
-    if args.profile and (args.against or args.ladder):
-        raise ValueError("--profile is about one engine: leave --against and --ladder out")
+    for name in ("profile", "step_trace"):
+        if getattr(args, name) and (args.against or args.ladder):
+            raise ValueError(f"--{name.replace('_', '-')} is about one run of one engine: leave "
+                             "--against and --ladder out")
+    if args.step_trace:
+        try:
+            EngineConfig(model="checked here, before anything is measured", trace=args.step_trace)
+        except ValueError as error:
+            raise ValueError(f"--step-trace: {error}") from None
     if args.against and args.temperature:
         raise ValueError("--against compares greedy decoding: leave --temperature out")
     for name in ("output_json", "profile"):
@@ -182,8 +200,11 @@ class Bench:
         self.folder = self.find(name)
         self.config = ModelConfig.from_folder(self.folder)
         self.dtype, self.machine = self.pick_dtype()
-        self.requests = self.make_requests(args.workload)
-        if not (self.on_gpu or args.model or args.trace or args.num_prompts):
+        self.workload = "arrivals" if args.arrivals else args.workload
+        if self.workload == "batch" and args.ladder:  # it has no common prefix, no long prompts
+            self.workload = "mixed"
+        self.requests = self.make_requests(self.workload)
+        if not (self.on_gpu or args.model or args.arrivals or args.num_prompts):
             self.fit_to_cpu()
         self.check_fits(self.requests)
 
@@ -212,12 +233,12 @@ class Bench:
         return dtype, machine
 
     def make_requests(self, workload: str) -> list[Request]:
-        """The requests of a workload by its name, or of a trace, which has no name. Options for
-        lengths and numbers take the place of the workload's own; the rest of its shape, such as the
-        common beginning of prompts, stays."""
+        """The requests of a workload by its name, or of a file of arrivals. Options for lengths and
+        numbers take the place of the workload's own; the rest of its shape, such as the common
+        beginning of prompts, stays."""
         args = self.args
-        if args.trace:
-            return workloads.replay(args.trace, self.config.vocab_size, args.seed)
+        if args.arrivals:
+            return workloads.replay(args.arrivals, self.config.vocab_size, args.seed)
         shape = (workloads.LARGE if self.on_gpu else workloads.SMALL)[workload]
         for name in ("input_len", "output_len"):
             if getattr(args, name):
@@ -238,10 +259,10 @@ class Bench:
         if len(fitting) < min(MIN_DEFAULT_REQUESTS, len(self.requests)):
             self.folder = BUNDLED_MODEL
             self.config = ModelConfig.from_folder(self.folder)
-            fitting = self.make_requests(self.args.workload)
+            fitting = self.make_requests(self.workload)
         self.requests = fitting
-        print(f"chosen for this machine: {self.folder.name}, {len(fitting)} requests (--model and "
-              "--num-prompts choose otherwise)")
+        print(wrapped("chosen", f"for this machine: {self.folder.name}, {len(fitting)} requests "
+                      "(--model and --num-prompts choose otherwise)"))
 
     def check_fits(self, requests: list[Request]) -> None:
         """Raises `ValueError` where a request is longer than `max_model_len`. The engine would find
@@ -261,7 +282,7 @@ class Bench:
         cold.
         """
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
-        usual = dict(dtype=self.dtype, skip_tokenizer_init=True, trace=self.args.step_trace,
+        usual = dict(dtype=self.dtype, skip_tokenizer_init=True,
                      max_model_len=min(max(longest, 4096), self.config.max_position_embeddings))
         if not any(self.folder.glob("*.safetensors")):
             usual["load_format"] = "dummy"
@@ -277,11 +298,11 @@ class Bench:
     @property
     def temperature(self) -> float:
         """0.6 for the community workload, which samples at that. All else is greedy, and cheaper:
-        also a trace and the ladder, whose requests are others, and whatever runs beside peers."""
+        also arrivals and the ladder, whose requests are others, and whatever runs beside peers."""
         args = self.args
         if args.temperature is not None:
             return args.temperature
-        elsewhere = args.against or args.ladder or args.trace
+        elsewhere = args.against or args.ladder or args.arrivals
         return 0.6 if self.on_gpu and args.workload == "batch" and not elsewhere else 0.0
 
     # ------------------------------------------------------- ways to measure
@@ -291,11 +312,22 @@ class Bench:
         with self.make_engine(self.requests) as llm:
             result = self.describe(llm)
             print_description(result)
-            result |= self.run(llm, self.requests, self.args.workload)
+            trace = self.start_trace(llm)
+            result |= self.run(llm, self.requests, self.workload)
             print_result(result)
+            if trace is not None:
+                trace.close()  # here: a profile's steps are no part of the run
             if self.args.profile and not result["interrupted"]:
                 profile(llm, self.requests, PROFILED_STEPS, self.args.profile)
+                print(f"wrote {self.args.profile}")
         return result
+
+    def start_trace(self, llm: LLM) -> Trace | None:
+        """Record from now on, so that the page shows the run and not the warm-up before it."""
+        if not self.args.step_trace:
+            return None
+        llm.reset_prefix_cache()  # the run would do it, and its blocks would be seen to go
+        return attach(llm, self.args.step_trace, tqdm.write)
 
     def run(self, llm: LLM, requests: list[Request], label: str) -> dict:
         """One run, and its minimum on this machine. The minimum is that of the steps which the
@@ -341,10 +373,7 @@ class Bench:
         All rows are run in turns, `rounds` times, and of each the run in the middle counts: some
         ideas bring less than a machine that others use as well loses in a bad minute.
         """
-        name, requests = self.args.workload, self.requests
-        if name == "batch":  # which neither has a common prefix nor long prompts
-            name, requests = "mixed", self.make_requests("mixed")
-            self.check_fits(requests)
+        requests = self.requests
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         options = dict(max_num_seqs=1, enable_prefix_caching=False, async_scheduling=False,
                        enable_chunked_prefill=False, max_num_batched_tokens=max(longest, 2048),
@@ -360,7 +389,7 @@ class Bench:
                       ("+ CUDA graphs", dict(enforce_eager=False)),
                       ("+ overlap", dict(async_scheduling=True))]
         rounds, runs = self.args.rounds, {name: [] for name, _ in rungs}
-        results = dict(self.describe(), workload=describe_requests(name, requests), rounds=rounds)
+        results = dict(self.describe(), rounds=rounds)
         print_description(results)
         try:
             for turn in range(rounds):
@@ -391,11 +420,12 @@ class Bench:
         of them.
         """
         requests = {name: self.make_requests(name) for name in names} or {
-            self.args.workload: self.requests}
+            self.workload: self.requests}
         # On a GPU engines that take turns lie in the same memory.
         options = dict(gpu_memory_utilization=0.45) if self.on_gpu else {}
         with self.make_engine(self.requests, **options) as llm, ExitStack() as stack:
-            result = self.describe(llm)
+            result = self.describe(llm) | dict(workloads=[
+                describe_requests(name, asked) for name, asked in requests.items()])
             print_description(result)
             peers = [stack.enter_context(self.start_peer(peer)) for peer in self.args.against]
             run = partial(self.run_beside_peers, llm)
@@ -419,8 +449,7 @@ class Bench:
             machine=dict(describe_machine(self.device), bandwidth=self.machine.bandwidth,
                          matrix_rate=self.machine.matrix_rate),
             model=dict(name=self.folder.name, dtype=self.dtype),
-            workload=describe_requests("trace" if self.args.trace else self.args.workload,
-                                       self.requests, self.args.request_rate))
+            workload=describe_requests(self.workload, self.requests, self.args.request_rate))
         if llm is not None:
             c = llm.config
             result["engine"] = dict(
@@ -446,8 +475,8 @@ def parse_options(settings: list[str]) -> dict:
         name, equals, text = setting.partition("=")
         if not (name.isidentifier() and equals):
             raise ValueError(f"--set {setting}: write OPTION=VALUE")
-        if name in ("model", "dtype"):
-            raise ValueError(f"--set {setting}: write --{name} {text}")
+        if name in OWN_OPTIONS:
+            raise ValueError(f"--set {setting}: write {OWN_OPTIONS[name]} {text}")
         try:
             options[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError):
@@ -482,8 +511,8 @@ def describe_machine(device: torch.device) -> dict:
 
 
 def describe_requests(name: str, requests: list[Request], rate: float | None = None) -> dict:
-    """How much there is to do. rate: Poisson arrivals a second; None for all at once, or for a
-    trace's own times."""
+    """How much there is to do. rate: Poisson arrivals a second; None for all at once, or for
+    the times of a file of arrivals."""
     return dict(name=name, num_requests=len(requests),
                 num_prompt_tokens=sum(len(request.prompt) for request in requests),
                 num_output_tokens=sum(request.max_tokens for request in requests),
@@ -491,38 +520,41 @@ def describe_requests(name: str, requests: list[Request], rate: float | None = N
 
 
 def print_rungs_head(title: str) -> None:
-    print(f"{title:24}{'seconds':>9}{'tok/s':>9}{'TTFT s':>9}{'between tokens: mean':>22}"
+    print(f"{title:23}{'seconds':>9}{'tok/s':>9}{'TTFT s':>9}{'between tokens: mean':>22}"
           f"{'p99':>8}")
 
 
 def print_rung(row: dict) -> None:
     """One row of the ladder."""
     gap = row["inter_token"] or dict(mean=math.nan, p99=math.nan)  # of single tokens
-    print(f"{row['name']:24}{row['seconds']:9.2f}{row['output_tok_s']:9.1f}"
+    print(f"{row['name']:23}{row['seconds']:9.2f}{row['output_tok_s']:9.1f}"
           f"{row['ttft']['mean']:9.2f}{1e3 * gap['mean']:19.1f} ms{1e3 * gap['p99']:8.1f}")
 
 
 def print_description(result: dict) -> None:
     """Before the run, so that whoever watches knows what is being measured. The engine's line is
     left out on the ladder, where each row has another."""
-    machine, model, load = result["machine"], result["model"], result["workload"]
+    machine, model = result["machine"], result["model"]
     on = "" if machine["device"] == "cpu" else f"{machine['device']}, "
-    print(f"machine   {on}{machine['cpu']}, {machine['num_cores']} cores, {machine['threads']} "
-          f"threads | torch {machine['torch']}, Python {machine['python']}")
-    print(f"limits    copy {machine['bandwidth'] / 1e9:,.1f} GB/s, matrix product "
-          f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, "
-          "both measured just now")
+    print(wrapped("machine", f"{on}{machine['cpu']}, {machine['num_cores']} cores, "
+                  f"{machine['threads']} threads | torch {machine['torch']}, Python "
+                  f"{machine['python']}"))
+    print(wrapped("limits", f"copy {machine['bandwidth'] / 1e9:,.1f} GB/s, matrix product "
+                  f"{machine['matrix_rate'] / 1e9:,.0f} GFLOP/s in {model['dtype']}, "
+                  "both measured just now"))
     if engine := result.get("engine"):
         graphs = "graphs" if engine["graphs"] else "no graphs"
-        print(f"engine    {model['name']}, {model['dtype']} | {engine['attention']} attention, "
-              f"{graphs}, overlap {engine['overlap']} | {engine['num_kv_blocks']:,} KV blocks of "
-              f"{engine['block_size']} | up to {engine['max_num_batched_tokens']:,} tokens and "
-              f"{engine['max_num_seqs']} sequences a step | warm after "
-              f"{engine['startup_seconds']:.1f} s")
-    arrivals = f", {load['request_rate']} a second" if load["request_rate"] else ""
-    print(f"workload  {load['name']}: {load['num_requests']} requests, "
-          f"{load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} output tokens"
-          f"{arrivals}\n")
+        print(wrapped("engine", f"{model['name']}, {model['dtype']} | {engine['attention']} "
+                      f"attention, {graphs}, overlap {engine['overlap']} | "
+                      f"{engine['num_kv_blocks']:,} KV blocks of {engine['block_size']} | up to "
+                      f"{engine['max_num_batched_tokens']:,} tokens and {engine['max_num_seqs']} "
+                      f"sequences a step | warm after {engine['startup_seconds']:.1f} s"))
+    for load in result.get("workloads", [result["workload"]]):
+        arrivals = f", {load['request_rate']} a second" if load["request_rate"] else ""
+        print(wrapped("workload", f"{load['name']}: {load['num_requests']} requests, "
+                      f"{load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} "
+                      f"output tokens{arrivals}"))
+    print()
 
 
 def print_result(result: dict) -> None:
@@ -548,14 +580,16 @@ def print_result(result: dict) -> None:
             least, took = (f"{found[part]:.3f}" if part in found else "" for found in
                            (ideal, measured))
             print(f"{names.get(part, part):24}{least:>9}{took:>10}")
-    print(f"{'all':24}{sum(ideal.values()):9.3f}{run['seconds']:10.3f}   {line['share']:.1%} of "
-          f"the roofline ({line['bandwidth'] / 1e9:,.1f} GB/s and "
-          f"{line['matrix_rate'] / 1e9:,.0f} GFLOP/s, the best that was measured)")
+    print(f"{'all':24}{sum(ideal.values()):9.3f}{run['seconds']:10.3f}\n")
+    print(wrapped("share", f"{line['share']:.1%} of the roofline "
+                  f"({line['bandwidth'] / 1e9:,.1f} GB/s and {line['matrix_rate'] / 1e9:,.0f} "
+                  "GFLOP/s, the best that was measured)"))
     host = (f"{name} {1e6 * measured[name] / max(line['num_steps'], 1):.0f}"
             for name in ("schedule", "build", "update"))
-    print(f"host, µs a step: {', '.join(host)}; peak memory: " + ", ".join(
-        f"{where} {peak / 2 ** 30:.2f} GB" for where, peak in
-        result["peak_memory_bytes"].items()))
+    print(wrapped("host", f"{', '.join(host)} µs a step"))
+    print(wrapped("memory", ", ".join(
+        f"{where} {peak / 2 ** 30:.2f} GB at most" for where, peak in
+        result["peak_memory_bytes"].items())))
 
 
 if __name__ == "__main__":

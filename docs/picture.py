@@ -1,10 +1,11 @@
 """Makes the README's pictures of a step trace, from a real run of the bundled model.
 
-    python docs/picture.py
+    python docs/picture.py          docs/trace-light.png, docs/trace-dark.png, and docs/trace.html
 
 Fourteen stories arrive a few steps apart, most of them with the same introduction, into a cache of
 30 blocks and steps of 24 tokens: so prompts are cut into chunks, the introduction is found in the
-prefix cache, and blocks run out. Everything in the picture is what the engine did. Needs Chromium.
+prefix cache, and blocks run out. Everything in the picture is what the engine did. The page that it
+shows is kept beside it, to be opened in a browser; git does not track it. Needs Chromium.
 """
 
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from nanoserve import LLM, SamplingParams
 
 HERE = Path(__file__).parent
+PAGE = HERE / "trace.html"
 sys.path.insert(0, str(HERE.parent / "tests"))
 from browser import Browser, install  # noqa: E402
 
@@ -28,7 +30,7 @@ STORIES = {
 OTHERS = {"alice": '"What shall we do now?" said Alice to the Rabbit, who was looking at a watch.',
           "a frog": "A frog sat by the well", "a tailor": "There was a tailor who had one needle,",
           "the miller": "The miller's son had nothing in the world but a cat. One morning the cat"}
-FRAME = 40  # what the pictures show
+FRAME = 69  # what the pictures show: somebody waits for blocks, and another one behind
 
 
 def run(path: Path) -> None:
@@ -48,14 +50,15 @@ def run(path: Path) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.html"
-        run(path)
-        browser = Browser(install(), Path(folder) / "profile", (1440, 860))
+    run(PAGE)
+    with tempfile.TemporaryDirectory() as profile:
+        browser = Browser(install(), Path(profile), (1440, 860))
         for scheme in ("light", "dark"):
             browser.prefer(scheme)
-            browser.open(path, f"#{FRAME}")
-            (HERE / f"trace-{scheme}.png").write_bytes(browser.screenshot())
+            browser.open(PAGE, f"#{FRAME}")
+            picture = HERE / f"trace-{scheme}.png"
+            picture.write_bytes(browser.screenshot())
+            print(f"wrote {picture}")
         browser.close()
 
 

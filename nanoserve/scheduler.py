@@ -153,7 +153,7 @@ class Scheduler:
             victim.num_computed_tokens = 0
             victim.num_preemptions += 1
             heappush(self.waiting, (self.order(victim), victim))
-            step.preempted.append(victim)
+            step.preempted[victim] = seq
             if victim is seq:
                 return False
         return True
@@ -166,7 +166,7 @@ class Scheduler:
         whole into this step, and only decodes from then on. It counts as a seat, so that a long
         queue of look-alikes is not searched step after step.
         """
-        sitting_out: list[Sequence] = []
+        sitting_out = step.sitting_out
         while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:
             seq = self._next_waiting()
             if seq is None:

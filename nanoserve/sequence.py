@@ -144,7 +144,8 @@ class Step:
     network: int = 0  # which network computes it; 1 drafts for 0, greedily
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
-    preempted: list[Sequence] = field(default_factory=list)
+    preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # and for whom, maybe itself
+    sitting_out: list[Sequence] = field(default_factory=list)  # wait for blocks being computed
     pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
 
     @property

@@ -1,11 +1,16 @@
 """bench.py as a user calls it, on shapes without weights, and a peer that is a small script."""
 
+import os
+from unittest import mock
+
 import bench
 
 
-def run(capsys, toy, *args) -> tuple[int, str, str]:
-    code = bench.main(["--model", str(toy), "--set", "device=cpu", "--set",
-                       "num_gpu_blocks_override=400", *args])
+def run(capsys, toy, *args, columns: int = 300) -> tuple[int, str, str]:
+    """columns: of the terminal; in a wide one a sentence is a line."""
+    with mock.patch.dict(os.environ, COLUMNS=str(columns)):
+        code = bench.main(["--model", str(toy), "--set", "device=cpu", "--set",
+                           "num_gpu_blocks_override=400", *args])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

@@ -23,7 +23,7 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--
          "--force-device-scale-factor=1", "--remote-debugging-pipe"]
 KEYS = {" ": ("Space", 32), "ArrowLeft": ("ArrowLeft", 37), "ArrowUp": ("ArrowUp", 38),
         "ArrowRight": ("ArrowRight", 39), "ArrowDown": ("ArrowDown", 40), "Home": ("Home", 36),
-        "End": ("End", 35), "Escape": ("Escape", 27)}
+        "End": ("End", 35), "Escape": ("Escape", 27), "?": ("Slash", 191)}
 PATIENCE = 60  # seconds until a browser that says nothing is given up
 
 

@@ -9,10 +9,11 @@ import re
 
 import pytest
 from bench_runs import PEER, run
+from witness import read
 
 import bench
 from nanoserve import LLM
-from nanoserve.tools import meter, roofline, workloads
+from nanoserve.tools import bookkeeping, meter, roofline, workloads
 from nanoserve.tools.roofline import Machine
 from nanoserve.tools.workloads import SMALL
 
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.usefixtures("known_machine")
     ("", "holds no requests"), ("0.5,10\n", "request 1"), ("0,5,3\n1,x,3\n", "request 2"),
     ("0,5,3\n-1,4,3\n", "request 2"), ("0,0,3\n", "request 1"), ("nan,1,3\n", "nan"),
     ("0,4,1\ninf,4,1\n", "inf"), ("when,prompt,output\n0,1,2\n", "header")])
-def test_a_bad_trace_is_refused(tmp_path, toy, capsys, text, says):
+def test_a_bad_file_of_arrivals_is_refused(tmp_path, toy, capsys, text, says):
     path = tmp_path / "arrivals.csv"
     path.write_text(text)
     with pytest.raises(SystemExit):
-        run(capsys, toy, "--trace", str(path))
+        run(capsys, toy, "--arrivals", str(path))
     assert says in capsys.readouterr().err
 
 
@@ -134,7 +135,104 @@ def test_arrivals_and_a_profile(toy, tmp_path, capsys):
     code, out, _ = run(capsys, toy, "--num-prompts", "3", "--input-len", "5", "--output-len", "4",
                        "--request-rate", "200", "--profile", str(path))
     assert code == 0 and "200.0 a second" in out
-    assert json.loads(path.read_text())["traceEvents"]
+    assert json.loads(path.read_text())["traceEvents"] and out.endswith(f"wrote {path}\n")
+
+
+def test_a_step_trace_shows_the_measured_run_alone(toy, tmp_path, capsys):
+    """Not the warm-up before it, nor the profile behind it. Where a request arrived, how many
+    steps there were and what the machine did are those of the three requests."""
+    path, results = tmp_path / "run.html", tmp_path / "out.json"
+    code, out, _ = run(capsys, toy, "--num-prompts", "3", "--input-len", "40", "--output-len", "4",
+                       "--step-trace", str(path), "--profile", str(tmp_path / "profile.json"),
+                       "--output-json", str(results))
+    assert code == 0
+    stream = read(path)
+    assert [request[1] for request in stream["requests"]] == [40, 40, 40]
+    *frames, tail = stream["frames"]
+    assert len(frames) == 4 and all(frame["d"] > 0 for frame in frames)
+    assert [frame["i"] for frame in frames] == [0, 1, 2, 3]
+    assert tail["f"] == [0, "length", 4, 1, "length", 4, 2, "length", 4]
+    assert not any("e" in frame for frame in stream["frames"])  # the warm-up's blocks are not seen
+    said = out.splitlines()[-3:]
+    assert said[0].startswith(f"trace: 4 steps of 3 requests in {path} (")
+    assert said[1:] == [f"wrote {tmp_path / 'profile.json'}", f"wrote {results}"]
+
+
+def test_the_workload_that_is_named_is_the_one_that_runs(tmp_path, capsys, monkeypatch):
+    """Without a model the ladder said that 16 requests were chosen, and ran the 12 of another
+    workload."""
+    ran = []
+    monkeypatch.setattr(bench.Bench, "make_engine",
+                        lambda self, requests, **options: contextlib.nullcontext())
+    monkeypatch.setattr(bench, "serve", lambda llm, requests, *args: (
+        ran.append(requests) or workloads.summarize(1.0, 9, [[0.5, 1.0]] * len(requests))
+        | dict(interrupted=False), None))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert bench.main(["--ladder", "--rounds", "1", "--set", "device=cpu"]) == 0
+    out = capsys.readouterr().out
+    [count] = {len(requests) for requests in ran}
+    chosen, named = re.search(r"(\d+) requests \(--model", out), re.search(r"mixed: (\d+) req", out)
+    assert int(chosen[1]) == int(named[1]) == count and "batch:" not in out
+    assert f"{sum(len(r.prompt) for r in ran[0]):,} prompt" in out
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_no_line_is_wider_than_the_terminal(toy, tmp_path, capsys, columns):
+    """But vLLM's own, which scripts look for. Tables need 80, and fold with the terminal below."""
+    path = tmp_path / "peer.py"
+    path.write_text(PEER)
+    for args in ([], ["--ladder", "--rounds", "1"], ["--against", str(path), "--rounds", "3"]):
+        code, out, _ = run(capsys, toy, "--num-prompts", "3", "--input-len", "5", "--output-len",
+                           "4", *args, columns=columns)
+        assert code == 0
+        wide = [line for line in out.splitlines() if len(line) > columns
+                and not line.startswith("Throughput: ") and ("|" in line or ";" in line
+                                                             or columns == 80)]
+        assert wide == []
+
+
+def test_observers_are_timed_in_medians(capsys, monkeypatch):
+    """Each step's own calls: a step in which the machine paused for a second moves no figure."""
+    now = [0.0]
+
+    class Paused:
+        def scheduled(self, step):
+            now[0] += 1.0 if len(seen) == 3 else 2e-6
+            seen.append(step)
+
+        def updated(self, *args):
+            now[0] += 3e-6
+
+        def added(self, *args):
+            now[0] += 9.0  # before the first step
+
+        def ended(self, *args):
+            pass
+
+    class Engine(LLM):
+        def __init__(self, *args, trace=None):
+            super().__init__(*args, num_gpu_blocks_override=40)
+            self.observers = [Paused(), Paused()] if trace else []
+
+        def step(self):
+            now[0] += 1e-3
+            return super().step()
+
+    seen: list = []
+    monkeypatch.setattr(bookkeeping, "LLM", Engine)
+    monkeypatch.setattr(bookkeeping.time, "perf_counter", lambda: now[0])
+    bookkeeping.bench_observers([], 2, 5, 8, 0)
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head == ("2 requests, 8 steps in turns: 1.00 ms without a trace, 1.01 ms with one")
+    assert [line.split() for line in lines] == [["metrics", "5.0", "0.50%"],
+                                                ["trace", "5.0", "0.50%"]]
+
+
+def test_observers_are_measured_as_the_docs_say(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bookkeeping, "bench_observers", lambda *args: asked.append(args))
+    assert bench.main(["--observers"]) == 0
+    assert asked == [([], 16, 128, 64, 0)]
 
 
 def test_ctrl_c_prints_what_was_measured(toy, tmp_path, capsys, monkeypatch):
@@ -225,7 +323,7 @@ def test_against_transformers(toy, tmp_path, capsys):
         assert {run[key] for run in ours + theirs} == {result["workload"][key]}
     assert all(run["ttft"]["mean"] <= run["end_to_end"]["mean"] for run in ours + theirs)
     assert all("share" in run["roofline"] for run in ours)
-    assert re.search(r"transformers [\d.]+, static batch .*times as good", out)
+    assert re.search(r"transformers [\d.]+, static batch: .*times as good", out)
 
 
 def test_any_script_can_be_a_peer(toy, tmp_path, capsys):
@@ -266,7 +364,7 @@ def test_single_tokens_have_no_rate(toy, tmp_path, capsys):
 
 @pytest.mark.parametrize("args, on_gpu, temperature", [
     ([], True, 0.6), ([], False, 0), (["--workload", "single"], True, 0), (["--ladder"], True, 0),
-    (["--trace", "a.csv"], True, 0), (["--against", "hf"], True, 0),
+    (["--arrivals", "a.csv"], True, 0), (["--against", "hf"], True, 0),
     (["--temperature", "0"], True, 0), (["--ladder", "--temperature", "1"], False, 1)])
 def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
     found = bench.Bench.__new__(bench.Bench)  # no hardware is measured for this
@@ -295,10 +393,14 @@ def test_only_the_community_workload_is_sampled(args, on_gpu, temperature):
     (["--set", "dtype=bfloat16"], "write --dtype bfloat16"),
     (["--request-rate", "0"], "--request-rate must be above 0"),
     (["--request-rate", "nan"], "--request-rate must be above 0"),
-    (["--trace", "nowhere.csv"], "nowhere.csv can't be read"),
+    (["--arrivals", "nowhere.csv"], "nowhere.csv can't be read"),
+    (["--trace", "a.csv"], "write --arrivals a.csv; a trace of the steps is --step-trace FILE"),
+    (["--step-trace", "run.txt"], "--step-trace: trace must be a file"),
+    (["--step-trace", "run.html", "--ladder"], "--step-trace is about one run of one engine"),
+    (["--set", "trace=run.html"], "write --step-trace run.html"),
     (["--ladder", "--request-rate", "3"], "submit everything at once"),
-    (["--trace", "a.csv", "--num-prompts", "3"], "--trace says how many"),
-    (["--ladder", "--profile", "p.json"], "--profile is about one engine"),
+    (["--arrivals", "a.csv", "--num-prompts", "3"], "--arrivals says how many"),
+    (["--ladder", "--profile", "p.json"], "--profile is about one run of one engine"),
     (["--against", "hf", "--temperature", "0.5"], "--against compares greedy decoding"),
     (["--against", "vlm"], "neither a file nor one of hf"),
     (["--output-json", "nowhere/out.json"], "the folder of nowhere/out.json"),

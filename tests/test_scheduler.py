@@ -160,12 +160,12 @@ def test_the_victim_is_the_least_important_then_the_latest(policy, priorities, v
 
 def test_a_victim_gives_back_its_blocks_and_keeps_its_tokens():
     scheduler = make(num_blocks=4, enable_prefix_caching=False)
-    _, second = add(scheduler, 7, 5), add(scheduler, 7, 5)
+    first, second = add(scheduler, 7, 5), add(scheduler, 7, 5)
     steps = [run_step(scheduler), run_step(scheduler)]
     tokens = list(second.token_ids)
     assert len(tokens) == 9 and rows(steps[1]) == {"A": 1, "B": 1}
     steps.append(run_step(scheduler))
-    assert steps[2].preempted == [second] and rows(steps[2]) == {"A": 1}
+    assert steps[2].preempted == {second: first} and rows(steps[2]) == {"A": 1}
     assert str(steps[2]) == "step 2: 1 tokens | A 8 ↦ | preempted B"
     assert (second.token_ids, second.block_table, second.row) == (tokens, [], -1)
     assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)

@@ -130,7 +130,7 @@ def test_a_step_may_stay_empty_while_another_is_in_flight():
     assert rows(in_flight) == {"A": 8, "B": 8} and not empty.num_new_tokens and not empty.preempted
     finish_step(scheduler, in_flight)
     step = run_step(scheduler)
-    assert rows(step) == {"A": 1} and step.preempted == [second]
+    assert rows(step) == {"A": 1} and step.preempted == {second: first}
     run(scheduler)
     assert (first.output_token_ids, second.output_token_ids) == (alone(first), alone(second))
 

@@ -9,8 +9,8 @@ enough: the time inside their own calls, and whole steps of two engines, one wit
 without, that take turns.
 
 What comes out should grow with the sequences that run, and not with those that wait: while every
-seat is taken nobody looks at the queue. Steps are given as medians, because one pause of the
-machine lasts longer than many steps; an observer's own calls as means.
+seat is taken nobody looks at the queue. All figures are medians of steps, because one pause of the
+machine lasts longer than many steps.
 """
 
 import random
@@ -93,8 +93,8 @@ class Timed:
 
 def bench_observers(model: list[str], num_prompts: int, input_len: int, output_len: int,
                     seed: int) -> None:
-    """Two engines do the same work and take turns step by step: A B A B. model: its name, or
-    nothing for the bundled one."""
+    """Two engines do the same work and take turns step by step: A B A B. Prints medians of steps.
+    model: its name, or nothing for the bundled one."""
     folder = tempfile.TemporaryDirectory()
     plain, traced = LLM(*model), LLM(*model, trace=f"{folder.name}/run.html")
     rng, vocab_size = random.Random(seed), plain.model_config.vocab_size
@@ -102,23 +102,26 @@ def bench_observers(model: list[str], num_prompts: int, input_len: int, output_l
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     traced.observers = timed = [Timed(observer) for observer in traced.observers]
     times: list[tuple[float, float]] = []
+    inside: list[list[float]] = []  # of each step, the seconds in each observer's calls
     for llm in (plain, traced):
         for i, prompt in enumerate(prompts):
             llm.add_request(str(i), prompt, params)
     while plain.has_unfinished_requests():
         pair = [0.0, 0.0]
+        for observer in timed:
+            observer.seconds = 0.0
         for i in ((0, 1), (1, 0))[len(times) % 2]:  # whoever comes second has a warmer machine
             start = time.perf_counter()
             (plain, traced)[i].step()
             pair[i] = time.perf_counter() - start
         times.append((pair[0], pair[1]))
+        inside.append([observer.seconds for observer in timed])
     without, with_trace = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"{len(times)} steps of {num_prompts} requests, median {1e3 * without:.2f} ms without "
-          f"a trace and {1e3 * with_trace:.2f} ms with one, in turns")
-    print(f"{'observer':10} {'µs per step':>12} {'of a step':>10}")
-    all_steps = sum(pair[1] for pair in times)
-    for name, observer in zip(("metrics", "trace"), timed, strict=True):
-        print(f"{name:10} {1e6 * observer.seconds / len(times):12.1f} "
-              f"{observer.seconds / all_steps:10.2%}")
+    print(f"{num_prompts} requests, {len(times)} steps in turns: {1e3 * without:.2f} ms "
+          f"without a trace, {1e3 * with_trace:.2f} ms with one")
+    print(f"{'observer':10} {'µs per step':>12} {'of a step':>10}  medians")
+    for name, column in zip(("metrics", "trace"), zip(*inside, strict=True), strict=True):
+        seconds = statistics.median(column)
+        print(f"{name:10} {1e6 * seconds:12.1f} {seconds / with_trace:10.2%}")
     traced.shutdown()
     folder.cleanup()

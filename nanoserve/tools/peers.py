@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from nanoserve.tools.workloads import Request, summarize
+from nanoserve.tools.workloads import Request, summarize, wrapped
 
 # What a workload is about, as (title, key, part of it), and whether more is better.
 HEADLINES = {
@@ -142,14 +142,14 @@ def ratios(workload: str, mine: list[dict], theirs: list[dict]) -> list[list[flo
 
 
 def print_comparison(workload: str, runs: dict[str, list[dict]]) -> None:
-    """A line for each engine: medians, and behind a peer's our ratios, their median first."""
+    """For each engine its medians, and behind a peer's our ratios, their median first."""
     print(f"\n{workload}, medians of {len(runs['nanoserve'])}")
     for engine, theirs in runs.items():
         values = zip(*(headline(workload, run) for run in theirs), strict=True)
         compared = zip(HEADLINES.get(workload, HEADLINES["batch"]), values,
                        ratios(workload, runs["nanoserve"], theirs), strict=False)
-        print(f"  {engine:42}" + "   ".join(
+        print(wrapped(f"  {engine}:", "; ".join(
             f"{title} {statistics.median(column):.2f}" + ("" if engine == "nanoserve" else
             f" (nanoserve is {statistics.median(pairs):.2f} times as good: "
             f"{', '.join(f'{ratio:.2f}' for ratio in pairs)})")
-            for (title, _, _, _), column, pairs in compared))
+            for (title, _, _, _), column, pairs in compared), column=4))

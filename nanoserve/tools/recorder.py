@@ -5,9 +5,11 @@ scheduled, updated and ended, and changes nothing. From its one stream of frames
 any browser opens without a network (`trace.html` is its template) and Chrome trace JSON, which
 ui.perfetto.dev opens. A frame is a step, with all that has happened since the one before:
 
-    i, t, d   the step's index; when it was scheduled, and how long it took (µs; -1: never finished)
+    i, t, d   the step, from 0; when it was scheduled, and how long it took (µs; -1: never finished)
     q         requests that arrived          f   that ended: request, reason, output tokens
-    h         prefix hits: request, tokens   p   requests that were preempted
+    h         prefix hits: request, tokens   p   preempted: request, and for which one
+    w         why requests wait: request, what follows its name in a sentence (see reasons.py)
+    n         who is next in line: whoever waits and is not in w stands behind it
     x         rows: request, first position, tokens, 1 if a token is sampled
     c         requests that no longer cruise
     g         blocks given back: request, how many leading ones (-1: all)
@@ -20,8 +22,9 @@ million rows, and a file of about a megabyte.
 
 Invariant: replaying g, b, k and e gives the block manager's own reference counts and cache after
 every `schedule()` (the tests replay them with a ledger of their own). Nothing is looked at that has
-not changed: a step costs O(its rows + its new blocks), never O(pool). Confessed: the trace grows
-with the run, so it stops after `MAX_STEPS` steps, and says so. Not known here: torch, the browser.
+not changed, but for the reasons of those that wait: a step costs O(running + its new blocks + those
+of the next in line), never O(pool) or O(waiting). Confessed: the trace grows with the run, so it
+stops after `MAX_STEPS` steps, and says so. Not known here: torch, the browser.
 """
 
 import json
@@ -36,6 +39,7 @@ from pathlib import Path
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve.tools.reasons import explain
 
 MAX_STEPS = 20_000
 TEMPLATE = Path(__file__).parent / "trace.html"
@@ -70,8 +74,9 @@ class Trace:
     def __init__(self, path: str, scheduler: Scheduler, title: str, say: Callable[[str], None],
                  clock: Callable[[], float] = time.perf_counter, note: str = ""):
         self.path, self.say, self.clock = Path(path).absolute(), say, clock
-        self.blocks = blocks = scheduler.blocks
-        self.start = clock()
+        self.scheduler, self.blocks = scheduler, scheduler.blocks
+        blocks = self.blocks
+        self.start, self.first = clock(), scheduler.num_steps  # what came before has no frame
         self.frames: list[dict] = []
         self.frame: dict[str, list] = {}  # what has happened since the last frame
         self.findable: dict[int, bool] = {}  # blocks whose place in the cache changed since then
@@ -96,11 +101,12 @@ class Trace:
               prompt: str | None) -> None:
         if self.closed:
             return
+        text = str(prompt or "")
+        preview = text if len(text) <= PROMPT_PREVIEW else text[:PROMPT_PREVIEW] + "…"
         for seq in sequences:
             self.lanes[seq] = Lane(len(self.requests))
             self._tell("q", len(self.requests))
-            self.requests.append([seq.name, seq.num_prompt_tokens, self._now(),
-                                  str(prompt or "")[:PROMPT_PREVIEW]])
+            self.requests.append([seq.name, seq.num_prompt_tokens, self._now(), preview])
 
     def scheduled(self, step: Step) -> None:
         """A frame ends here: the page shows the memory as it is while the step runs."""
@@ -109,8 +115,8 @@ class Trace:
         if len(self.frames) >= MAX_STEPS:
             self._stop(f"only the first {MAX_STEPS:,} steps are recorded")
             return
-        for seq in step.preempted:
-            self._tell("p", self.lanes[seq].number)
+        for seq, taker in step.preempted.items():
+            self._tell("p", self.lanes[seq].number, self.lanes[taker].number)
             self._look_at_blocks(seq, self.lanes[seq])
         sampling, admitted = set(step.sampling), set(step.admitted)
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
@@ -129,8 +135,18 @@ class Trace:
                 self._look_at_blocks(seq, lane)
         for seq in self.cruising - step.num_new_tokens.keys():
             self._stop_cruising(seq)
+        self._tell_reasons(step)
         self._forget_ended()
         self._end_frame(step.index)
+
+    def _tell_reasons(self, step: Step) -> None:
+        """Who was preempted has told so already."""
+        waits = explain(self.scheduler, step)
+        for seq, reason in waits.of.items():
+            if seq not in step.preempted:
+                self._tell("w", self.lanes[seq].number, reason)
+        if waits.next_in_line is not None:
+            self._tell("n", self.lanes[waits.next_in_line].number)
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         frame = self.frame_of.pop(step.index, None)
@@ -226,7 +242,7 @@ class Trace:
         for block_id, findable in self.findable.items():
             self._tell("k" if findable else "e", block_id)
         self.findable.clear()
-        frame = {"i": index, "t": self._now(), "d": -1} | self.frame
+        frame = {"i": index - self.first, "t": self._now(), "d": -1} | self.frame
         self.frames.append(frame)
         self.frame_of[index] = frame
         self.frame = {}
@@ -355,7 +371,7 @@ def chrome_trace(stream: dict) -> dict:
                                dur=end - begin, args=dict(tokens=sum(sums.values()))))
         events.append(dict(ph="C", name="tokens", pid=1, ts=begin, args=sums))
         for kind, name in (("h", "prefix hit"), ("p", "preempted")):
-            for request in frame.get(kind, [])[::2 if kind == "h" else 1]:
+            for request in frame.get(kind, [])[::2]:
                 events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))
         begin = end
     return dict(traceEvents=events, displayTimeUnit="ms", otherData=stream["meta"])

@@ -20,6 +20,8 @@ request gets in that step:
     preempted gave its blocks back, will recompute
     ·         waits
 
+Below the step stands why: a line for each request that waits or was preempted.
+
 The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
 is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
 """
@@ -36,6 +38,7 @@ from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+from nanoserve.tools.reasons import explain, lost_blocks
 from nanoserve.tools.recorder import Trace
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
@@ -207,19 +210,38 @@ class Simulation:
 
 
 def table(simulation: Simulation) -> str:
-    """Run the requests to their end; a line a step."""
+    """Run the requests to their end; a line a step, and below it who waits and why."""
     seqs, scheduler = simulation.seqs, simulation.scheduler
     rows = [["step", "tokens", *(seq.request_id for seq in seqs), "free blocks"]]
+    reasons: list[list[str]] = [[]]  # of each row
     cached: set[Sequence] = set()
     for step in simulation.steps():
         cells = [_cell(step, seq, seq not in cached) for seq in seqs]
         cached.update(step.num_new_tokens)
         rows.append([str(step.index), f"{step.num_tokens}/{scheduler.max_num_batched_tokens}",
                      *cells, str(scheduler.blocks.num_free_blocks)])
+        reasons.append(_reasons(scheduler, step, seqs[:simulation.num_arrived]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(
-        cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                     for row in rows)
+    lines = []
+    for row, below in zip(rows, reasons, strict=True):
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+        lines += [" " * (widths[0] + 2) + reason for reason in below]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _reasons(scheduler: Scheduler, step: Step, seqs: list[Sequence]) -> list[str]:
+    """A sentence for each that has no share of the step; those that only stand behind another one
+    share a sentence."""
+    waits = explain(scheduler, step)
+    said = [f"{seq.name} {lost_blocks(seq, taker)}" for seq, taker in step.preempted.items()]
+    idle = [seq for seq in seqs if seq not in step.num_new_tokens and seq not in step.preempted
+            and seq.finish_reason is None]
+    said += [f"{seq.name} {waits.of[seq]}" for seq in idle if seq in waits.of]
+    behind = [seq for seq in idle if seq not in waits.of]
+    if behind:
+        said.append(f"{', '.join(seq.name for seq in behind)} "
+                    f"stand{'s' if len(behind) == 1 else ''} behind {waits.next_in_line.name}")
+    return said
 
 
 def _make_sequence(i: int, arrival: Arrival) -> Sequence:

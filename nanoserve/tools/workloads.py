@@ -20,6 +20,8 @@ token is decides nothing but which experts are hit.
 """
 
 import math
+import shutil
+import textwrap
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -123,13 +125,15 @@ def replay(path: Path, vocab_size: int, seed: int = 0) -> list[Request]:
     try:
         arrivals = read_csv(path)
     except OSError as error:
-        raise ValueError(f"--trace: {path} can't be read: {error.strerror}") from None
+        raise ValueError(f"--arrivals: {path} can't be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"--trace: {path} is no UTF-8 text: {error.reason}") from None
+        raise ValueError(f"--arrivals: {path} is no UTF-8 text: {error.reason}") from None
     if not arrivals:
-        raise ValueError(f"--trace: {path} holds no requests: write seconds,prompt,output a line")
+        raise ValueError(f"--arrivals: {path} holds no requests: write seconds,prompt,output a "
+                         "line")
     if not math.isfinite(arrivals[-1].seconds):
-        raise ValueError(f"--trace: {path}: a request arrives after {arrivals[-1].seconds} seconds")
+        raise ValueError(f"--arrivals: {path}: a request arrives after {arrivals[-1].seconds} "
+                         "seconds")
     rng, max_token = Random(seed), min(COMMUNITY_TOKENS, vocab_size - 1)
     shared = [rng.randint(0, max_token) for _ in range(max(a.num_shared for a in arrivals))]
     return [Request(shared[:a.num_shared] + [
@@ -172,3 +176,15 @@ def summarize(seconds: float, num_prompt_tokens: int, token_times: list[list[flo
         decode_tok_s=num_decoded / waited if num_decoded and waited else None,
         ttft=spread([times[0] for times in token_times]), inter_token=spread(gaps),
         end_to_end=spread([times[-1] for times in token_times]))
+
+
+# ------------------------------------------------------------- how it is told
+
+
+def wrapped(title: str, text: str, column: int = 10) -> str:
+    """`title`, and `text` in a column beside it, in lines as wide as the terminal (80 characters
+    where there is none). A word that is longer than that, such as a path, stays whole."""
+    width = max(shutil.get_terminal_size().columns, column + 30)
+    return textwrap.fill(text, width, initial_indent=title.ljust(column - 1) + " ",
+                         subsequent_indent=" " * column, break_long_words=False,
+                         break_on_hyphens=False)

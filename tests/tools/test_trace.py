@@ -33,11 +33,27 @@ def test_a_small_trace_by_hand():
 def test_a_shared_prefix_waits_one_step_and_hits():
     table = trace(["10:1:8", "10:1:8"], 32, 10, 4, 4).splitlines()
     assert table[1].split() == ["0", "10/32", "0..10", "→", "·", "7"]
-    assert "hit 8, 8..10 →" in table[2]
+    assert table[2].strip() == "B waits for blocks that A is computing"
+    assert "hit 8, 8..10 →" in table[3]
 
 
 def test_preemption_is_shown():
-    assert "preempted" in trace(["7:6", "7:6"], 14, 5, 4, 4)
+    """4 blocks of 4: with 8 tokens each A and B hold 2, and A's next token takes B's."""
+    table = trace(["7:6", "7:6"], 14, 4, 4, 4)
+    assert "preempted" in table and "      B was preempted for A" in table.splitlines()
+
+
+def test_below_a_step_stands_who_waits_and_why():
+    """One seat, by hand: B is next, and C and D wait for nothing but B. When A has gone, B runs."""
+    lines = trace(["3:1", "3:1", "3:1", "3:1"], 8, 10, 4, 1).splitlines()
+    assert [line.strip() for line in lines if not line[0].isdigit()][1:] == [
+        "B has no seat: max_num_seqs=1", "C, D stand behind B",
+        "C has no seat: max_num_seqs=1", "D stands behind C", "D has no seat: max_num_seqs=1"]
+
+
+def test_who_has_not_arrived_does_not_wait():
+    lines = table(Simulation([Arrival(3, 3), Arrival(3, 1, seconds=9)], 8, 10, 4, 1)).splitlines()
+    assert all(line[0] in "s0123456789" for line in lines)
 
 
 @pytest.mark.parametrize("request_", ["", "5", "0:3", "5:0", "5:5:6", "a:b", "1:2:3:4", "10:5:8:9"])

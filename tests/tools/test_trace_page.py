@@ -64,11 +64,14 @@ class Truth:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Name -> (file, truth). "demo" is the README's; "busy" has all there is, over two keyframes;
-    "evil" brings markup along; "empty" has no step at all."""
+    "queue" has one seat; in "alone" the last one preempts itself; "evil" brings markup along;
+    "empty" has no step at all."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
     arrivals = [Arrival(30 + 7 * i % 40, 8 + 5 * i % 30, 16, i / 40) for i in range(20)]
     for name, requests, options in [
             ("demo", list(map(parse, DEMO)), DEMO_OPTIONS), ("busy", arrivals, (48, 26, 8, 6)),
+            ("queue", [Arrival(3, 1)] * 4, (8, 10, 4, 1)), ("alone", [Arrival(7, 6)] * 2,
+                                                            (14, 5, 4, 4)),
             ("evil", [Arrival(9, 3), Arrival(5, 2)], (8, 8, 4, 4)), ("empty", [], (8, 8, 4, 4))]:
         simulation = Simulation(requests, *options)
         simulation.record(str(folder / f"{name}.html"))
@@ -252,7 +255,9 @@ def test_hovering_tells_the_numbers(browser, runs):
         "B: 12 prompt tokens\nstep 1 · prefill: positions 8 to 11, 4 tokens, samples a token\n"
         "prefix hit: 8 tokens not computed again")
     assert tip(*middle_of_cell(browser, 2, 3)) == (
-        "C: 14 prompt tokens\nstep 3 · preempted, waiting\npreempted: gave its blocks back")
+        "C: 14 prompt tokens\nstep 3 · preempted, waiting\npreempted for A; gave its blocks back")
+    assert tip(*middle_of_cell(browser, 2, 4)) == (
+        "C: 14 prompt tokens\nstep 4 · preempted, waiting\nneeds 4 blocks, 3 are free")
     assert tip(*middle_of_cell(browser, 0, 4)) == (
         "A: 10 prompt tokens\nstep 4 · decode: position 13, samples a token")
     x, y = browser.corner("#budget")
@@ -261,6 +266,42 @@ def test_hovering_tells_the_numbers(browser, runs):
     assert tip(*middle_of_block(browser, 1)) == "Block 1\nheld by A\npositions 4 to 7"
     browser.move(5, 5)
     assert browser.js("getComputedStyle(document.querySelector('#tip')).pointerEvents") == "none"
+
+
+def words(browser, selector: str) -> str:
+    return browser.js(f"document.querySelector('{selector}').innerText")
+
+
+def test_the_page_says_who_waits_and_why(browser, runs):
+    """The README's demo, whose table says the same; and four requests on one seat, of which the
+    last two stand behind the second."""
+    browser.open(runs["demo"][0], "#0")
+    assert words(browser, "#why") == (
+        "B waits for blocks that A is computing\n"
+        "C needs 14 tokens at once, 2 of the budget are left: it may overtake B only whole")
+    browser.js("page.seek(3)")
+    browser.settle()
+    assert words(browser, "#news") == "C is preempted for A" and words(browser, "#why") == ""
+    browser.press("ArrowRight")
+    assert (words(browser, "#news"), words(browser, "#why")) == (
+        "", "C needs 4 blocks, 3 are free")
+    browser.js("page.select(2)")
+    browser.settle()
+    assert "holds 0 blocks now, and needs 4 blocks, 3 are free" in words(browser, "#card")
+    browser.press("End")
+    assert words(browser, "#why") == ""
+    browser.open(runs["queue"][0], "#0")
+    assert words(browser, "#why") == "B has no seat: max_num_seqs=1\nC, D stand behind B"
+    browser.js("page.select(3)")
+    browser.settle()
+    assert "and stands behind B" in words(browser, "#card")
+
+
+def test_the_victim_that_nobody_stands_behind_preempts_itself(browser, runs):
+    """Two of 7 tokens in 5 blocks of 4: see test_trace."""
+    browser.open(runs["alone"][0], "#2")
+    assert words(browser, "#news") == (
+        "B is preempted: it needs a block, and nobody stands behind it")
 
 
 def test_positions_count_from_the_first_block_that_a_window_left_behind(browser, tmp_path):
@@ -321,7 +362,8 @@ def test_light_and_dark(browser, runs):
     assert min(brightness()) > 600
 
 
-@pytest.mark.parametrize("size", [(1280, 720), (1440, 900)])
+@pytest.mark.parametrize("size", [(960, 640), (1100, 700), (1280, 720),
+                                         (1440, 900)])
 def test_it_fits_on_a_laptop(browser, runs, size):
     """Nothing is cut off and nothing scrolls; the legend explains everything with a sentence."""
     try:
@@ -338,6 +380,62 @@ def test_it_fits_on_a_laptop(browser, runs, size):
         assert all(entry.endswith(".") for entry in legend)
     finally:
         browser.resize(1440, 900)
+
+
+@pytest.mark.parametrize("width", [959, 700, 400, 320])
+def test_below_960_pixels_nothing_is_cut_off(browser, runs, width):
+    """The page is as wide as the window and as high as it needs to be. Whatever has words stands
+    inside the window and has room for them, but for the names in the lanes' own canvas."""
+    try:
+        browser.resize(width, 800)
+        for name in ("busy", "demo"):
+            browser.open(runs[name][0], "#1")
+            assert browser.js("document.documentElement.scrollWidth") == width
+            assert browser.js("""[...document.querySelectorAll(
+                'header *, #scrub *, #space *, #heads *, footer *, canvas')].filter(e => {
+                  const r = e.getBoundingClientRect();
+                  return r.left < 0 || r.right > innerWidth + .5 ||
+                    e.localName !== "canvas" && e.clientWidth && e.scrollWidth > e.clientWidth + 1;
+                }).map(e => e.id || e.outerHTML)""") == []
+            assert browser.js("""['#told', '#card', '#lanes', 'footer'].filter(q => {
+                const e = document.querySelector(q);
+                return e.scrollHeight > e.clientHeight + 1 || e.clientHeight < 20})""") == []
+            assert shown(browser) == runs[name][1][1]
+            assert browser.complaints() == []
+    finally:
+        browser.resize(1440, 900)
+
+
+def test_a_question_mark_shows_the_keys(browser, runs):
+    """Every key that does something, and while they are shown no other key does anything."""
+    browser.open(runs["demo"][0], "#1")
+    is_open = "document.querySelector('#help').open"
+    assert not browser.js(is_open)
+    browser.press("?", shift=True)
+    listed = browser.js("[...document.querySelectorAll('#help kbd')].map(e => e.textContent)")
+    assert set(listed) == {"←", "→", "shift", "home", "end", "space", "↑", "↓", "esc", "+", "−",
+                           "0", "t", "?"}
+    assert browser.js(is_open)
+    browser.press("ArrowRight")
+    assert browser.js("page.view.at") == 1
+    browser.press("Escape")
+    assert not browser.js(is_open)
+    x, y = browser.corner("#keys")
+    browser.click(x + 5, y + 5)
+    assert browser.js(is_open)
+    browser.press("?", shift=True)
+    assert not browser.js(is_open)
+
+
+def test_numbers_in_lanes_have_labels(browser, runs):
+    """Above the lanes stands what the number beside a name is, and, where cells are wide enough
+    for numbers, what those are."""
+    browser.open(runs["demo"][0], "#1")
+    assert words(browser, "#prompts") == "prompt tokens"
+    assert words(browser, "#cells") == (
+        "in a cell: the position of its token, or + how many tokens")
+    browser.open(runs["busy"][0], "#1")
+    assert (words(browser, "#prompts"), words(browser, "#cells")) == ("prompt tokens", "")
 
 
 def test_zooming_keeps_the_step_in_sight(browser, runs):

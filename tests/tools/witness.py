@@ -2,6 +2,7 @@
 
 import json
 
+from nanoserve.tools.reasons import Waits, explain
 from nanoserve.tools.recorder import Trace, rows
 
 
@@ -35,7 +36,7 @@ class Witness:
     """Stands behind a trace: compares memory after each `schedule()`, and remembers the steps."""
 
     def __init__(self, trace: Trace, scheduler):
-        self.trace, self.blocks = trace, scheduler.blocks
+        self.trace, self.scheduler, self.blocks = trace, scheduler, scheduler.blocks
         self.ledger = Ledger(scheduler.blocks.num_blocks)
         self.num_read = 0
         self.steps: list[dict[str, tuple[int, int, bool]]] = []
@@ -54,10 +55,21 @@ class Witness:
         self.compare()
         self.steps.append({seq.name: (start, n, seq in step.sampling) for (seq, n), start in zip(
             step.num_new_tokens.items(), step.starts, strict=True)})
-        self.preempted.append([seq.name for seq in step.preempted])
+        self.preempted.append([name for victim, taker in step.preempted.items()
+                               for name in (victim.name, taker.name)])
+        self.compare_reasons(frame, explain(self.scheduler, step), step)
         starts = zip(step.num_new_tokens, step.starts, strict=True)
         self.admitted.append({seq.name: start for seq, start in starts
                               if seq in step.admitted and start})
+
+    def compare_reasons(self, frame: dict, waits: Waits, step) -> None:
+        """Whether the sentences are true is for test_reasons."""
+        names = [request[0] for request in self.trace.requests]
+        told = frame.get("w", [])
+        assert {names[r]: reason for r, reason in zip(told[::2], told[1::2], strict=True)} == {
+            seq.name: reason for seq, reason in waits.of.items() if seq not in step.preempted}
+        assert [names[r] for r in frame.get("n", [])] == (
+            [waits.next_in_line.name] if waits.next_in_line else [])
 
     def compare(self) -> None:
         assert self.ledger.ref_counts() == self.blocks.ref_counts
