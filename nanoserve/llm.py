@@ -43,9 +43,9 @@ BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 class LLM(LLMEngine):
     """An engine with one model. `LLM(model, **options)`; the options are `EngineConfig`'s fields.
 
-    model: a local folder or a hub id; without one, the bundled story model. Raises `ValueError` for
-    options or checkpoints that can't work, `TypeError` for options that do not exist.
-    `LLM.from_engine_args` is the same for whoever has an `EngineArgs`.
+    model: a local folder, a hub id or a bundled model's name; without one, the bundled story model.
+    Raises `ValueError` for options or checkpoints that can't work, `TypeError` for options that do
+    not exist.
     """
 
     def __init__(self, model: str | Path = BUNDLED_MODEL, **options):
@@ -214,7 +214,7 @@ class LLM(LLMEngine):
 
     def __getattr__(self, name: str):
         """Asked only for what is not there: methods of vLLM's are refused with a way round."""
-        raise AttributeError(missing_method(name, dir(type(self))), name=name, obj=self)
+        raise AttributeError(missing_method(name, dir(type(self))))
 
     def __enter__(self) -> "LLM":
         return self

@@ -274,4 +274,4 @@ def _nearest(word: str, known: Collection[str]) -> str:
     """Typing errors: the one word that was probably meant, and not a list of thirty."""
     if found := get_close_matches(word, known, 1):
         return f"did you mean {found[0]}?"
-    return "help() lists what there is"
+    return "its help() tells what there is"

@@ -286,10 +286,10 @@ class InputProcessor:
     def _read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
         """`TextPrompt`, `TokensPrompt`, or both in one."""
         try:
-            prompt = in_our_words("a prompt", prompt, ("prompt", "prompt_token_ids"), PROMPTS)
-        except TypeError as error:  # here the words are data, and no keywords
-            raise ValueError(str(error)) from None
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            known = in_our_words("a prompt", prompt, ("prompt", "prompt_token_ids"), PROMPTS)
+        except TypeError:  # a key that nobody knows
+            known = {}
+        text, ids = known.get("prompt"), known.get("prompt_token_ids")
         if text is None and ids is None:
             raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
                              f"{sorted(map(str, prompt))}")

@@ -88,7 +88,7 @@ def test_a_typing_error_names_the_nearest_word_and_no_list(call, meant):
 
 
 def test_a_word_like_no_other_is_still_explained():
-    with pytest.raises(TypeError, match=r"SamplingParams has no xyzzy: help\(\)"):
+    with pytest.raises(TypeError, match=r"SamplingParams has no xyzzy: its help\(\)"):
         SamplingParams(xyzzy=None)  # nobody's word, whatever its value
 
 

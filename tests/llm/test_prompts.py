@@ -122,6 +122,7 @@ BAD_PROMPTS = [
     ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data.*text alone"),
     ([VOCAB_SIZE], rf"token id {VOCAB_SIZE}.*vocabulary of {VOCAB_SIZE}"),
     ([5, -1, 7], "token id -1.*vocabulary"), ({"prompt_token_ids": [3, 10 ** 12]}, "token id 1000"),
+    ({"prompt": "a", "promt_token_ids": [1]}, "takes 'prompt' or .* got .*promt_token_ids"),
     (None, "NoneType"), (7, "int"), ([None], "no text: None"), ([1.5], "float"), ([True], "bool"),
     ([1, "a"], "list of token ids"), ({"prompt_token_ids": "abc"}, "list of token ids"),
     ({"prompt": 7}, "7"), pytest.param(iter(["a"]), "iterator", id="an iterator"),
