@@ -42,7 +42,7 @@ NOTHING: dict[str, tuple] = {
     "pipeline_parallel_size": (1,), "data_parallel_size": (1,),
     "decode_context_parallel_size": (1,), "prefill_context_parallel_size": (1,),
     "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,),
-    "num_scheduler_steps": (1,), "swap_space": (0,), "compilation_config": (0,),
+    "num_scheduler_steps": (1,), "compilation_config": (0,),
     "best_of": (1,), "length_penalty": (1.0,), "spaces_between_special_tokens": (True,),
     "chat_template_content_format": ("auto", "string")}
 
