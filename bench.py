@@ -56,7 +56,7 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
-from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.llm import BUNDLED_MODEL, read_model
 from nanoserve.tools import bookkeeping, roofline, workloads
 from nanoserve.tools.meter import peak_memory, profile, serve
 from nanoserve.tools.peers import Peer, compare
@@ -198,7 +198,7 @@ class Bench:
         self.on_gpu = self.device.type == "cuda"
         name = args.model or "Qwen3-0.6B"
         self.folder = self.find(name)
-        self.config = ModelConfig.from_folder(self.folder)
+        _, self.config, _ = read_model(EngineConfig(model=name, **self.options), self.folder)
         self.dtype, self.machine = self.pick_dtype()
         self.workload = "arrivals" if args.arrivals else args.workload
         if self.workload == "batch" and args.ladder:  # it has no common prefix, no long prompts
@@ -284,7 +284,7 @@ class Bench:
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
         usual = dict(dtype=self.dtype, skip_tokenizer_init=True,
                      max_model_len=min(max(longest, 4096), self.config.max_position_embeddings))
-        if not any(self.folder.glob("*.safetensors")):
+        if not any((*self.folder.glob("*.safetensors"), *self.folder.glob("pytorch_model*.bin"))):
             usual["load_format"] = "dummy"
         start = time.perf_counter()
         llm = LLM(self.folder, **usual | options | self.options)

@@ -158,9 +158,10 @@ ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
 MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
 FOLDER = instance((str, Path), MODEL.must)
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
-LOAD_FORMAT = choice("auto", "safetensors", "dummy")
+LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
+MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = instance(dict, "a dict laid over config.json")
-CONVERSION = choice("auto", "none", "embed", "classify")
+CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 TRACE = Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "
              "Perfetto)", keep_trace)
@@ -192,6 +193,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = option(False, FLAG)
     dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
+    model_impl: str = option("auto", MODEL_IMPL)  # whose network: ours where there is one
     tensor_parallel_size: int = option(1, COUNT)  # ranks that share the model
     expert_parallel: bool = option(False, FLAG)  # ranks share out whole experts, not a part of each
     seed: int = option(0, WHOLE)
@@ -296,7 +298,7 @@ class EngineConfig:
         runner = self.runner
         if runner == "auto":
             runner = "pooling" if model_config.pools else "generate"
-        if runner == "generate" and not model_config.architecture.endswith("ForCausalLM"):
+        if runner == "generate" and not model_config.has_lm_head:
             raise ValueError(f"runner='generate', but {model_config.architecture} has no LM head: "
                              "use runner='pooling', or a ...ForCausalLM checkpoint")
         for name, default in (("convert", "auto"), ("pooler_config", None)):

@@ -19,10 +19,11 @@ one import. What is not supported raises; nothing is accepted and ignored.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig, UnknownArchitecture
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.checkpoint.vllm_words import CALLS, missing_method, takes_vllms_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
@@ -37,6 +38,7 @@ from nanoserve.model_runner import LAST_WORD, ModelRunner, Pooler, serve_rank
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import Ranks
 
+EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
 
@@ -52,7 +54,7 @@ class LLM(LLMEngine):
         asked = EngineConfig(model=str(model), **options)
         folder = find_model(model, weights=asked.load_format != "dummy",
                             code=asked.trust_remote_code, revision=asked.revision)
-        self.model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
+        asked, self.model_config, make_network = read_model(asked, folder)
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
         say(*said)
@@ -71,7 +73,8 @@ class LLM(LLMEngine):
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
-            runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler)
+            runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler,
+                                 make_network=make_network)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)
@@ -229,13 +232,28 @@ class LLM(LLMEngine):
         graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
         pools = f", {self.runner.pooler}" if self.runner.pooler else ""
         device = describe_device(self.runner.device, c.kernels)
-        return (f"{Path(c.model).name}: {device}, {c.dtype}{ranks}, "
+        return (f"{Path(c.model).name}: {self.model_config.architecture} by {c.model_impl}, "
+                f"{device}, {c.dtype}{ranks}, "
                 f"{c.kernels} attention, {graphs}{pools} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
                 f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
                 f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
+
+
+def read_model(asked: EngineConfig, folder: Path,
+               ) -> tuple[EngineConfig, ModelConfig, Callable | None]:
+    """What the checkpoint is, and who makes its network: None for our own `Decoder`."""
+    try:
+        if asked.model_impl != "transformers":
+            model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
+            return replace(asked, model_impl="nanoserve"), model_config, None
+    except UnknownArchitecture:
+        if asked.model_impl == "nanoserve" or not EXTRAS.exists():
+            raise
+    from nanoserve.extras.transformers_model import read_foreign  # here: the core runs without it
+    return read_foreign(replace(asked, model_impl="transformers"), folder)
 
 
 def _start_ranks(config: EngineConfig, folder: Path, pooler: Pooler | None) -> Ranks:

@@ -47,6 +47,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
         self.config, self.ranks = config, on.ranks
+        _, kv_heads = on.share_heads(config.num_attention_heads, config.num_key_value_heads)
+        self.kv_shapes = [(kv_heads.size, config.head_dim)] * config.num_hidden_layers
         vocabulary = on.share(config.vocab_size)
         self.embed_tokens = Embedding(vocabulary, config.hidden_size, on,
                                       tied=config.tie_word_embeddings)

@@ -26,6 +26,7 @@ is network 1 of an ordinary greedy step; its layers' caches stand behind the fir
 Not known here: the queue, text, users.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,11 +72,13 @@ class ModelRunner:
     """Weights, KV cache and buffers on one device, which is one rank's.
 
     config: resolved, `device` and `dtype` included. folder: the checkpoint's. graph_class: what
-    records decode steps; a stand-in records them on a CPU, too. pooler: see `Pooler`.
+    records decode steps; a stand-in records them on a CPU, too. pooler: see `Pooler`. make_network:
+    for a network that is not our `Decoder` (extras/transformers_model.py).
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
-                 ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler: Pooler | None = None):
+                 ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler: Pooler | None = None,
+                 make_network: Callable[[Placement], Any] | None = None):
         self.config, self.pooler = config, pooler
         self.model_config = model_config
         self.ranks = ranks
@@ -92,7 +95,8 @@ class ModelRunner:
             keep_freed_memory()
         self.dtype = getattr(torch, config.dtype)
         self.ops = namespace(config.kernels)
-        self.networks = [self._load(model_config, folder, pooler)]
+        self.networks = [self._load(model_config, folder, pooler) if make_network is None
+                         else make_network(Placement(self.dtype, self.device, ranks, self.ops))]
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
@@ -114,7 +118,7 @@ class ModelRunner:
             load_dummy_weights(model, self.config.seed)
         else:
             load_weights(model, model_config, folder, self.ranks.rank == 0,
-                         pooler.unused if pooler is not None else ())
+                         pooler.unused if pooler is not None else (), self.config.load_format)
         return model
 
     @property
@@ -134,13 +138,9 @@ class ModelRunner:
     def _new_caches(self, num_blocks: int, device: torch.device) -> KVCache:
         """The caches of all networks' layers: one block table serves all of them."""
         caches = []
-        for network in self.networks:
-            config = network.config
-            _, kv_heads = Placement(self.dtype, device, self.ranks).share_heads(
-                config.num_attention_heads, config.num_key_value_heads)
-            caches += [self.ops.new_cache(num_blocks, self.config.block_size, kv_heads.size,
-                                          config.head_dim, self.dtype, device)
-                       for _ in range(config.num_hidden_layers)]
+        for network in self.networks:  # (heads, head_dim) of each layer's keys
+            caches += [self.ops.new_cache(num_blocks, self.config.block_size, *shape, self.dtype,
+                                          device) for shape in network.kv_shapes]
         return caches
 
     def count_kv_blocks(self) -> int:
@@ -199,6 +199,7 @@ class ModelRunner:
         been tried in a graph: neither is recorded."""
         return (not self.config.enforce_eager and self.pooler is None
                 and self.config.kernels == "triton" and self.ranks.size == 1
+                and self.config.model_impl != "transformers"
                 and (self.device.type == "cuda" or self.graph_class is not CudaGraph))
 
     @torch.inference_mode()
@@ -255,7 +256,7 @@ class ModelRunner:
         rank 0 knows; the others' output is a stand-in for rank 0's tokens."""
         model, kv_cache = self.networks[batch.network], self.kv_cache
         if batch.network:
-            kv_cache = kv_cache[len(self.model.layers):]
+            kv_cache = kv_cache[len(self.model.kv_shapes):]
         wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
         ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
         hidden = model(ids, batch.positions, kv_cache, batch, wanted)

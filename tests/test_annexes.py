@@ -22,6 +22,11 @@ def test_the_core_runs_without_annexes(tmp_path, qwen3):
         "assert not [m for m in sys.modules if m.startswith('nanoserve') and "
         f"set(m.split('.')) & set({ANNEXES!r})]; "
         f"assert sys.modules['nanoserve'].__file__.startswith({str(tmp_path)!r})", tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["OPTForCausalLM"]}')
+    run(f"from nanoserve import LLM\ntry:\n    LLM({str(tmp_path)!r})\n"
+        "except ValueError as error:\n"
+        "    assert 'OPTForCausalLM is not supported: choose one of Llama' in str(error)\n"
+        "else:\n    assert False", tmp_path)
 
 
 def test_every_public_name_is_there():

@@ -3,7 +3,7 @@
 A model is named by a folder, by a hub id such as "Qwen/Qwen3-0.6B", or by the name of a bundled one
 ("storyteller", wherever the package is installed). A folder is taken as it is. A hub id is fetched
 by `huggingface_hub`, which keeps a cache and works offline from it; only the files that an engine
-reads are asked for.
+reads are asked for. Pickled weights are, where there are no others.
 
 Invariant: whoever asks gets a folder, or a `ValueError` that names the option, the value and the
 reason. An engine that went on with an empty folder would answer with random text (nano-vllm #97).
@@ -41,8 +41,12 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
     # Imported here because only a hub id needs it: a local folder works without the package.
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(str(model), revision=revision, allow_patterns=[
+        folder = Path(snapshot_download(str(model), revision=revision, allow_patterns=[
             *HUB_FILES, *["*.safetensors"] * weights, *HUB_CODE * code]))
+        if weights and not any(folder.glob("*.safetensors")):
+            snapshot_download(str(model), revision=revision,
+                              allow_patterns=["pytorch_model*.bin"])
+        return folder
     except Exception as error:  # a network can fail in a dozen ways; the remedy is the same
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(f"{option}={str(model)!r} is not a local folder, and as a hub id it could "

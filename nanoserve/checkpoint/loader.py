@@ -1,8 +1,12 @@
-"""safetensors to parameters: find the files, find each tensor's place, and prove none was missed.
+"""Files to parameters: find the files, find each tensor's place, and prove none was missed.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
 in which file. Files are read one tensor at a time straight from the page cache, so that loading
 needs the model's size and one tensor, never two models.
+
+Older checkpoints have `pytorch_model.bin` instead, a pickle: a small program that rebuilds objects.
+torch runs the part of that language that makes tensors and refuses everything else, so that no file
+can execute anything here. Where both formats lie in a folder, safetensors is read.
 
 A layer says itself which tensors fill it: `tensors(path)` yields their names, each with a function
 that copies what belongs there (layers.py). Names are those that most checkpoints use; the dialects
@@ -18,12 +22,14 @@ Invariant: **every part of every parameter is written exactly once.** A tensor t
 place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
 this check answer with random text when a glob finds nothing (nano-vllm #97).
 
-Not known here: devices, what a share is, what the weights are for. Road not taken: pickled `.bin`
-checkpoints, which can run code when they are loaded.
+Not known here: devices, what a share is, what the weights are for. Road not taken: pickles without
+that restriction, for the few that need it: such a file can run any program when it is loaded.
 """
 
 import json
+import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,13 +45,18 @@ DIALECTS = [(r"^model\.", ""), (r"\.block_sparse_moe\.", ".mlp."),
             (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
             (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
+# By load_format: the names without and with an ending for shards, the preferred format first.
+FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
+           "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
+FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
 
 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
-                 show_progress: bool = True, unused: tuple[str, ...] = ()) -> None:
-    """Fill `model` from the safetensors files in `folder`. unused: the beginnings of tensors' names
-    that may be there and are passed over.
+                 show_progress: bool = True, unused: tuple[str, ...] = (),
+                 load_format: str = "auto") -> None:
+    """Fill `model` from the files in `folder`. unused: the beginnings of tensors' names that may be
+    there and are passed over. load_format: see FORMATS.
 
     The books are kept in one dict: all places there are, from which each tensor takes its own. What
     finds none, or finds it taken, is left over; what remains at the end is missing.
@@ -53,7 +64,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
     missing, tied_head = expected_tensors(model), None
-    for file, name, tensor in _tensors(folder, show_progress):
+    for file, name, tensor in stored_tensors(folder, load_format, show_progress):
         if name.startswith(unused):
             continue
         if _is_redundant(name, config):
@@ -137,46 +148,84 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
         config.tie_word_embeddings and name == "lm_head.weight")
 
 
-def _tensors(folder: Path, show_progress: bool) -> Iterator[tuple[Path, str, torch.Tensor]]:
+def stored_tensors(folder: Path, load_format: str = "auto",
+                   show_progress: bool = False) -> Iterator[tuple[Path, str, torch.Tensor]]:
     """All tensors of a checkpoint with their files, one in memory at a time.
 
     The file is mapped, not read: a tensor's pages come from the disk when it is copied into its
-    place, and the system may drop them again at once.
+    place, and the system may drop them again at once. Raises `ValueError` naming the file.
     """
-    files = _weight_files(folder)
+    files = _weight_files(folder, load_format)
     # None: only on a terminal, where the bar goes away when all is loaded.
     hide = True if len(files) == 1 or not show_progress else None
     for file in tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False):
+        read = _read_pickle if file.suffix == ".bin" else _read_safetensors
         try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():
-                    yield file, name, opened.get_tensor(name)
+            for name, tensor in read(file):
+                yield file, name, tensor
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} can't be read, truncated or damaged: {error}") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files named by the index, or else `model.safetensors`, or else every safetensors file.
+def _read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():
+            yield name, opened.get_tensor(name)
+
+
+def _read_pickle(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """torch writes a zip archive since 2020, which can be mapped. An older file is read as a whole.
+
+    Two names may stand for the same memory (a head that is the embedding); each is yielded.
+    """
+    try:
+        tensors = torch.load(file, "cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted is None:
+            raise OSError("it is no pickle of torch's") from error
+        raise ValueError(f"{file} asks for {wanted[1]}, which is no tensor and could execute "
+                         "anything: get the checkpoint as safetensors, or convert the file where "
+                         "you trust it") from error
+    except (RuntimeError, EOFError) as error:  # torch's and Python's words for half a file
+        raise OSError((str(error) or "it ends too early").partition("\n")[0]) from error
+    wrong = tensors if not isinstance(tensors, dict) else next(
+        ((name, value) for name, value in tensors.items()
+         if not isinstance(name, str) or not isinstance(value, torch.Tensor)), None)
+    if wrong is not None:
+        raise ValueError(f"{file} must hold a dict of tensors, got {wrong!r:.80}: this is another "
+                         "program's format")
+    yield from tensors.items()
+
+
+def _weight_files(folder: Path, load_format: str) -> list[Path]:
+    """The files named by an index, or else the one file, or else every file of the format.
 
     In this order, because some folders hold the same weights twice, in another format's shards.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
-        absent = [file.name for file in files if not file.exists()]
-        if absent:
-            raise ValueError(f"{folder}: {index.name} names files that do not exist: "
-                             f"{', '.join(absent)}")
-        return files
-    single = folder / "model.safetensors"
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no *.safetensors file: check the path, or convert the "
-                         "checkpoint (load_format='dummy' runs on random weights)")
+    for single, pattern in FORMATS[load_format]:
+        if (index := folder / f"{single}.index.json").exists():
+            return _files_of(index)
+        if (folder / single).exists():
+            return [folder / single]
+        if files := sorted(folder.glob(pattern)):
+            return files
+    patterns = " or ".join(pattern for _, pattern in FORMATS[load_format])
+    raise ValueError(f"{folder} holds no {patterns} file: check the path, or convert the "
+                     "checkpoint (load_format='dummy' runs on random weights)")
+
+
+def _files_of(index: Path) -> list[Path]:
+    """The files that an index names; they must be there."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
+    absent = [file.name for file in files if not file.exists()]
+    if absent:
+        raise ValueError(f"{index.parent}: {index.name} names files that do not exist: "
+                         f"{', '.join(absent)}")
     return files
 
 

@@ -62,9 +62,10 @@ FAMILIES: dict[str, dict] = {
 }
 # What a name ends with says which head the checkpoint has. The network below it is the generator's.
 HEAD = re.compile(
-    r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|EmbeddingModel|Model)$")
+    r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|ForRewardModeling|"
+    r"EmbeddingModel|Model)$")
 SUPPORTED = (f"one of {', '.join(FAMILIES)}, or with another ending that pools: Model, "
-             "EmbeddingModel, ForSequenceClassification, ForRewardModel")
+             "EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling")
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # How a file says that its weights are quantised; the second name is MLX's.
@@ -73,6 +74,10 @@ QUANTIZED = ("quantization_config", "quantization")
 # nothing, as in transformers.
 OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
                     "rope_local_base_freq")
+
+
+class UnknownArchitecture(ValueError):
+    """A network that is none of the families above. Somebody else may have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +129,11 @@ class ModelConfig:
         Raises `ValueError` naming the file, the architecture or the entry that is not supported.
         """
         folder, overrides = Path(folder), overrides or {}
-        config = _read_json(folder / "config.json", required=True) | overrides
+        config = read_json(folder / "config.json", required=True) | overrides
         override_new_spelling(config, overrides)
         if "torch_dtype" in overrides:
             config["dtype"] = overrides["torch_dtype"]
-        generation = _read_json(folder / "generation_config.json")
+        generation = read_json(folder / "generation_config.json")
         model_config = cls.from_dict(config, generation | {
             name: overrides[name] for name in ("eos_token_id",) if name in overrides})
         # sentence-transformers leaves its own file beside the architecture of a generator.
@@ -141,11 +146,11 @@ class ModelConfig:
         Of both files' EOS ids generation_config.json's count, if it has any: a chat model's turn
         often ends with a token that config.json doesn't name, and would run on without it.
         """
-        architecture = _read_architecture(config)
+        architecture = read_architecture(config)
         family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
         if family is None:
-            raise ValueError(f"the architecture {architecture} is not supported: choose "
-                             f"{SUPPORTED}")
+            raise UnknownArchitecture(f"the architecture {architecture} is not supported: choose "
+                                      f"{SUPPORTED}")
         config = family | {k: v for k, v in config.items() if (
             v is not None or k in OFF_WHEN_NULL) and (k in family or k not in OF_SOME_FAMILIES)}
         _refuse_what_is_not_implemented(config)
@@ -173,9 +178,14 @@ class ModelConfig:
             activation=ACTIVATIONS[_activation(config)], attention_scale=scale,
             attention_softcap=_softcap(config, "attn_logit_softcapping"),
             logits_softcap=_softcap(config, "final_logit_softcapping"),
-            dtype=_read_dtype(config),
-            eos_token_ids=_as_ids(config.get("eos_token_id") if eos is None else eos),
+            dtype=read_dtype(config),
+            eos_token_ids=read_ids(config.get("eos_token_id") if eos is None else eos),
             generation_defaults=generation)
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the checkpoint can generate. GPT-2's name is of the time before the others'."""
+        return self.architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
     @property
     def kv_width(self) -> int:
@@ -192,7 +202,7 @@ class ModelConfig:
 # ------------------------------------------------------- reading, entry by entry
 
 
-def _read_architecture(config: dict) -> str:
+def read_architecture(config: dict) -> str:
     """The network's name. `architectures` is a list of one; files of old tools leave it out."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
@@ -204,7 +214,7 @@ def _read_architecture(config: dict) -> str:
     return name
 
 
-def _read_json(path: Path, required: bool = False) -> dict:
+def read_json(path: Path, required: bool = False) -> dict:
     """{} for a missing file, unless it is required. Raises `ValueError` naming the file and the
     reason."""
     if not path.exists() and not required:
@@ -299,7 +309,7 @@ def _softcap(config: dict, name: str) -> float | None:
     return None if config.get(name) is None else read_number(name, config[name])
 
 
-def _read_dtype(config: dict) -> str:
+def read_dtype(config: dict) -> str:
     """transformers 5 writes `dtype`, earlier versions `torch_dtype`; neither means float32."""
     return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
 
@@ -314,7 +324,7 @@ def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> 
     return value
 
 
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def read_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """`eos_token_id` is a number, a list of numbers, or absent."""
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if any(type(i) is not int for i in ids):

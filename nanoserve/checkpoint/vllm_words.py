@@ -33,7 +33,7 @@ RENAMED = {"enable_expert_parallel": "expert_parallel"}
 LEFT_OPEN = ("seed", "enable_prefix_caching", "enable_chunked_prefill")
 # Values that ask for nothing, of words for which this isn't simply False, 0 or an empty one.
 NOTHING: dict[str, tuple] = {
-    "tokenizer_mode": ("auto",), "config_format": ("auto",), "model_impl": ("auto",),
+    "tokenizer_mode": ("auto",), "config_format": ("auto",),
     "kv_cache_dtype": ("auto",), "generation_config": ("auto",), "task": ("auto",),
     "logprobs_mode": ("raw_logprobs",), "max_logprobs": (-1,), "use_tqdm_on_load": (True,),
     "disable_log_stats": (True, False), "disable_log_requests": (True, False),
@@ -96,7 +96,6 @@ OPTIONS: dict[str, str] = {
     "cuda_graph_sizes": GRAPHS, "max_seq_len_to_capture": GRAPHS,
     "attention_backend": "choose with kernels='auto', 'triton', 'cpu' or 'torch'",
     "disable_cascade_attn": "there is none: leave it out",
-    "model_impl": "models are those of nanoserve/model.py: leave it out",
     "config_format": "config.json is Hugging Face's: leave it out",
     "tokenizer_mode": "the tokenizer is the one that transformers' AutoTokenizer reads: name "
                       "another with tokenizer=",

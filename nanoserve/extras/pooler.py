@@ -23,6 +23,7 @@ has the hidden states, so rank 0 can do it alone and the others need not know.
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,9 @@ class Pooler:
     tied: bool = False  # they are rows of the embedding
     unused: tuple[str, ...] = HEADS  # tensors that are passed over
     head: nn.Module | None = None  # this rank's, in float32
+    prompts: dict[str, str] = field(default_factory=dict)  # what texts begin with, by name ...
+    default_prompt: str | None = None  # ... and which name is meant where none is said
+    more_modules: ClassVar[tuple[str, ...]] = ()  # of sentence-transformers, read elsewhere
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: ModelConfig, folder: Path,
@@ -92,7 +96,7 @@ class Pooler:
             asked = PoolerConfig(**asked or {})
         if not isinstance(asked, PoolerConfig):
             raise ValueError(f"pooler_config must be a dict or a PoolerConfig, got {asked!r}")
-        meant = _read_sentence_transformer(folder)
+        meant = _read_sentence_transformer(folder, cls.more_modules)
         pooler = cls(
             kind=_find_kind(config.convert, model_config.architecture, entries),
             pooling_type=asked.pooling_type or meant.pooling_type or "LAST", use_activation=True,
@@ -105,6 +109,10 @@ class Pooler:
         if asked.use_activation is not None:
             pooler.use_activation = asked.use_activation
         pooler.check_dimensions(asked.dimensions, model_config.hidden_size)
+        if (named := folder / "config_sentence_transformers.json").exists():
+            entries = _read(named)
+            pooler.prompts = entries.get("prompts") or {}
+            pooler.default_prompt = entries.get("default_prompt_name")
         return pooler
 
     def _read_head(self, entries: dict, tokenizer) -> None:
@@ -138,6 +146,24 @@ class Pooler:
     def tasks(self) -> tuple[str, ...]:
         tasks = TASKS[self.kind]
         return tasks[-1:] if self.pooling_type == "ALL" else tasks
+
+    def cut(self, ids: list[int], count: int) -> list[int]:
+        """A prompt that is too long keeps its last tokens: there vLLM's users expect what
+        matters."""
+        return ids[-count:]
+
+    def begin(self, prompt: str | dict | list, name: str | None) -> str | dict | list:
+        """The prompt behind what `name` stands for ("query": "search for: "). Raises `ValueError`
+        for a name that the model has not, or a prompt without a text."""
+        if name is None:
+            return prompt
+        if name not in self.prompts:
+            raise ValueError(f"prompt_name={name!r} is not one of this model's, which are "
+                             f"{', '.join(self.prompts) or 'none'}")
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if not isinstance(text, str):
+            raise ValueError(f"prompt_name={name!r} needs texts, got {prompt!r:.80}")
+        return self.prompts[name] + text
 
     def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
         """A prefix of an embedding means something only where the model was trained for it."""
@@ -266,7 +292,7 @@ def _find_kind(convert: str, architecture: str, entries: dict) -> str:
                          "convert='embed' or 'classify'")
     if convert in TASKS:
         return convert
-    if architecture.endswith("ForRewardModel"):
+    if architecture.endswith(("ForRewardModel", "ForRewardModeling")):
         return "reward"
     classifies = (architecture.endswith("ForSequenceClassification")
                   or "classifier_from_token" in entries)
@@ -285,9 +311,9 @@ def _token_ids(words: list[str], tokenizer) -> list[int]:
     return ids
 
 
-def _read_sentence_transformer(folder: Path) -> PoolerConfig:
+def _read_sentence_transformer(folder: Path, more: tuple[str, ...]) -> PoolerConfig:
     """What `modules.json` and the pooling module's file say; an empty config where there is none.
-    Embeddings are normalised if there is a module for it."""
+    Embeddings are normalised if there is a module for it. more: modules that others read."""
     if not (folder / "modules.json").exists():
         return PoolerConfig()
     meant = PoolerConfig(use_activation=False)
@@ -310,6 +336,6 @@ def _read_sentence_transformer(folder: Path) -> PoolerConfig:
                 raise ValueError(f"{folder / module['path']}: {', '.join(modes)} is not supported: "
                                  f"one of {', '.join(known)} is")
             meant.pooling_type = known[modes[0]]
-        elif kind != "Transformer":
+        elif kind not in ("Transformer", *more):
             raise ValueError(f"{folder / 'modules.json'}: the module {kind} is not supported")
     return meant

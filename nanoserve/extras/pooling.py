@@ -198,6 +198,10 @@ class PoolingRequest:
 
 def prepare(config: EngineConfig, model_config: ModelConfig, folder: Path, tokenizer):
     """For `LLM`: a pooler for the runner, and what takes the place of `InputProcessor`."""
+    if config.model_impl == "transformers":
+        from nanoserve.extras.encoder import make_pooler  # here: others need no transformers
+        return (pooler := make_pooler(config, model_config, folder, tokenizer)), partial(
+            PoolingInputs, pooler)
     pooler = Pooler.of(config, model_config, folder, tokenizer)
     return pooler, partial(PoolingInputs, pooler)
 
@@ -237,12 +241,12 @@ class PoolingInputs(InputProcessor):
                          "PoolingParams, or make it with runner='generate'")
 
     def _truncate(self, ids: list[int], count: int | None) -> list[int]:
-        """Keep the last tokens, if that is wanted: there vLLM's users expect what matters."""
+        """Keep so many tokens, if that is wanted; the pooler says which."""
         limit = self.config.max_model_len
         if count is not None and count > limit:
             raise ValueError(f"truncate_prompt_tokens={count} is more than max_model_len={limit}")
         if count is not None:
-            ids = ids[-(limit if count == -1 else count):]
+            ids = self.pooler.cut(ids, min(limit if count == -1 else count, len(ids)))
         if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and max_model_len is {limit}: shorten it, cut "
@@ -279,8 +283,12 @@ class PoolingInputs(InputProcessor):
         return [results[request.request_id] for request in requests]
 
     def embed(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
-              **options) -> list[PoolingRequestOutput]:
-        """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s."""
+              prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
+        """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s. prompt_name: what
+        texts begin with, of the names in config_sentence_transformers.json."""
+        if prompt_name or self.pooler.default_prompt:
+            name = prompt_name or self.pooler.default_prompt
+            prompts = [self.pooler.begin(prompt, name) for prompt in as_list(prompts)]
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="embed", **options)
         return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
 

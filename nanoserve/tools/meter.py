@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from nanoserve import model_runner
@@ -88,7 +89,7 @@ class Meter:
         if self.on_gpu:
             return [*calls, ("waiting for the device", runner, "fetch")]
         matrices = [module for module in runner.model.layers.modules()
-                    if isinstance(module, (Linear, Experts))]
+                    if isinstance(module, (Linear, Experts, nn.Linear))]
         return [*calls, ("forward", runner.model, "forward"),
                 ("head", runner.model, "compute_logits"), ("sampling", model_runner, "sample"),
                 ("attention", runner.ops, "paged_attention"),

@@ -3,6 +3,7 @@
     python -m nanoserve.tools.verify                   the bundled model
     python -m nanoserve.tools.verify Qwen/Qwen3-0.6B --prompts prompts.txt
     python -m nanoserve.tools.verify folder --tensor-parallel-size 2
+    python -m nanoserve.tools.verify folder --model-impl transformers
 
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
@@ -38,11 +39,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
-from nanoserve.llm import LLM
+from nanoserve.llm import LLM, read_model
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
@@ -257,9 +257,10 @@ def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> 
 def verify(args: argparse.Namespace) -> Iterator[Row]:
     """Yields each row when its mode has run. Raises `ValueError` for what can't be run."""
     ranks, max_tokens = args.tensor_parallel_size, args.max_tokens
-    engine = EngineConfig(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks)
+    engine = EngineConfig(model=args.model, kernels=args.kernels, tensor_parallel_size=ranks,
+                          model_impl=args.model_impl)
     folder = find_model(args.model)
-    config = ModelConfig.from_folder(folder)
+    _, config, _ = read_model(engine, folder)
     engine.check_ranks(config)
     tokenizer = load_tokenizer(folder, optional=True)
     longest = config.max_position_embeddings - max_tokens
@@ -284,7 +285,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)
         yield run_mode(folder, mode, texts, max_tokens, dtype=args.dtype, kernels=args.kernels,
-                       tensor_parallel_size=size)
+                       tensor_parallel_size=size, model_impl=args.model_impl)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -298,6 +299,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=24, help="of each text; default: 24")
     parser.add_argument("--dtype", choices=NEAR_TIE, default="float32", help="default: float32")
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="default: auto")
+    parser.add_argument("--model-impl", choices=("auto", "nanoserve", "transformers"),
+                        default="auto", help="whose network; default: ours where there is one")
     parser.add_argument("--near-tie", type=float, metavar="X", help=(
         "the largest gap of a near-tie, as a share of the largest |logit|; default: "
         + ", ".join(f"{x:g} in {dtype}" for dtype, x in NEAR_TIE.items())))

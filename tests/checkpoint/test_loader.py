@@ -254,12 +254,14 @@ def test_an_unreadable_index(copy_of, content):
         load(folder)
 
 
-@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "pt"])
 def test_a_folder_without_weights(copy_of, load_format):
-    """The folder of a git clone without LFS, or of a pickled checkpoint."""
+    """The folder of a git clone without LFS, or of another program's format."""
     folder = copy_of("qwen3")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="qwen3 holds no .*safetensors.*load_format='dummy'"):
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    wanted = {"safetensors": r"\*.safetensors", "pt": r"pytorch_model\*.bin",
+              "auto": r"\*.safetensors or pytorch_model\*.bin"}[load_format]
+    with pytest.raises(ValueError, match=f"qwen3 holds no {wanted} file.*load_format='dummy'"):
         LLM(folder, load_format=load_format)
 
 

@@ -180,7 +180,7 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(runner="generate", convert="embed"), "convert='embed'.*runner='pooling'"),
     (dict(runner="generate", pooler_config={}), "pooler_config"),
     (dict(runner="draft"), "runner must be .* got 'draft'"),
-    (dict(convert="reward"), "convert must be .* got 'reward'"),
+    (dict(convert="reword"), "convert must be .* got 'reword'"),
     (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
     (dict(pooler_config={"use_activation": "no"}), "use_activation must be .* got 'no'"),

@@ -48,8 +48,13 @@ def test_the_activation_is_what_the_model_was_trained_for(classifiers, prompts, 
         assert_close([torch.tensor(output.outputs.probs) for output in outputs], expected)
 
 
-def test_rewards_for_each_token(qwen3, prompts, hidden_states, tmp_path):
-    """Qwen's reward models have two layers for a head. transformers has no class for them."""
+@pytest.mark.parametrize("architecture, options", [
+    ("Qwen3ForRewardModel", dict(runner="auto")), ("Qwen3ForRewardModeling", dict(runner="auto")),
+    ("Qwen3Model", dict(runner="auto", convert="reward")),
+    ("Qwen3ForCausalLM", dict(runner="pooling", convert="reward"))], ids=str)
+def test_rewards_for_each_token(qwen3, prompts, hidden_states, tmp_path, architecture, options):
+    """Qwen's reward models have two layers for a head. transformers has no class for them. Their
+    names end in two ways, and convert="reward" says what another name does not."""
     folder, tensors = tmp_path / "reward", load_file(qwen3 / "model.safetensors")
     shutil.copytree(qwen3, folder)
     del tensors["lm_head.weight"]
@@ -58,10 +63,10 @@ def test_rewards_for_each_token(qwen3, prompts, hidden_states, tmp_path):
     b0, b2 = (torch.randn(n, generator=generator) for n in (64, 1))
     tensors |= {"score.0.weight": w0, "score.0.bias": b0, "score.2.weight": w2, "score.2.bias": b2}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", architectures=["Qwen3ForRewardModel"])
+    write_json(folder / "config.json", architectures=[architecture])
     expected = [(hidden_states("qwen3", prompt) @ w0.T + b0).relu() @ w2.T + b2
                 for prompt in prompts]
-    with start(folder, runner="auto", max_num_batched_tokens=33) as llm:
+    with start(folder, max_num_batched_tokens=33, **options) as llm:
         outputs = llm.encode(prompts, pooling_task="token_classify", use_tqdm=False)
         assert_close(data(outputs), expected)  # a reward is no probability
         use = PoolingParams(use_activation=True)

@@ -41,7 +41,8 @@ class Clock(StoppingCriteria):
 def load(args):
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
-    if any(Path(args.model).glob("*.safetensors")):
+    folder = Path(args.model)
+    if any((*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))):
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
     else:
         config = AutoConfig.from_pretrained(args.model)

@@ -1,0 +1,322 @@
+"""Encoders (BERT and its kin): transformers' network, every token sees all of its own prompt.
+
+Most embedding models and rerankers of a laptop's size are encoders. As with other networks of
+transformers' (transformers_model.py), only attention is ours: the step's prompts lie one behind the
+other in one row, without padding, and each attends to itself.
+
+    step      [ CLS a a a SEP | CLS b SEP | CLS c c c c SEP ]     no query sees another prompt
+    hidden      h0 ...          h0 ...      h0 ...
+                CLS, or the mean of a prompt's ─► Dense ─► Normalize     modules.json
+                CLS ─► the class's own pooler and classifier             a cross-encoder
+
+Invariant: a prompt is whole in its step, because its first token depends on its last one. So chunks
+and the prefix cache are off, whatever was asked for; the start-up line says so. The same numbers
+alone and batched, and those of transformers: at load the network runs once with its own attention
+and once with ours, and must agree.
+
+Confessed: blocks are counted and nothing is kept in them; the cache is one nominal layer. A pair's
+second text (token type 1) begins behind the first separator, so a text must not contain one. Heads
+are known for the classes of `class_head`; others are refused. Not known here: requests, blocks.
+Road not taken: padding and sorting by length, which the ragged row makes needless.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.loader import stored_tensors
+from nanoserve.checkpoint.model_config import ModelConfig, read_json
+from nanoserve.checkpoint.tokenizers import load_tokenizer
+from nanoserve.config import EngineConfig
+from nanoserve.extras.pooler import ACTIVATIONS, Pooler
+from nanoserve.extras.transformers_model import (
+    TransformersModel,
+    describe,
+    fill,
+    refusal,
+)
+from nanoserve.layers import Placement
+from nanoserve.model import KVCache
+
+# Positions of these begin behind that of padding: with a padding token of 1, at 2.
+ROBERTAS = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xmod",
+            "xlm-roberta-xl")
+# Tensors of heads that checkpoints bring along, or that transformers makes, and nobody uses.
+PASSED_OVER = r"(^|\.)(pooler|cls|lm_head|vocab_\w+|position_ids|decoder|head)\b"
+CLASSIFIES = "ForSequenceClassification"
+
+
+# ----------------------------------------------------------------- attention
+
+
+@dataclass
+class Rows:
+    """One step's prompts, for `attend`: each attends to itself."""
+
+    query_lens: list[int]
+    windows: list[int | None]  # of each layer, on either side
+    looks_ahead: bool = True
+    num_calls: int = 0
+
+    def attend(self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+               mask: object, scale: float, window: int | None,
+               softcap: float | None) -> torch.Tensor:
+        """q, k, v: (1, heads, num_tokens, head_dim); returns (1, num_tokens, heads, head_dim).
+        Neighbours of the same length are computed together."""
+        if mask is not None or softcap is not None:
+            raise ValueError("its attention has a mask of its own, or a soft-cap")
+        window, self.num_calls = self.windows[self.num_calls], self.num_calls + 1
+        parts = []
+        for start, end, length in runs_of(self.query_lens):
+            some = [x[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1)
+                    for x in (q, k, v)]  # (rows, heads, length, head_dim)
+            out = F.scaled_dot_product_attention(
+                *some, attn_mask=near(length, window, q.device), scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1])
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts)[None]
+
+
+def runs_of(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first token, end, length) of rows that stand together and are equally long: of 5, 5, 3 they
+    are (0, 10, 5) and (10, 13, 3)."""
+    end = 0
+    for length, rows in groupby(lengths):
+        start, end = end, end + length * len(list(rows))
+        if length:
+            yield start, end, length
+
+
+def near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which keys a query sees: (length, length), or None for all."""
+    if window is None or window >= length:
+        return None
+    at = torch.arange(length, device=device)
+    return (at[:, None] - at).abs() <= window
+
+
+# --------------------------------------------------------------- the network
+
+
+class Encoder(TransformersModel):
+    """Token ids to hidden states; of a cross-encoder to the numbers of its classes, of CLS."""
+
+    looks_ahead = True
+
+    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement, first_position: int,
+                 separator: int | None):
+        check = self_check(network, on)  # before its matrices and its attention are replaced
+        super().__init__(network, config, on, first_position)
+        self.separator, self.classifies = separator, config.architecture.endswith(CLASSIFIES)
+        self.kv_shapes = [(1, 2)]  # nominal: see the module's docstring
+        self.compare(*check)
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, pages: object,
+            **options) -> torch.Tensor:
+        """Hidden states, (k, hidden_size)."""
+        out = self.layers.base_model(
+            input_ids=ids.long()[None], position_ids=(positions.long() + self.first_position)[None],
+            nanoserve=pages, **options)
+        return out.last_hidden_state[0, wanted]
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        lengths = batch.query_lens
+        assert lengths == batch.seq_lens_host, "a prompt is not whole in its step"
+        options = {} if self.separator is None else dict(
+            token_type_ids=self.token_types(input_ids, lengths)[None])
+        hidden = self.run(input_ids, positions, wanted, Rows(lengths, self.windows), **options)
+        return class_head(self.layers, hidden) if self.classifies else hidden
+
+    def token_types(self, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """0 up to a row's first separator, 1 behind it: CLS q q SEP d d SEP is 0 0 0 0 1 1 1."""
+        is_separator = (ids == self.separator).long()
+        before = is_separator.cumsum(0) - is_separator  # of all rows up to here
+        counts = torch.tensor(lengths, device=ids.device)
+        starts = counts.cumsum(0) - counts
+        own = before - before[starts.clamp(max=len(ids) - 1)].repeat_interleave(counts)
+        return own.clamp(max=1)
+
+    @torch.inference_mode()
+    def compare(self, ids: torch.Tensor, expected: torch.Tensor) -> None:
+        """Raises `ValueError` unless our attention, positions and head give what the class gives
+        with its own."""
+        positions = torch.arange(len(ids), device=ids.device)
+        try:
+            got = self.run(ids, positions, positions, Rows([len(ids)], self.windows))
+            got = class_head(self.layers, got[:1]) if self.classifies else got
+        except Exception as error:
+            raise refusal(self.config.architecture, f"a trial run ended with {error}") from error
+        tolerance = torch.finfo(self.on.dtype).eps ** 0.5
+        if got.shape != expected.shape or not (
+                (got - expected).norm() <= tolerance * expected.norm()):
+            raise refusal(self.config.architecture, "its numbers are others with our attention")
+
+
+@torch.inference_mode()
+def self_check(network: nn.Module, on: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some tokens, and what the class makes of them with its own attention."""
+    ids = torch.arange(3, 12, device=on.device)  # no padding, which has no position in RoBERTa
+    out = network(input_ids=ids[None])
+    return ids, out.logits if hasattr(out, "logits") else out.last_hidden_state[0]
+
+
+def class_head(network: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """CLS rows (k, hidden_size) to classes (k, num_labels), as the network's own class does it.
+    Its modules expect a prompt's hidden states, of which they take the first."""
+    if hasattr(network, "pre_classifier"):  # DistilBERT
+        return network.classifier(F.relu(network.pre_classifier(hidden)))
+    if hasattr(network, "head"):  # ModernBERT
+        return network.classifier(network.head(hidden))
+    if getattr(network.base_model, "pooler", None) is not None:  # BERT
+        return network.classifier(network.base_model.pooler(hidden[:, None]))
+    return network.classifier(hidden[:, None])  # RoBERTa and its kin
+
+
+# ------------------------------------------------------- reading a checkpoint
+
+
+def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
+                 hf_config: transformers.PreTrainedConfig,
+                 ) -> tuple[EngineConfig, ModelConfig, partial]:
+    """For `LLM`, as `transformers_model.read_foreign`. Prompts whole, nothing remembered."""
+    if asked.runner == "generate":
+        raise refusal(architecture, "an encoder does not generate: use runner='pooling'")
+    classifies = architecture.endswith(CLASSIFIES)
+    mapping = (transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if classifies
+               else transformers.MODEL_MAPPING)
+    model_class = mapping.get(type(hf_config), None)
+    if not isinstance(model_class, type) or hf_config.is_encoder_decoder:
+        raise refusal(architecture, f"there is no encoder for model_type={hf_config.model_type!r}")
+    if not model_class.is_backend_compatible():
+        raise refusal(architecture, "its class computes attention by itself")
+    if classifies and getattr(hf_config, "classifier_pooling", "cls") != "cls":
+        raise refusal(architecture, f"classifier_pooling={hf_config.classifier_pooling!r}: only "
+                                    "'cls' is supported")
+    first = hf_config.pad_token_id + 1 if hf_config.model_type in ROBERTAS else 0
+    config = describe(architecture, hf_config, {})
+    longest = config.max_position_embeddings - first
+    limit = read_json(folder / "sentence_bert_config.json").get("max_seq_length") or longest
+    config = replace(config, pools=True, max_position_embeddings=min(limit, longest))
+    separator = None
+    if classifies and getattr(hf_config, "type_vocab_size", 1) > 1:
+        tokenizer = load_tokenizer(folder, asked.tokenizer, optional=True)
+        separator = getattr(tokenizer, "sep_token_id", None)
+    asked = replace(asked, runner="pooling", enable_prefix_caching=False,
+                    enable_chunked_prefill=False)
+    return asked, config, partial(load_encoder, asked, folder, model_class, hf_config, config,
+                                  first, separator)
+
+
+def load_encoder(asked: EngineConfig, folder: Path, model_class: type,
+                 hf_config: transformers.PreTrainedConfig, config: ModelConfig,
+                 first_position: int, separator: int | None, on: Placement) -> Encoder:
+    if asked.load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(asked.seed)
+            network = model_class(hf_config).to(on.dtype)
+    else:
+        passed_over = "$^" if config.architecture.endswith(CLASSIFIES) else PASSED_OVER
+        network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
+                       passed_over + r"|position_ids$")
+    network = network.to(on.device).eval().requires_grad_(False)
+    return Encoder(network, config, on, first_position, separator)
+
+
+# -------------------------------------------------------------------- pooling
+
+
+@dataclass
+class EncoderPooler(Pooler):
+    """As `Pooler`, with sentence-transformers' Dense layers; classes come from the network."""
+
+    dense: list[tuple[torch.Tensor, torch.Tensor | None, nn.Module]] = field(default_factory=list)
+    more_modules: ClassVar[tuple[str, ...]] = ("Dense",)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, whole prompts without a prefix cache"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """A token has no Dense layer, and a cross-encoder's head is CLS's alone."""
+        return super().tasks[:1] if self.dense or self.kind == "classify" else super().tasks
+
+    def cut(self, ids: list[int], count: int) -> list[int]:
+        """The first tokens and the last, which is a separator: as sentence-transformers does it."""
+        return ids if count >= len(ids) else [*ids[:count - 1], ids[-1]]
+
+    def finish(self, vectors: torch.Tensor, activate: bool,
+               dimensions: int | None = None) -> torch.Tensor:
+        x = vectors.float()
+        if self.kind == "classify":
+            return ACTIVATIONS[self.activation](x) if activate else x
+        for weight, bias, activation in self.dense:
+            x = activation(F.linear(x, weight.to(x.device), bias if bias is None
+                                    else bias.to(x.device)))
+        x = x[:, :dimensions]
+        return F.normalize(x, dim=-1) if activate else x
+
+
+def make_pooler(config: EngineConfig, model_config: ModelConfig, folder: Path,
+                tokenizer) -> EncoderPooler:
+    """What the files say. Without sentence-transformers' files it is CLS, as vLLM has it for
+    BERT. Raises `ValueError` for what an encoder can't do."""
+    asked = config.pooler_config or {}
+    if config.convert not in ("auto", "embed", "classify"):
+        raise ValueError(f"convert={config.convert!r} is not for encoders: leave it out")
+    if isinstance(asked, dict) and not (folder / "modules.json").exists():
+        config = replace(config, pooler_config={"pooling_type": "CLS"} | asked)
+    pooler = EncoderPooler.of(config, model_config, folder, tokenizer)
+    classifies = model_config.architecture.endswith(CLASSIFIES)
+    if (pooler.kind == "classify") != classifies:
+        raise ValueError(f"convert={config.convert!r}, but {model_config.architecture} "
+                         f"{'has' if classifies else 'has not'} a classifier: leave it out")
+    if classifies and pooler.pooling_type != "CLS":
+        raise ValueError(f"pooling_type={pooler.pooling_type!r}, but the head of "
+                         f"{model_config.architecture} takes CLS: leave it out")
+    if not classifies:
+        pooler.dense = list(read_dense(folder))
+    elif (name := cross_encoder_activation(folder)) is not None:
+        pooler.activation = name
+    return pooler
+
+
+def read_dense(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, nn.Module]]:
+    """The Dense modules of modules.json: weight, bias and activation of each, in float32."""
+    if not (folder / "modules.json").exists():
+        return
+    for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
+        if module["type"].rpartition(".")[2] != "Dense":
+            continue
+        part = folder / module["path"]
+        tensors = {name: tensor.float() for _, name, tensor in stored_tensors(part)}
+        name = read_json(part / "config.json").get("activation_function", "Tanh").rpartition(".")[2]
+        if name not in ("Tanh", "Identity", "ReLU", "GELU", "Sigmoid") or (
+                "linear.weight" not in tensors):
+            raise ValueError(f"{part}: a Dense layer with {name} and {', '.join(tensors)} is not "
+                             "supported")
+        yield tensors["linear.weight"], tensors.get("linear.bias"), getattr(nn, name)()
+
+
+def cross_encoder_activation(folder: Path) -> str | None:
+    """sentence-transformers' word for it, in config.json; None where it says nothing."""
+    entries = read_json(folder / "config.json")
+    given = (entries.get("sentence_transformers") or {}).get("activation_fn") or entries.get(
+        "sbert_ce_default_activation_function")
+    names = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+    name = str(given).rpartition(".")[2]
+    if given and name not in names:
+        raise ValueError(f"config.json: the activation {given!r} is not supported: choose one of "
+                         f"{', '.join(names)}")
+    return names.get(name)

@@ -1,0 +1,453 @@
+"""Any other architecture: the network is transformers', everything around it stays ours.
+
+transformers 5 lets the attention of its models be replaced by name (`AttentionInterface`). More
+than a hundred causal models then hand each layer's queries, keys and values to a function of ours,
+and steps, blocks, chunks, prefix cache, preemption, sampling and drafts are what they are anyway:
+
+    embedding, projections, norms, RoPE, MLP, LM head        transformers' module, one row of tokens
+      └─ q, k, v of layer i ─► attend ─► norm_rope_store (no norm, angle 0) ─► the cache of layer i
+                                  └────► paged_attention, with the window of layer i ─► back
+
+Tokens of all rows lie in one row (1, num_tokens), each with its position. What a layer needs beside
+q, k and v travels as a keyword argument, which these models hand down: no global context.
+
+Invariant: **what would be computed differently is refused, by name and with the reason.** `attend`
+names its arguments and raises on any other (a trial that swallowed gpt-oss's attention sinks wrote
+wrong text in silence). A `Probe` at load runs a few tokens twice, in two orders. It shows that
+attention is called once in each layer; that its mask is causal, or a sliding window, which is read
+from the mask and not from config.json; and that tokens meet in attention alone, by their positions,
+without a convolution or a state that rows in one batch would share.
+
+Confessed: one rank, no CUDA graphs, no packed weights; logits of all positions that were asked for
+are made at once; blocks behind a window are kept. Not known here: requests, the queue. Road not
+taken: files of models in here, as in larger engines; `model.py` is for those who want to read one.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.loader import stored_tensors
+from nanoserve.checkpoint.model_config import (
+    QUANTIZED,
+    SUPPORTED,
+    ModelConfig,
+    read_architecture,
+    read_dtype,
+    read_ids,
+    read_json,
+)
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.config import EngineConfig
+from nanoserve.layers import CHECKPOINT_DTYPES, Placement
+from nanoserve.model import KVCache
+
+PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
+ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
+MASK_LENGTH = 4096  # a mask that is causal up to here is taken to be causal
+
+
+# ----------------------------------------------------------------- attention
+
+
+def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+           attention_mask: object, *, nanoserve: object = None, scaling: float | None = None,
+           sliding_window: int | None = None, softcap: float | None = None,
+           is_causal: bool | None = None, dropout: float = 0.0,
+           position_ids: torch.Tensor | None = None, **others) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each layer; `nanoserve` is what `forward` handed down.
+
+    query: (1, heads, num_tokens, head_dim); key and value with their own number of heads. Returns
+    (1, num_tokens, heads, head_dim). Raises `ValueError` for whatever it doesn't know; None and
+    False mean "not used". Positions are in q and k already, and nothing is dropped out.
+    """
+    strange = [name for name, given in others.items() if given is not None and given is not False]
+    if strange:
+        raise ValueError(f"its attention is given {', '.join(strange)}, which we don't compute")
+    if nanoserve is None:
+        raise ValueError("keyword arguments don't reach its attention")
+    looks_ahead = is_causal is False or not getattr(module, "is_causal", True)
+    if looks_ahead != nanoserve.looks_ahead:
+        raise ValueError(f"its attention {'looks ahead' if looks_ahead else 'is causal'}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return nanoserve.attend(getattr(module, "layer_idx", None), query, key, value, attention_mask,
+                            scale, sliding_window, softcap), None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a model under a `Probe` gets in the place of a mask, and hands to its layers."""
+
+    window: int | None  # how many keys a query sees, its own included; None: all before it
+    looks_ahead: bool = False  # then the window is how many keys it sees on either side
+
+
+def describe_mask(mask_function: Callable, local_size: int | None = None, **unused) -> Mask:
+    """transformers asks for a mask; a function says whether a query sees a key. local_size: of a
+    window, or of what else is local. With 13, queries 12, 13 and 26 see keys 0..12, 1..13, 14..26.
+
+    Raises `ValueError` for a mask that is neither causal nor a sliding window nor symmetric:
+    attention in chunks, a prefix that sees itself.
+    """
+    size = 2 * local_size if local_size else MASK_LENGTH
+    half = size // 2
+    queries = torch.tensor([0, 1, half - 1, half, half + 1, size, 2 * size])[:, None]
+    keys = torch.arange(2 * size + 1)[None]
+    zero = torch.tensor(0)  # of the batch, and of the heads
+    visible = mask_function(zero, zero, queries, keys).expand(len(queries), keys.shape[1])
+    ahead = int(visible[5, size + 1:].sum())  # of the query in the middle, at `size`
+    if ahead:
+        expected = (keys - queries).abs() <= (2 * size if ahead == size else ahead)
+        found = Mask(None if ahead == size else ahead, looks_ahead=True)
+    else:
+        expected = (keys <= queries) & (keys > queries - (local_size or 4 * size))
+        found = Mask(local_size)
+    if not torch.equal(visible, expected):
+        raise ValueError("its mask is neither causal nor a sliding window")
+    return found
+
+
+@dataclass
+class Probe:
+    """In the place of the cache at load. Attention gives each token its own value back, so that
+    tokens would not know of each other at all."""
+
+    layers: dict[int, tuple] = field(default_factory=dict)  # q, k, v and the window, as called
+    looks_ahead: bool = False
+
+    def attend(self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+               mask: object, scale: float, window: int | None,
+               softcap: float | None) -> torch.Tensor:
+        layer = len(self.layers) if layer is None else layer
+        if layer in self.layers:
+            raise ValueError(f"attention is called more than once in layer {layer}")
+        if not isinstance(mask, Mask):
+            raise ValueError(f"it makes a mask of its own, which is {type(mask).__name__}")
+        if mask.looks_ahead != self.looks_ahead:
+            raise ValueError("its mask is neither causal nor a sliding window")
+        if window not in (None, mask.window) and not self.looks_ahead:
+            raise ValueError(f"in layer {layer} the call names a window of {window} and the mask "
+                             f"has {mask.window}")
+        if q.shape[3] % 2 or k.shape[3] != q.shape[3] or v.shape[3] > k.shape[3]:
+            raise ValueError(f"heads in q, k and v of {q.shape[3]}, {k.shape[3]} and {v.shape[3]} "
+                             "numbers: they must be even, q's like k's, v's at most as large")
+        self.layers[layer] = q, k, v, mask.window
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
+
+
+@dataclass
+class Pages:
+    """One step's cache and batch, as attention needs them in every layer."""
+
+    kv_cache: KVCache
+    batch: Batch
+    windows: list[int | None]
+    on: Placement
+    looks_ahead: bool = False
+    angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object,
+               scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+        """Store k and v, and look q up. Normalising and turning is done: no weights, angle 0."""
+        if mask is not None:
+            raise ValueError(f"layer {layer} makes a mask of its own")
+        num_tokens, size, v_size = q.shape[2], q.shape[3], v.shape[3]
+        if size not in self.angles:
+            angles = q.new_zeros(num_tokens, size, dtype=torch.float32)
+            self.angles[size] = angles.cos(), angles  # ones and zeros, which change no bit
+        # Values may be narrower than keys; the cache has one size for both. (n, heads, head_dim)
+        qkv = torch.cat([x[0].transpose(0, 1) for x in (q, k, F.pad(v, (0, size - v_size)))], 1)
+        q_stored = self.on.ops.norm_rope_store(
+            qkv.to(self.on.dtype).contiguous(), None, None, 0.0, *self.angles[size],
+            *self.kv_cache[layer], self.batch.slot_mapping)
+        out = self.on.ops.paged_attention(q_stored, *self.kv_cache[layer], self.batch, scale,
+                                          self.windows[layer], softcap)
+        return out[None, :, :, :v_size].to(q.dtype).contiguous()
+
+
+transformers.AttentionInterface.register(PAGED, attend)  # without a mask: none is made in steps
+transformers.AttentionInterface.register(PROBED, attend)
+transformers.AttentionMaskInterface.register(PROBED, describe_mask)
+
+
+# --------------------------------------------------------------- the network
+
+
+class Packed(nn.Module):
+    """A matrix of theirs, multiplied by our namespace, in its order of memory (`ops.pack`)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, on: Placement):
+        super().__init__()
+        self.packed, self.bias, self.ops = on.ops.pack(weight.detach()), bias, on.ops
+        self.weight = weight.to("meta")  # who asks for its shape is told; who multiplies, fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x.flatten(0, -2), self.packed, self.bias).unflatten(0, x.shape[:-1])
+
+
+def pack(module: nn.Module, on: Placement) -> None:
+    """Replace all matrices within a module. GPT-2's are stored transposed."""
+    for name, child in module.named_children():
+        if type(child) in (nn.Linear, Conv1D):
+            weight = child.weight if type(child) is nn.Linear else child.weight.T.contiguous()
+            setattr(module, name, Packed(weight, child.bias, on))
+        else:
+            pack(child, on)
+
+
+class TransformersModel(nn.Module):
+    """In the place of `model.Decoder`: token ids to logits, by transformers' network.
+
+    What `forward` returns are logits: what a class does behind its LM head (Cohere and Granite
+    scale, others squeeze) is in its own `forward` only, so all of that is run.
+    """
+
+    looks_ahead = False
+
+    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
+                 first_position: int = 0):
+        super().__init__()
+        pack(network, on)
+        self.config, self.on, self.layers = config, on, network
+        self.first_position = first_position
+        probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
+        self.windows = [window for *_, window in probed]
+        self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed]  # see Decoder
+        network.set_attn_implementation(PAGED)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions: (num_tokens,); wanted: (k,). Returns logits, (k, vocab_size)."""
+        pages = Pages(kv_cache, batch, self.windows, self.on)
+        return self.run(input_ids, positions, wanted, pages)
+
+    def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """They are made already."""
+        return logits
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor,
+            pages: Pages | Probe, **options) -> torch.Tensor:
+        out = self.layers(input_ids=ids.long()[None], position_ids=positions.long()[None],
+                          use_cache=False, logits_to_keep=wanted, nanoserve=pages, **options)
+        return out.logits[0].contiguous()
+
+    def probe(self, width: int) -> list[tuple]:
+        """Each layer's q, k, v and window. width: of what comes out for a token. Raises
+        `ValueError` for a network that can't be run in one row with others, saying why."""
+        try:
+            self.layers.set_attn_implementation(PROBED)
+            return self._probe(width)
+        except Exception as error:  # a model may stumble over anything that is not as usual
+            reason = str(error) if isinstance(error, ValueError) else (
+                f"a trial run ended with {type(error).__name__}: {error}")
+            raise refusal(self.config.architecture, reason) from error
+
+    @torch.inference_mode()
+    def _probe(self, width: int) -> list[tuple]:
+        """Up to four tokens in two orders, the last possible position among them. A token's numbers
+        must be the same in both: then neighbours don't matter, and its place doesn't either."""
+        last = self.config.max_position_embeddings - 1
+        positions = torch.tensor(sorted({0, min(1, last), min(2, last), last}),
+                                 device=self.on.device)
+        ids = torch.arange(len(positions), device=self.on.device) % self.config.vocab_size
+        everyone, order = torch.arange(len(ids), device=self.on.device), positions.argsort(
+            descending=True)
+        runs = []
+        for some in (everyone, order):
+            probe = Probe(looks_ahead=self.looks_ahead)
+            out = self.run(ids[some], positions[some], everyone, probe,
+                              attention_mask=torch.ones(1, len(ids), device=self.on.device))
+            check_layers(probe, self.config.num_hidden_layers)
+            if out.shape != (len(ids), width):
+                raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
+            runs.append((out, probe))
+        (out, first), (reversed_out, second) = runs
+        pairs = [(out[order], reversed_out)] + [
+            (one[:, :, order], other) for i in first.layers
+            for one, other in zip(first.layers[i][:3], second.layers[i][:3], strict=True)]
+        tolerance = torch.finfo(self.on.dtype).eps ** 0.5
+        if not all((one - other).norm() <= tolerance * one.norm() for one, other in pairs):
+            raise ValueError("its tokens know of each other's order without attention (a "
+                             "convolution, a state, or positions that are counted and not read)")
+        return [first.layers[i] for i in range(len(first.layers))]
+
+
+def check_layers(probe: Probe, num_layers: int) -> None:
+    """Raises `ValueError` unless attention was called in each layer."""
+    silent = [str(i) for i in range(num_layers) if i not in probe.layers]
+    if silent:
+        raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
+                         f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
+    if len(probe.layers) > num_layers:
+        raise ValueError(f"attention is called in {len(probe.layers)} layers, not in {num_layers}")
+
+
+# ------------------------------------------------------- reading a checkpoint
+
+
+def refusal(architecture: str, reason: str) -> ValueError:
+    return ValueError(f"the architecture {architecture} is not supported, by transformers' "
+                      f"network neither: {reason}. Our own decoder is {SUPPORTED}")
+
+
+def read_foreign(asked: EngineConfig,
+                 folder: Path) -> tuple[EngineConfig, ModelConfig, Callable]:
+    """For `LLM`: what the checkpoint is, and who loads its network on a `Placement`.
+
+    Raises `ValueError` for what transformers has not, or what can't be served by it.
+    """
+    entries = read_json(folder / "config.json", required=True) | (asked.hf_overrides or {})
+    architecture = read_architecture(entries)
+    if asked.tensor_parallel_size > 1:
+        raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
+                         f"{architecture} runs on one rank: leave it out")
+    for name in QUANTIZED:
+        if entries.get(name) is not None:
+            raise ValueError(f"config.json: {name}={str(entries[name])[:60]}: quantised "
+                             "checkpoints are not supported, use the unquantised one")
+    hf_config = read_hf_config(architecture, entries)
+    if asked.runner == "pooling" or asked.runner == "auto" and (
+            (folder / "modules.json").exists() or ENCODERS.search(architecture)):
+        from nanoserve.extras.encoder import read_encoder  # here: it builds on this file
+        return read_encoder(asked, folder, architecture, hf_config)
+    model_class = find_class(architecture, hf_config)
+    config = describe(architecture, hf_config, read_json(folder / "generation_config.json"))
+    return asked, config, partial(load, asked, folder, model_class, hf_config, config)
+
+
+def read_hf_config(architecture: str, entries: dict) -> transformers.PreTrainedConfig:
+    kind = entries.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise refusal(architecture, f"transformers {transformers.__version__} knows no model_type="
+                                    f"{kind!r}, and code that comes with a model is never run")
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(entries)
+    except Exception as error:  # whatever its classes raise
+        raise ValueError(f"config.json: transformers can't read it: {error}") from error
+
+
+def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> type:
+    """The class that config.json names. It must be causal, and let its attention be replaced."""
+    if hf_config.is_encoder_decoder:
+        raise refusal(architecture, "encoder-decoders are another kind of network")
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), ())
+    for model_class in known if isinstance(known, tuple) else (known,):
+        if model_class.__name__ == architecture:
+            break
+    else:
+        raise refusal(architecture, "transformers has no causal model of that name for model_type="
+                                    f"{hf_config.model_type!r}")
+    if not model_class.is_backend_compatible():
+        raise refusal(architecture, "its class computes attention, or what it has in the place of "
+                                    "it, by itself (ALiBi, a state space)")
+    return model_class
+
+
+def describe(architecture: str, hf_config: transformers.PreTrainedConfig,
+             generation: dict) -> ModelConfig:
+    """Sizes, and everything else neutral: the network knows it. Windows stay unknown, so blocks
+    behind them are kept. The MLP is guessed for the roofline, which counts three matrices: two of
+    4 times the hidden size, as in OPT and GPT-2, are as many numbers as three of 8/3 times."""
+    def size(name: str, default: int | None = None) -> int:
+        try:
+            value = getattr(hf_config, name, None) or default
+        except RuntimeError:  # it differs by layer (Gemma 4), and only the probe can tell
+            value = default
+        if type(value) is not int or value < 1:
+            raise ValueError(f"config.json: {name} must be a whole number of at least 1, got "
+                             f"{value!r}: hf_overrides can say it")
+        return value
+
+    heads, hidden, layers = (size(name) for name in (
+        "num_attention_heads", "hidden_size", "num_hidden_layers"))
+    eos = generation.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
+    return ModelConfig(
+        architecture=architecture, vocab_size=size("vocab_size"), hidden_size=hidden,
+        num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", hidden // heads), intermediate_size=8 * hidden // 3,
+        max_position_embeddings=min(size("max_position_embeddings"), *trained_lengths(hf_config)),
+        dtype=read_dtype({"dtype": hf_config.dtype or "float32"}),
+        eos_token_ids=read_ids(eos), generation_defaults=generation,
+        tie_word_embeddings=bool(hf_config.tie_word_embeddings), windows=(None,) * layers,
+        moe_layers=(False,) * layers, num_experts=0, num_experts_per_tok=0,
+        moe_intermediate_size=0, norm_topk_prob=False, rms_norm_eps=0.0,
+        rope=RopeConfig(), rope_local=None, qkv_bias=False, o_bias=False, mlp_bias=False,
+        qk_norm=False, activation="", norm_offset=False, scale_embedding=False, post_norms=False,
+        attention_scale=0.0, attention_softcap=None, logits_softcap=None)
+
+
+def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
+    """"longrope" has other angles for all positions as soon as one is beyond this length, so that
+    a long text would change those that share its batch. Up to it nothing depends on the others."""
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    return [kind["original_max_position_embeddings"] for kind in kinds
+            if kind.get("rope_type") == "longrope"] or [2 ** 62]
+
+
+# -------------------------------------------------------------------- weights
+
+
+def load(asked: EngineConfig, folder: Path, model_class: type,
+         hf_config: transformers.PreTrainedConfig, config: ModelConfig,
+         on: Placement) -> TransformersModel:
+    """The network with its weights on a device. "dummy": as transformers begins a training."""
+    if asked.load_format == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(asked.seed)
+            network = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=on.dtype)
+    else:
+        network = fill(model_class, hf_config, folder, asked.load_format, on.dtype)
+    network = network.to(on.device).eval().requires_grad_(False)
+    return TransformersModel(network, config, on)
+
+
+def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Path,
+         load_format: str, dtype: torch.dtype, passed_over: str = "$^") -> nn.Module:
+    """transformers makes up what is missing, with a warning. Here that is an error, and so are
+    tensors that are left over, come twice, or are quantised. passed_over: a pattern of names that
+    nobody needs, there or not."""
+    stored: dict[str, torch.Tensor] = {}
+    for file, name, tensor in stored_tensors(folder, load_format, show_progress=True):
+        if name in stored:
+            raise ValueError(f"{file}: the tensor {name} comes twice")
+        stored[name] = tensor
+    try:
+        network, found = model_class.from_pretrained(
+            None, config=hf_config, state_dict=dict(stored), dtype=dtype, output_loading_info=True)
+    except Exception as error:  # shapes that don't match, for one
+        raise ValueError(f"{folder}: the weights do not match config.json: {error}") from error
+    for what, names in found.items():
+        if names := [name for name in map(str, names) if not re.search(passed_over, name)]:
+            words = what.replace("_keys", " tensors").replace("_", " ")
+            raise ValueError(f"{folder}: {words} for {model_class.__name__}: "
+                             f"{', '.join(sorted(names)[:5])}")
+    check_weights(network, stored, folder)
+    return network
+
+
+def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
+    """Weights must be numbers as they stand. One parameter may be stored under several names, as
+    embedding and head are; these must agree, or one of them was trained and is lost."""
+    copies: dict[int, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if name not in stored:
+            continue
+        if stored[name].dtype not in CHECKPOINT_DTYPES:
+            raise ValueError(f"{folder}: {name} is {stored[name].dtype}: quantised weights are not "
+                             "supported")
+        other = copies.setdefault(id(parameter), name)
+        if not torch.equal(stored[name], stored[other]):
+            raise ValueError(f"{folder}: {name} is not {other}, although config.json says "
+                             "tie_word_embeddings: set that to false, hf_overrides will do")

@@ -1,0 +1,157 @@
+"""Weights in `pytorch_model.bin`: as good as safetensors, and no file executes anything."""
+
+import os
+import pickle
+
+import pytest
+import torch
+from helpers import write_json
+from loading import greedy, load, stored_tensors
+
+from nanoserve import LLM
+from nanoserve.checkpoint.hub import find_model
+
+
+def pickled(folder, files: dict[str, dict] | None = None, **options):
+    """The folder's weights as pickles: in one, or as `files` share them out."""
+    tensors = stored_tensors(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    for name, some in (files or {"pytorch_model.bin": tensors}).items():
+        torch.save(some, folder / name, **options)
+    return folder
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_the_same_model_as_safetensors(copy_of, checkpoints, zipped):
+    """Also one that was written before torch wrote archives (1.6)."""
+    folder = pickled(copy_of("qwen3"), _use_new_zipfile_serialization=zipped)
+    loaded = load(folder)
+    for name, tensor in load(checkpoints["qwen3"]).items():
+        assert torch.equal(tensor, loaded[name]), name
+
+
+def test_a_pickle_is_mapped_and_not_read(copy_of, monkeypatch):
+    asked, torch_load = [], torch.load
+
+    def watched(*args, **options):
+        asked.append(options)
+        return torch_load(*args, **options)
+
+    monkeypatch.setattr(torch, "load", watched)
+    load(pickled(copy_of("qwen3")))
+    assert asked == [dict(mmap=True, weights_only=True)]
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_shards(copy_of, references, index):
+    folder = copy_of("qwen3")
+    tensors = stored_tensors(folder)
+    names, half = sorted(tensors), len(tensors) // 2
+    files = {f"pytorch_model-0000{i + 1}-of-00002.bin": {name: tensors[name] for name in some}
+             for i, some in enumerate((names[:half], names[half:]))}
+    pickled(folder, files)
+    if index:
+        (folder / "pytorch_model.bin.index.json").write_text("{}")
+        write_json(folder / "pytorch_model.bin.index.json", weight_map={
+            name: file for file, some in files.items() for name in some})
+    with LLM(folder, num_gpu_blocks_override=16) as llm:
+        assert greedy(llm) == references("qwen3", list(range(20)), 8)[0]
+
+
+def test_a_tied_head_that_is_stored_again(copy_of, references):
+    """A pickle names embedding and head, which are the same memory. Where they are not, it is an
+    error: one of them was trained by itself, and would be lost."""
+    folder = copy_of("qwen3-tied")
+    tensors = stored_tensors(folder)
+    embedding = tensors["model.embed_tokens.weight"]
+    pickled(folder, {"pytorch_model.bin": tensors | {"lm_head.weight": embedding}})
+    with LLM(folder, num_gpu_blocks_override=16) as llm:
+        assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+    pickled(folder, {"pytorch_model.bin": tensors | {"lm_head.weight": embedding + 1}})
+    with pytest.raises(ValueError, match="lm_head.weight is not the embedding.*hf_overrides"):
+        load(folder)
+
+
+def test_each_tensor_is_still_wanted_exactly_once(copy_of):
+    folder = copy_of("qwen3")
+    tensors = stored_tensors(folder)
+    pickled(folder, {"pytorch_model.bin": tensors, "pytorch_model-2.bin": {}})
+    load(folder)  # the one file that everybody knows; what lies beside it is somebody else's
+    (folder / "pytorch_model.bin").rename(folder / "pytorch_model-1.bin")
+    torch.save({"model.norm.weight": torch.zeros(64)}, folder / "pytorch_model-2.bin")
+    with pytest.raises(ValueError, match="pytorch_model-2.bin.*model.norm.weight .*comes twice"):
+        load(folder)
+
+
+def test_safetensors_are_preferred_and_can_be_insisted_on(copy_of, references):
+    folder = copy_of("qwen3")
+    (folder / "pytorch_model.bin").write_bytes(b"nothing")
+    load(folder)
+    with pytest.raises(ValueError, match="pytorch_model.bin can't be read"):
+        LLM(folder, load_format="pt")
+    pickled(folder)
+    with pytest.raises(ValueError, match=r"qwen3 holds no \*.safetensors file"):
+        LLM(folder, load_format="safetensors")
+    with LLM(folder, load_format="pt", num_gpu_blocks_override=16) as llm:
+        assert greedy(llm) == references("qwen3", list(range(20)), 8)[0]
+
+
+class Program:
+    """What a pickle can hold: a call of anything, here of a command of the shell."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("how", ["archive", "before archives", "plain"])
+def test_a_file_that_wants_to_execute_something_is_refused(copy_of, tmp_path, how):
+    folder, mark = pickled(copy_of("qwen3")), tmp_path / "executed"
+    file, content = folder / "pytorch_model.bin", {"model.norm.weight": Program(mark)}
+    if how == "plain":
+        file.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, file, _use_new_zipfile_serialization=how == "archive")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin asks for .*system, which is no tensor "
+                                         "and could execute anything: .* safetensors"):
+        load(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("length", [0, 10, 3000, -40, -5000])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_truncated_pickle_is_named(copy_of, length, zipped):
+    file = pickled(copy_of("qwen3"), _use_new_zipfile_serialization=zipped) / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"pytorch_model.bin can't be read, .*truncated"):
+        load(file.parent)
+
+
+@pytest.mark.parametrize("content", [
+    [1, 2], {"state_dict": {"a": torch.zeros(2)}}, {5: torch.zeros(2)}, torch.zeros(2)], ids=str)
+def test_another_programs_pickle_is_refused(copy_of, content):
+    folder = pickled(copy_of("qwen3"), {"pytorch_model.bin": content})
+    with pytest.raises(ValueError, match="must hold a dict of tensors, got .*another program's"):
+        load(folder)
+
+
+def test_pickles_are_fetched_only_where_there_is_nothing_else(checkpoints, copy_of, monkeypatch):
+    import huggingface_hub
+
+    with_safetensors, folder, asked = checkpoints["qwen3"], pickled(copy_of("qwen3")), []
+
+    def snapshot_download(repo_id, revision, allow_patterns):
+        asked.append(allow_patterns)
+        return str(with_safetensors if repo_id == "some/safe" else folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    find_model("some/safe")
+    assert len(asked) == 1 and "*.safetensors" in asked[0]
+    find_model("some/old")
+    assert len(asked) == 3 and asked[2] == ["pytorch_model*.bin"]
+    find_model("some/old", weights=False)
+    assert len(asked) == 4

@@ -1,0 +1,248 @@
+"""Encoders by transformers' network: the vectors that transformers gives, one prompt at a time."""
+
+import json
+
+import pytest
+import torch
+from encoders import ENCODERS, PAD, classes_of, hidden_of, make
+from pooled import assert_close, assert_idle, data, normalised, pooled, start, vectors
+from safetensors.torch import save_file
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from nanoserve import PoolingParams
+
+
+@pytest.fixture(scope="session")
+def encoders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("encoders")
+    return {name: make(name, root / name) for name in ENCODERS}
+
+
+@pytest.fixture(scope="session")
+def texts(prompts):
+    """Without padding's id, which nobody would write, and of the lengths 1 to 70, some equal."""
+    return [[token if token != PAD else 9 for token in prompt] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("pooling_type", ["CLS", "MEAN", "LAST"])
+def test_embeddings_equal_transformers_alone_and_batched(encoders, texts, name, pooling_type):
+    expected = [pooled(hidden, pooling_type) for hidden in hidden_of(encoders[name], texts)]
+    config = dict(pooling_type=pooling_type)
+    for options in ({}, dict(max_num_seqs=1), dict(max_num_batched_tokens=128),
+                    dict(async_scheduling=True, kernels="torch")):
+        with start(encoders[name], runner="auto", pooler_config=config, **options) as llm:
+            outputs = llm.embed(texts, use_tqdm=False)
+            assert_close(vectors(outputs), expected, f"{name}, {options}")
+            assert_idle(llm)
+
+
+def test_each_tokens_vector(encoders, texts):
+    expected = [normalised(hidden) for hidden in hidden_of(encoders["bert"], texts)]
+    with start(encoders["bert"]) as llm:
+        assert_close(data(llm.encode(texts, pooling_task="token_embed", use_tqdm=False)), expected)
+
+
+def test_prompts_are_whole_and_nothing_is_remembered(encoders, texts, capsys):
+    """Whatever was asked for: a first token depends on the last. The start-up line says so."""
+    with start(encoders["bert"], enable_prefix_caching=True, enable_chunked_prefill=True) as llm:
+        said = capsys.readouterr().err
+        assert "BertModel by transformers" in said
+        assert "pooling CLS to embed, whole prompts without a prefix cache" in said
+        first, again = (llm.embed(texts, use_tqdm=False) for _ in range(2))
+        assert not any(output.num_cached_tokens for output in again)
+        assert_close(vectors(first), vectors(again))
+    with pytest.raises(ValueError, match="longest prompt: raise max_num_batched_tokens=64"):
+        start(encoders["bert"], max_num_batched_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_the_longest_prompt_fills_the_positions(encoders, name):
+    """RoBERTa's begin behind its padding's: with 128 and a padding of 2 there are 125."""
+    limit = 125 if name == "roberta" else 128
+    prompt = [5 + i % 200 for i in range(limit)]
+    with start(encoders[name]) as llm:
+        assert llm.config.max_model_len == limit
+        (hidden,) = hidden_of(encoders[name], [prompt])
+        assert_close(vectors(llm.embed([prompt], use_tqdm=False)), [pooled(hidden, "CLS")])
+        with pytest.raises(ValueError, match=f"{limit + 1} tokens and max_model_len is {limit}"):
+            llm.embed([prompt + [5]])
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_classes_equal_transformers(tmp_path, texts, name, num_labels):
+    """The class's own head: a pooler, two layers, or one. One number goes through a sigmoid."""
+    folder = make(name, tmp_path / name, AutoModelForSequenceClassification, num_labels=num_labels)
+    logits = classes_of(folder, texts)
+    expected = [x.sigmoid() if num_labels == 1 else x.softmax(-1) for x in logits]
+    with start(folder, runner="auto") as llm:
+        outputs = llm.classify(texts, use_tqdm=False)
+        assert_close([torch.tensor(output.outputs.probs) for output in outputs], expected)
+
+
+def test_a_cross_encoder_scores_pairs_with_token_types(tmp_path):
+    """BERT was trained to tell two texts apart by a token's type: 0 up to the separator, 1 behind.
+    The tokenizer of these tests has none, so one is made that joins pairs."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    folder = make("bert", tmp_path / "bert", AutoModelForSequenceClassification, num_labels=1,
+                  sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens(dict(cls_token="<s>", sep_token="<|end|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|end|>", pair="<s> $A <|end|> $B:1 <|end|>:1",
+        special_tokens=[("<s>", 256), ("<|end|>", 258)])
+    tokenizer.save_pretrained(folder)
+    queries = ["where is the fox"] * 3
+    documents = ["in the forest", "x", "nobody knows that, says the king"]
+    pairs = [tokenizer(a, b, return_token_type_ids=True) for a, b in
+             zip(queries, documents, strict=True)]
+    assert sum(pairs[0]["token_type_ids"]) == len("in the forest") + 1
+    expected = classes_of(folder, [pair["input_ids"] for pair in pairs],
+                          [pair["token_type_ids"] for pair in pairs])
+    with start(folder, runner="auto") as llm:
+        outputs = llm.score(queries[0], documents, use_tqdm=False)
+        assert_close([torch.tensor([output.outputs.score]) for output in outputs], expected)
+
+
+def sentence_transformer(folder, pooling: str, dense: bool, normalize: bool, **text) -> None:
+    """The files that sentence-transformers writes beside a model."""
+    kinds = ["Transformer", "Pooling", *["Dense"] * dense, *["Normalize"] * normalize]
+    (folder / "modules.json").write_text(json.dumps([
+        dict(idx=i, name=str(i), path=f"{i}_{kind}" if i else "",
+             type=f"sentence_transformers.models.{kind}") for i, kind in enumerate(kinds)]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(dict(text, do_lower_case=False)))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({
+        "word_embedding_dimension": 32, f"pooling_mode_{pooling}": True}))
+    if dense:
+        (folder / "2_Dense").mkdir()
+        (folder / "2_Dense" / "config.json").write_text(json.dumps(dict(
+            in_features=32, out_features=20, bias=True,
+            activation_function="torch.nn.modules.activation.Tanh")))
+        save_file({"linear.weight": torch.randn(20, 32), "linear.bias": torch.randn(20)},
+                  folder / "2_Dense" / "model.safetensors")
+
+
+@pytest.mark.parametrize("pooling, dense, normalize", [
+    ("mean_tokens", False, True), ("mean_tokens", True, False), ("cls_token", True, True)])
+def test_what_sentence_transformers_files_say(tmp_path, texts, pooling, dense, normalize):
+    from safetensors.torch import load_file
+
+    folder = make("bert", tmp_path / "bert")
+    sentence_transformer(folder, pooling, dense, normalize, max_seq_length=96)
+    expected = []
+    for hidden in hidden_of(folder, texts):
+        x = hidden.mean(0) if pooling == "mean_tokens" else hidden[0]
+        if dense:
+            layer = load_file(folder / "2_Dense" / "model.safetensors")
+            x = torch.tanh(layer["linear.weight"] @ x + layer["linear.bias"])
+        expected.append(normalised(x) if normalize else x)
+    with start(folder, runner="auto") as llm:
+        assert llm.config.max_model_len == 96
+        assert_close(vectors(llm.embed(texts, use_tqdm=False)), expected)
+
+
+def test_texts_begin_with_a_prompt_by_its_name(tmp_path):
+    folder = make("bert", tmp_path / "bert")
+    named = folder / "config_sentence_transformers.json"
+    named.write_text(json.dumps(dict(prompts=dict(query="search: ", passage="read: "))))
+    with start(folder) as llm:
+        texts = ["the fox", {"prompt": "a king"}]
+        got = vectors(llm.embed(texts, prompt_name="query", use_tqdm=False))
+        spelt = vectors(llm.embed(["search: the fox", "search: a king"], use_tqdm=False))
+        assert_close(got, spelt)
+        with pytest.raises(ValueError, match="prompt_name='x' is not one of .* query, passage"):
+            llm.embed(texts, prompt_name="x")
+        with pytest.raises(ValueError, match="prompt_name='query' needs texts"):
+            llm.embed([[5, 6]], prompt_name="query")
+    named.write_text(json.dumps(dict(prompts=dict(query="search: "), default_prompt_name="query")))
+    with start(folder) as llm:
+        assert_close(vectors(llm.embed(["the fox", "a king"], use_tqdm=False)), spelt)
+
+
+def test_a_long_text_keeps_its_beginning_and_its_separator(encoders):
+    """As sentence-transformers cuts it; our generators keep the end."""
+    prompt = [5 + i % 200 for i in range(150)]
+    (hidden,) = hidden_of(encoders["bert"], [[*prompt[:19], prompt[-1]]])
+    with start(encoders["bert"]) as llm:
+        params = PoolingParams(truncate_prompt_tokens=20)
+        outputs = llm.embed([prompt], pooling_params=params, use_tqdm=False)
+        assert_close(vectors(outputs), [pooled(hidden, "CLS")])
+        every = PoolingParams(truncate_prompt_tokens=-1)
+        (output,) = llm.embed([prompt], pooling_params=every, use_tqdm=False)
+        assert output.prompt_token_ids == [*prompt[:127], prompt[-1]]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_embeddings_equal_sentence_transformers(tmp_path, name):
+    """Its own files, written by itself; `pip install -e ".[test-full]"`."""
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    models = pytest.importorskip("sentence_transformers.models")
+    folder = make(name, tmp_path / name)
+    with torch.random.fork_rng(devices=[]):
+        oracle = sentence_transformers.SentenceTransformer(modules=[
+            models.Transformer(str(folder), max_seq_length=100), models.Pooling(32, "mean"),
+            models.Dense(32, 24), models.Normalize()], prompts=dict(query="search: "), device="cpu")
+    oracle.save(str(tmp_path / "saved"))
+    texts = ["the fox", "In the middle of the forest there was a house, and in it lived", "x"]
+    expected = oracle.encode(texts, prompt_name="query", convert_to_tensor=True)
+    with start(tmp_path / "saved", runner="auto") as llm:
+        assert_close(vectors(llm.embed(texts, prompt_name="query", use_tqdm=False)), list(expected))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_scores_equal_sentence_transformers_cross_encoder(tmp_path, name):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = make(name, tmp_path / name, AutoModelForSequenceClassification, num_labels=1)
+    oracle = sentence_transformers.CrossEncoder(str(folder), device="cpu")
+    documents = ["in the forest", "x", "nobody knows that, says the king"]
+    expected = oracle.predict([("where", document) for document in documents],
+                              convert_to_tensor=True)
+    with start(folder, runner="auto") as llm:
+        outputs = llm.score("where", documents, use_tqdm=False)
+        assert_close([torch.tensor(output.outputs.score) for output in outputs], list(expected))
+
+
+def test_a_masked_language_models_checkpoint_embeds(tmp_path, texts):
+    """Names begin with "bert.", there is a head that nobody needs, and no pooler."""
+    folder = make("bert", tmp_path / "bert", AutoModelForMaskedLM)
+    expected = [pooled(hidden, "CLS") for hidden in hidden_of(folder, texts)]
+    with start(folder, runner="auto") as llm:
+        assert_close(vectors(llm.embed(texts, use_tqdm=False)), expected)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(runner="generate"), "transformers has no causal model of that name"),
+    (dict(convert="classify"), "convert='classify', but BertModel has not a classifier"),
+    (dict(convert="reward"), "convert='reward' is not for encoders"),
+    (dict(tensor_parallel_size=2), "runs on one rank"),
+    (dict(hf_overrides=dict(is_decoder=True)), "neither causal|is causal|not supported"),
+], ids=str)
+def test_what_an_encoder_can_not_do_is_refused(encoders, options, words):
+    with pytest.raises(ValueError, match=words):
+        start(encoders["bert"], **dict(runner="auto") | options)
+
+
+def test_a_causal_network_by_transformers_does_not_pool(encoders, tmp_path):
+    from architectures import ARCHITECTURES
+    from architectures import make as make_decoder
+
+    folder = make_decoder(ARCHITECTURES["opt"](), tmp_path / "opt")
+    with pytest.raises(ValueError, match="OPTForCausalLM is not supported.*is causal"):
+        start(folder, model_impl="transformers")
+
+
+def test_wrong_weights_are_found_at_load(encoders, tmp_path):
+    """A missing tensor of the network itself is never made up."""
+    from safetensors.torch import load_file
+
+    folder = make("roberta", tmp_path / "roberta")
+    stored = load_file(folder / "model.safetensors")
+    name = "encoder.layer.1.attention.self.key.weight"
+    save_file({key: value for key, value in stored.items() if key != name},
+              folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"missing tensors for RobertaModel: {name}"):
+        start(folder)
