@@ -1,14 +1,19 @@
-"""`python -m nanoserve`: what there is, and `python -m nanoserve COMMAND`: one of its commands.
+"""`nanoserve`, or `python -m nanoserve`: what there is; with a command behind it, that command.
+
+    nanoserve                   what this machine and this package have (tools/about.py)
+    nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
-that none of them costs the others anything. Without a command, `about` tells what there is.
+that none of them costs the others anything. Commands are annexes: they may be deleted, and may need
+packages that a plain installation has not.
 """
 
 import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-COMMANDS = {"about": "nanoserve.tools.about"}  # a word, and the module with its `main`
+# A word, and the module with its `main`.
+COMMANDS = {"about": "nanoserve.tools.about", "serve": "nanoserve.server.cli"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,12 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command = import_module(COMMANDS[name])
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("nanoserve"):
-            raise
-        print(f"{error.name} is not there: it belongs to an annex, which may be deleted",
-              file=sys.stderr)
+        print(_what_is_missing(name, error), file=sys.stderr)
         return 2
     return command.main(rest) or 0
+
+
+def _what_is_missing(command: str, error: ModuleNotFoundError) -> str:
+    if (error.name or "").startswith("nanoserve"):
+        return f"{error.name} is not there: it belongs to an annex, which may be deleted"
+    room = COMMANDS[command].split(".")[1]  # an extra has its annex's name
+    return (f"nanoserve {command} needs {error.name}, which is not installed: pip install "
+            f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'")
 
 
 if __name__ == "__main__":

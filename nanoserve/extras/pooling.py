@@ -318,7 +318,7 @@ class PoolingInputs(InputProcessor):
                              f"encode() with one of {', '.join(self.pooler.tasks)}")
         if len(first) == 1:
             first *= len(second)
-        prompts = [self._pair(*pair, chat_template)
+        prompts = [self.pair(*pair, chat_template)
                    for pair in zip(first, second, strict=True)]
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
         return _converted(outputs, lambda data: ScoringOutput(data.item()))
@@ -340,7 +340,7 @@ class PoolingInputs(InputProcessor):
             a.num_cached_tokens + b.num_cached_tokens)
             for a, b in zip(queries, documents, strict=True)]
 
-    def _pair(self, query: str, document: str, chat_template: str | None) -> Prompt:
+    def pair(self, query: str, document: str, chat_template: str | None = None) -> Prompt:
         """What a reranker reads: as its template says, one text behind the other (a generator that
         answers yes or no), or as the tokenizer joins pairs."""
         if not isinstance(query, str) or not isinstance(document, str) or not query + document:

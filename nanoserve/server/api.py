@@ -1,0 +1,303 @@
+"""The HTTP server: OpenAI's endpoints over an `AsyncLLM`, as a FastAPI application.
+
+    POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
+    POST /v1/embeddings  /score  /rerank             a pooling model's
+    GET  /v1/models  /health  /version  /metrics  /trace
+
+    body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
+              400                   400                          429        503 if it is dead
+
+An error is OpenAI's object, whatever went wrong, and bad input is never a 500: all that can be
+wrong with it is a `ValueError` of `prepare`, which happens before the answer begins.
+
+Invariant: a client that goes away aborts its request. A stream is cancelled by the web framework,
+which hears of it; an answer that comes in one piece is watched over here (`unless_gone`), because a
+plain endpoint would compute to the end for nobody.
+
+Not known here: the command line, keys and limits (guard.py). Road not taken: Starlette alone, which
+FastAPI stands on; FastAPI writes `/openapi.json` from the bodies' classes, which people read at
+`/docs` and tests are made of.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+import nanoserve
+from nanoserve.server import pooling
+from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
+from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
+from nanoserve.server.guard import Guard
+from nanoserve.server.prometheus import Collector
+from nanoserve.server.protocol import (
+    BadRequest,
+    Body,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+    RerankBody,
+    ScoreBody,
+    as_prompts,
+    blamed_field,
+    error_body,
+)
+from nanoserve.server.tracer import Tracer, page
+
+GONE = 499  # what others' logs say when the client has closed the connection
+COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
+
+
+class Server:
+    """What the endpoints share. names: what clients may call the model; the first stands in the
+    answers. chat_template: in the place of the tokenizer's own."""
+
+    def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None):
+        self.engine, self.llm = engine, engine.llm
+        self.names, self.chat_template = names, chat_template
+        self.started = int(time.time())
+        self.collector = Collector(self.llm, names[0])
+        self.tracer = Tracer(self.llm)
+
+    def check_model(self, body: Body) -> None:
+        if body.model is not None and body.model not in self.names:
+            raise BadRequest(f"the model {body.model!r} does not exist: this server has "
+                             f"{', '.join(self.names)}", "model", 404, "model_not_found")
+
+    async def generate(self, body: GenerationBody, http: Request) -> Response:
+        """A completion or a chat."""
+        self.check_model(body)
+        kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
+        name = f"{kind.prefix}-{uuid4().hex}"
+        prompts = [None] if isinstance(body, ChatBody) else as_prompts(body.prompt)
+        http.scope["ticket"].widen(len(prompts) * body.num_samples)
+        requests = [await self._prepare(body, prompt, f"{name}-{i}")
+                    for i, prompt in enumerate(prompts)]
+        answer = kind(body, requests, self.names[0], name)
+        if body.stream:
+            self.engine.check_health()  # from here on there is no other status than 200
+            return StreamingResponse(self._events(answer), media_type="text/event-stream",
+                                     headers={"Cache-Control": "no-cache"})
+        return await unless_gone(http, self._whole(answer))
+
+    async def _prepare(self, body: GenerationBody, prompt: Any, request_id: str):
+        """One prompt as a request. Raises `BadRequest` for all that can be wrong with it."""
+        with bad_requests():
+            params = body.sampling_params(self._defaults(body))
+            if isinstance(body, ChatBody):
+                options = body.template_options()
+                if self.chat_template is not None:
+                    options["chat_template"] = self.chat_template
+                self.llm.inputs.check_generates()
+                prompt = await self.engine.tokenize(self.llm.inputs.render_chat,
+                                                    body.conversation(), **options)
+            request = await self.engine.prepare(prompt, params, request_id, body.priority or 0)
+            count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
+            if body.limit() is not None and count + body.limit() > limit:
+                raise BadRequest(
+                    f"the prompt has {count} tokens and max_tokens is {body.limit()}, together "
+                    f"more than the {limit} of this model: shorten the prompt or ask for less",
+                    "max_tokens", code="context_length_exceeded")
+            if request.prompt is None and getattr(body, "echo", False):
+                request.prompt = await self.engine.tokenize(
+                    self.llm.tokenizer.decode, request.prompt_token_ids)
+        return request
+
+    def _defaults(self, body: GenerationBody):
+        """generation_config.json's, whose limit of tokens counts, if it has one."""
+        defaults = self.llm.get_default_sampling_params()
+        if "max_new_tokens" not in self.llm.model_config.generation_defaults:
+            defaults.max_tokens = None if isinstance(body, ChatBody) else COMPLETION_TOKENS
+        return defaults
+
+    async def _whole(self, answer: Answer) -> dict:
+        async with aclosing(self.engine.outputs(answer.requests)) as outputs:
+            return await answer.whole(outputs)
+
+    async def _events(self, answer: Answer):
+        """Cancelled when the client goes away, which closes the outputs and aborts. An error that
+        comes in the middle is the last event; the status has been sent long before."""
+        try:
+            async with aclosing(self.engine.outputs(answer.requests)) as outputs:
+                async for piece in answer.pieces(outputs):
+                    yield piece
+        except EngineGenerateError as error:
+            yield event(error_body(str(error), "server_error"))
+
+    async def trace_page(self) -> str:
+        """Read between two steps, and written off the event loop."""
+        stream = await self.engine.between_steps(self.tracer.stream)
+        return await asyncio.to_thread(page, stream)
+
+
+# ------------------------------------------------------------------ endpoints
+
+
+def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
+               **limits) -> Guard:
+    """The whole application. The engine is shut down with it. limits: those of `Guard`."""
+    server = Server(engine, names, chat_template)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI):
+        yield
+        await asyncio.to_thread(engine.shutdown)
+
+    app = FastAPI(title="nanoserve", version=nanoserve.__version__, lifespan=lifespan,
+                  redoc_url=None)
+    _add_endpoints(app, server)
+    _add_errors(app)
+    return Guard(app, **limits)
+
+
+def _add_endpoints(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, http: Request):
+        return await server.generate(body, http)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, http: Request):
+        return await server.generate(body, http)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingBody, http: Request):
+        return await pooled(pooling.embeddings, body, http)
+
+    @app.post("/score")
+    async def score(body: ScoreBody, http: Request):
+        return await pooled(pooling.score, body, http)
+
+    @app.post("/rerank")
+    async def rerank(body: RerankBody, http: Request):
+        return await pooled(pooling.rerank, body, http)
+
+    async def pooled(endpoint, body: Body, http: Request) -> Response:
+        server.check_model(body)
+        with bad_requests():
+            job = pooling.Job(server.engine, server.names[0], server.chat_template)
+            http.scope["ticket"].widen(pooling.num_prompts(body))
+            work = await endpoint(job, body)
+        return await unless_gone(http, work)
+
+    @app.get("/v1/models")
+    async def models():
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "created": server.started, "owned_by": "nanoserve",
+             "max_model_len": server.llm.config.max_model_len} for name in server.names]}
+
+    @app.get("/health")
+    async def health():
+        server.engine.check_health()
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version():
+        return {"version": nanoserve.__version__}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics():
+        return Response(server.collector.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/trace", response_class=HTMLResponse)
+    async def trace():
+        return await server.trace_page()
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Every error as OpenAI's object."""
+    @app.exception_handler(BadRequest)
+    async def bad_request(http: Request, error: BadRequest):
+        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+        return error_response(error.status, str(error), kind, error.param, error.code)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_shape(http: Request, error: RequestValidationError):
+        first, *_ = errors = error.errors()
+        for one in errors:  # one of our own, out of a validator, says more than pydantic's
+            if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
+                return await bad_request(http, told)
+        path = [str(part) for part in first["loc"] if part != "body"]
+        return error_response(400, f"{'.'.join(path) or 'the body'}: {first['msg']}",
+                              param=path[0] if path else None)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_thing(http: Request, error: HTTPException):
+        return error_response(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+
+    @app.exception_handler(EngineDeadError)
+    async def dead(http: Request, error: EngineDeadError):
+        return error_response(503, str(error), "service_unavailable")
+
+    @app.exception_handler(EngineGenerateError)
+    async def failed(http: Request, error: EngineGenerateError):
+        return error_response(500, str(error), "server_error")
+
+    @app.exception_handler(Exception)
+    async def surprise(http: Request, error: Exception):
+        return error_response(500, "an error of this server: its log says more", "server_error")
+
+
+class AsciiResponse(JSONResponse):
+    """JSON that any text can be told in: also one that UTF-8 has no bytes for."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def error_response(status: int, message: str, kind: str = "invalid_request_error",
+                   param: str | None = None, code: str | None = None) -> Response:
+    return AsciiResponse(error_body(message, kind, param, code), status)
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+@contextmanager
+def bad_requests():
+    """What is refused inside is the client's to change."""
+    try:
+        yield
+    except BadRequest:
+        raise
+    except ValueError as error:
+        raise BadRequest(str(error), blamed_field(str(error))) from error
+
+
+async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
+    """The answer, as JSON. If the client goes away before there is one, `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_until_gone(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return AsciiResponse(task.result()) if task.done() else Response(status_code=GONE)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_until_gone(http: Request) -> None:
+    """The body has been read: what still comes is that there is nobody any more."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def load_chat_template(name: str) -> str:
+    """A file, or the template itself. Raises `ValueError`."""
+    if "{" in name:
+        return name
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template must be a file or a template, got {name!r} ({error})"
+                         ) from error

@@ -1,0 +1,363 @@
+"""The asynchronous engine: one thread owns the steps, an event loop owns the requests.
+
+    event loop                          thread of steps
+    generate ─► tokenise, in a thread
+             ─► order: submit  ───────► carried out between two steps
+                                        step, step, step ...
+    `yield`  ◄── Reader, one output ◄── Inbox.append(output): merged into what waits there
+    cancelled ► order: abort   ───────► carried out between two steps
+
+A step takes as long as it takes: some 10 ms, or seconds for a long prompt on a CPU. So the event
+loop never waits for one. What it wants of the engine is an *order*, put into a queue that the
+thread of steps empties before each step. Prompts are tokenised in a thread of their own.
+
+Invariants: a slow reader costs the memory of one output for each of its requests, because a new
+output is merged into the one that waits (what is CUMULATIVE replaces it, a DELTA is joined to it).
+Whoever waits always hears: of an output, of the step that failed, or of the engine's end. A
+generator that is cancelled, closed or forgotten has its requests aborted.
+
+After a failed step the requests that ran are aborted and told, and the engine goes on. After
+`MAX_FAILURES` failed steps in a row, or when a rank has died, it is dead: `check_health` says so,
+and so does every request. (vLLM's names: Kwon et al. 2023 and its V1 `AsyncLLM`.)
+
+Not known here: HTTP. Road not taken: a process of its own for the steps, as in vLLM; the kernels
+release Python's lock while they compute, so a thread does, and there is nothing to serialise.
+"""
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.frontend.outputs import RequestOutput
+from nanoserve.frontend.prompts import Prompt
+from nanoserve.frontend.request import Request
+from nanoserve.llm import LLM
+
+MAX_FAILURES = 3  # steps that fail one after the other: nothing that comes will fare better
+
+
+class EngineGenerateError(RuntimeError):
+    """A step failed, and this request with it. The engine goes on."""
+
+
+class EngineDeadError(EngineGenerateError):
+    """The engine has ended, by an error or by `shutdown`. It takes no more requests."""
+
+
+class AsyncLLM:
+    """An `LLM` for asyncio. llm: its steps belong to this object from now on. pace: how many
+    outputs a second are handed to readers at most, see `Doorbell`.
+
+        async with AsyncLLM(LLM(model)) as engine:
+            async for output in engine.generate("Once upon a time", SamplingParams(seed=1)):
+                print(output.outputs[0].text)
+
+    Other threads may still call `llm.generate`: steps are taken in turns. They must not use
+    `add_request` and `step`, whose outputs the thread of steps would take away.
+    """
+
+    def __init__(self, llm: LLM, pace: float | None = None):
+        self.llm = llm
+        # On a CPU whoever tells and whoever is told share the cores with the steps.
+        self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
+        self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.readers: dict[Reader, list[Request]] = {}  # seen by the thread of steps alone
+        self.num_failures = 0  # steps that failed since the last one that did not
+        self.stopping = False
+        self.dead: BaseException | None = None  # why the engine takes no more requests
+        self.lock = Lock()  # between an order and the thread's end
+        self.bell: Doorbell | None = None
+        # One thread: a tokenizer changes its settings while it encodes, and two calls at a time
+        # fail with "Already borrowed".
+        self.tokenizing = ThreadPoolExecutor(1, "nanoserve-tokenize")
+        self.thread = Thread(target=self._run, name="nanoserve-steps", daemon=True)
+        self.thread.start()
+
+    # ------------------------------------------------------------- requests
+
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                       request_id: str = "", priority: int = 0) -> AsyncIterator[RequestOutput]:
+        """Yield a request's outputs while it grows; `output_kind` says what each of them carries.
+
+        Closing or cancelling the generator aborts the request. Raises `ValueError` for whatever
+        `LLM.generate` refuses and for an id in use, `EngineGenerateError` when a step fails.
+        """
+        request = await self.prepare(prompt, sampling_params, request_id, priority)
+        async with aclosing(self.outputs([request])) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(self, prompt: Prompt, pooling_params: Any, request_id: str = "",
+                     priority: int = 0) -> AsyncIterator[Any]:
+        """Yield what a pooling model makes of a prompt: one `PoolingRequestOutput`."""
+        request = await self.prepare(prompt, pooling_params, request_id, priority)
+        async with aclosing(self.outputs([request])) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(self, prompt: Prompt, params: Any = None, request_id: str = "",
+                      priority: int = 0) -> Request:
+        """Tokenise and check a request, off the event loop. It runs when `outputs` gets it. Raises
+        `ValueError`."""
+        self.check_health()
+        return await self.tokenize(self.llm.make_request, request_id, prompt, params, priority)
+
+    async def tokenize(self, work: Callable, *args, **options) -> Any:
+        """Call something that uses the tokenizer, in the thread that may."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self.tokenizing, partial(work, *args, **options))
+
+    async def outputs(self, requests: list[Request]) -> AsyncIterator[RequestOutput]:
+        """Run requests side by side and yield the outputs of all of them as they come. Those that
+        are not finished when the generator ends are aborted."""
+        reader = Reader(self._doorbell())
+        self._order(partial(self._submit, reader, requests))
+        num_unfinished = len(requests)
+        try:
+            while num_unfinished:
+                output = await reader.take()
+                num_unfinished -= output.finished
+                yield output
+        finally:  # no `await` here: the garbage collector may be who closes the generator
+            self.orders.put(partial(self._leave, reader))
+
+    async def abort(self, request_id: str | list[str]) -> None:
+        """End a request, or several. Their generators end with a last output, whose samples have
+        `finish_reason` "abort". Unknown ids are ignored; nothing is waited for."""
+        with suppress(EngineDeadError):
+            self._order(partial(self.llm.abort_request, request_id))
+
+    async def between_steps(self, work: Callable[[], Any]) -> Any:
+        """Have the thread of steps call `work`, which then finds everything at rest."""
+        done: Future = Future()
+        self._order(partial(_settle, done, work))
+        return await asyncio.wrap_future(done)
+
+    # --------------------------------------------------------------- health
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError`; also for a rank that has died while nobody asked."""
+        if self.dead is None:
+            try:
+                self.llm.check_open()
+            except RuntimeError as error:
+                raise EngineDeadError(f"the engine is dead: {error}") from error
+        else:
+            raise EngineDeadError(f"the engine is dead: {self.dead}") from self.dead
+
+    def shutdown(self) -> None:
+        """End all requests and give back all memory. Waits for the step that runs, so call it from
+        outside the event loop, or use `async with`. Calling it twice is fine."""
+        self.orders.put(self._stop)
+        self.thread.join()
+        self.tokenizing.shutdown()
+        self.llm.shutdown()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *exc_info) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # -------------------------------------------------- the thread of steps
+
+    def _run(self) -> None:
+        reason: BaseException = RuntimeError("it was shut down")
+        try:
+            while not self.stopping:
+                try:
+                    order = self.orders.get(block=not self.llm.has_unfinished_requests())
+                except Empty:
+                    self._step()
+                else:
+                    self._carry_out(order)
+        except BaseException as error:
+            reason = error
+        self._end(reason)
+
+    def _step(self) -> None:
+        """One step. Raises when the engine can't go on."""
+        try:
+            self.llm.step()
+            self.num_failures = 0
+        except Exception as error:
+            traceback.print_exc()
+            self.num_failures += 1
+            if self.num_failures == MAX_FAILURES:
+                raise
+            self.llm.check_open()
+            for reader in list(self.readers):
+                reader.fail(EngineGenerateError(f"a step of the engine failed: {error!r}"), error)
+                self._carry_out(partial(self._leave, reader))
+
+    def _carry_out(self, order: Callable[[], None]) -> None:
+        """An order that fails (a tokenizer at the rest of an aborted text) stops nobody else."""
+        try:
+            order()
+        except Exception:
+            traceback.print_exc()
+
+    def _submit(self, reader: "Reader", requests: list[Request]) -> None:
+        if self.dead is not None:
+            reader.fail(EngineDeadError(f"the engine is dead: {self.dead}"), self.dead)
+            return
+        self.readers[reader] = requests
+        try:
+            for request in requests:
+                self.llm.submit(request, Inbox(reader, request))
+        except Exception as error:  # an id in use
+            reader.fail(error)
+            self._leave(reader)
+
+    def _leave(self, reader: "Reader") -> None:
+        """Nobody reads any more: abort what still runs. An id may be another request's by now."""
+        requests = self.readers.pop(reader, [])
+        if unfinished := [request.request_id for request in requests
+                          if self.llm.requests.get(request.request_id) is request]:
+            self.llm.abort(unfinished)
+
+    def _stop(self) -> None:
+        self.stopping = True
+
+    def _end(self, reason: BaseException) -> None:
+        """Tell everybody, those included whose orders come at this very moment."""
+        with self.lock:
+            self.dead = reason
+        error = EngineDeadError(f"the engine is dead: {reason}")
+        for reader in list(self.readers):
+            reader.fail(error, reason)
+            self._carry_out(partial(self._leave, reader))
+        while not self.orders.empty():
+            self._carry_out(self.orders.get())
+
+    # ----------------------------------------------------------------- orders
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """From any thread, and never waits for a step."""
+        with self.lock:
+            if self.dead is not None:
+                raise EngineDeadError(f"the engine is dead: {self.dead}") from self.dead
+            self.orders.put(order)
+
+    def _doorbell(self) -> "Doorbell":
+        loop = asyncio.get_running_loop()
+        if self.bell is None or self.bell.loop is not loop:
+            self.bell = Doorbell(loop, self.pace)
+        return self.bell
+
+
+# ------------------------------------------- from the thread to the event loop
+
+
+class Doorbell:
+    """Wakes an event loop: once for all readers that a step has news for, and not too often.
+
+    pace: how many readers may be told something in a second. To tell 64 of them that each has one
+    more token takes the loop as long as a small model's step takes; so after it told 64 it rests
+    for 64 / pace seconds, and what comes meanwhile is merged. One reader alone notices nothing.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pace: float):
+        self.loop, self.pace = loop, pace
+        self.lock = Lock()  # of its readers, too
+        self.rung: list[Reader] = []
+        self.resting = False
+
+    def ring(self, reader: "Reader") -> None:
+        """With the lock taken, from any thread. A loop that is closed has no readers left."""
+        self.rung.append(reader)
+        if len(self.rung) == 1 and not self.resting:
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        with self.lock:
+            rung, self.rung = self.rung, []
+            self.resting = bool(rung)  # and then this is called again
+        for reader in rung:
+            reader.news.set()
+        if rung:
+            self.loop.call_later(len(rung) / self.pace, self._answer)
+
+
+@dataclass(eq=False)
+class Inbox:
+    """What the engine knows of a reader: where one request's outputs go."""
+
+    reader: "Reader"
+    request: Request
+
+    def append(self, output: RequestOutput) -> None:
+        self.reader.put(self.request, output)
+
+
+class Reader:
+    """What one generator has not read yet: at most one output for each of its requests."""
+
+    def __init__(self, bell: Doorbell):
+        self.bell = bell
+        self.unread: dict[Request, RequestOutput] = {}
+        self.error: BaseException | None = None
+        self.news = asyncio.Event()
+
+    def put(self, request: Request, output: RequestOutput) -> None:
+        """In the thread of steps. Behind an error comes nothing, above all no output of the abort
+        that follows it, which would look like an end."""
+        with self.bell.lock:
+            if self.error is not None:
+                return
+            older = self.unread.get(request)
+            # What is pooled has no kind, and one output.
+            kind = getattr(request.params, "output_kind", None)
+            if older is not None and kind is RequestOutputKind.DELTA:
+                output = merged(older, output)
+            self.unread[request] = output
+            if older is None:
+                self.bell.ring(self)
+
+    def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+        """The reader hears of it behind what it has not read yet."""
+        error.__cause__ = cause
+        with self.bell.lock:
+            self.error = self.error or error
+            self.bell.ring(self)
+
+    async def take(self) -> RequestOutput:
+        """The next output, of the request that has waited longest."""
+        while True:
+            with self.bell.lock:
+                if self.unread:
+                    return self.unread.pop(next(iter(self.unread)))
+                if self.error is not None:
+                    raise self.error
+                self.news.clear()  # only the loop sets it: nothing is lost between here and there
+            await self.news.wait()
+
+
+def merged(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
+    """Two DELTAs of a request as one. The older one's lists grow: nobody else has seen it."""
+    for before, sample in zip(older.outputs, newer.outputs, strict=True):
+        sample.text = before.text + sample.text
+        before.token_ids += sample.token_ids
+        sample.token_ids = before.token_ids
+        if sample.logprobs is not None:
+            before.logprobs += sample.logprobs
+            sample.logprobs = before.logprobs
+    if newer.prompt_logprobs is not None:
+        newer.prompt_logprobs = older.prompt_logprobs + newer.prompt_logprobs
+    return newer
+
+
+def _settle(done: Future, work: Callable[[], Any]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)

@@ -1,0 +1,171 @@
+"""The command line: `nanoserve serve [MODEL]` and its options.
+
+    nanoserve serve                              the bundled model on http://127.0.0.1:8000
+    nanoserve serve FOLDER_OR_HUB_ID --dtype float32 --no-enable-prefix-caching
+    nanoserve serve --host 0.0.0.0 --api-key SECRET
+
+Every option of `EngineConfig` is an option here, by its name with dashes: they are made from the
+dataclass, so a new one is there at once, checked by its own rule. An option of a dict takes JSON.
+
+SIGTERM and Ctrl-C close the door: no connection is taken any more, what runs may finish for
+`--drain-seconds`, then it is aborted, and the process ends with status 0.
+
+The address is 127.0.0.1 unless another is asked for: a server without a key on all addresses is
+everybody's. Not known here: endpoints. Road not taken: typer or click, for one verb.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import MISSING, Field, fields
+
+import uvicorn
+
+from nanoserve.config import EngineConfig
+from nanoserve.llm import BUNDLED_MODEL, LLM
+from nanoserve.server.api import create_app, load_chat_template
+from nanoserve.server.async_llm import AsyncLLM
+
+KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    serve = argparse.ArgumentParser(
+        prog="nanoserve serve", description="Answer OpenAI's requests over HTTP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
+                       help="a folder or a hub id; the bundled model if it is left out")
+    door = serve.add_argument_group("server")
+    door.add_argument("--host", default="127.0.0.1", help="0.0.0.0: on all addresses")
+    door.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    door.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                      help="what clients call the model (the first is in answers); as it is named "
+                      "here if left out")
+    door.add_argument("--api-key", action="append", metavar="KEY",
+                      help=f"clients must send it; may be repeated. {KEY_VARIABLE} is one more")
+    door.add_argument("--chat-template", metavar="FILE", help="a file with a template, or the "
+                      "template; the tokenizer's own if left out")
+    door.add_argument("--max-requests", type=positive, default=1024,
+                      help="sequences that may be open, running or waiting; more get a 429")
+    door.add_argument("--max-body-bytes", type=positive, default=4 * 2 ** 20,
+                      help="longer bodies get a 413")
+    door.add_argument("--drain-seconds", type=positive, default=30,
+                      help="how long running requests may take when the server is told to end")
+    door.add_argument("--log-level", default="info", help="uvicorn's",
+                      choices=("critical", "error", "warning", "info", "debug"))
+    engine = serve.add_argument_group("engine", "options of LLM(...), checked by the same rules")
+    for field in engine_fields():
+        engine.add_argument(option_name(field), **_how_to_read(field))
+    return serve
+
+
+def engine_fields() -> list[Field]:
+    """All options of the engine but the model, which has a place of its own."""
+    return [field for field in fields(EngineConfig) if field.name != "model"]
+
+
+def option_name(field: Field) -> str:
+    return f"--{field.name.replace('_', '-')}"
+
+
+def _how_to_read(field: Field) -> dict:
+    """argparse's arguments for one option. The rule's words are its help; values are checked where
+    offline ones are."""
+    assert field.default is not MISSING, f"{field.name} needs a default"
+    must = field.metadata["rule"].must.replace("%", "%%")
+    reader = dict(default=field.default, help=must or "see the class of this name")
+    kind = str(field.type if isinstance(field.type, str) else getattr(
+        field.type, "__name__", field.type))
+    if "bool" in kind:
+        return reader | dict(action=argparse.BooleanOptionalAction)
+    for name, read in (("dict", json_object), ("object", json_object), ("int", int),
+                       ("float", float)):
+        if name in kind:
+            return reader | dict(type=read, metavar=name.upper().replace("OBJECT", "JSON"))
+    return reader | dict(metavar="TEXT")
+
+
+def json_object(text: str) -> dict:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def engine_options(args: argparse.Namespace) -> dict:
+    return {field.name: getattr(args, field.name) for field in engine_fields()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        template = args.chat_template and load_chat_template(args.chat_template)
+        listening = listen(args.host, args.port)  # before a model is loaded for minutes
+        if args.skip_tokenizer_init and args.runner != "pooling":
+            raise ValueError("--skip-tokenizer-init leaves a generator without text: leave it out")
+        llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"nanoserve: {error}\n")
+    names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
+    keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
+    app = create_app(AsyncLLM(llm), names, template, api_keys=keys,
+                     max_requests=args.max_requests, max_body_bytes=args.max_body_bytes)
+    config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
+                            log_level=args.log_level)
+    run(Door(config, greeting(names[0], listening, keys)), listening)
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound, and not heard yet. Raises `OSError` if the port is taken."""
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
+    return sock
+
+
+class Door(uvicorn.Server):
+    """uvicorn, which says where it is when it is open. It is told the sockets, and so doesn't."""
+
+    def __init__(self, config: uvicorn.Config, greeting: str):
+        super().__init__(config)
+        self.greeting = greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self.greeting, file=sys.stderr, flush=True)
+
+
+def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
+    host, port = listening.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    who = "with a key" if keys else "without a key, for whoever reaches this address"
+    return (f"nanoserve: serving {name} on {where} {who} | {where}/v1 for clients, {where}/docs, "
+            f"{where}/trace, {where}/metrics")
+
+
+def run(door: Door, listening: socket.socket) -> None:
+    """Until a signal comes. uvicorn closes the door and waits; when all is over it sends itself
+    the signal once more, which then ends the process in order."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        door.run(sockets=[listening])
+    except KeyboardInterrupt:
+        pass

@@ -1,0 +1,143 @@
+"""What stands in front of every endpoint: keys, a limit for bodies, and one for open requests.
+
+    request ──► key? ──► room? ──► body, up to a limit ──► the application
+                401       429            413
+
+The guard is an ASGI application around another one. It answers before anything was read or
+computed, so that a flood costs what a refusal costs: a body is read only when there is room for
+its request, and no more of it is kept than the limit allows.
+
+Room is counted in sequences: one for a request as long as it is open, and one more for each further
+sample once its body says how many it wants (`Ticket.widen`). So a body of 100 prompts with n=10
+takes a thousand places, and gives them back when its answer was sent or its client has gone.
+
+Invariants: every key is compared in constant time, and all of them, so that the time of an answer
+says nothing about a key. A ticket is given back exactly once, whatever happens to the request.
+
+Not known here: models, the engine. Road not taken: middleware of the web framework's own; its base
+class hides from the application that a client has gone away.
+"""
+
+import hmac
+import json
+from hashlib import sha256
+
+from nanoserve.server.protocol import BadRequest, error_body
+
+PATIENCE = 16  # how many times the limit is read of a body that is too long
+# Who watches a server, or reads what it offers, needs no key. None of these shows what was asked.
+OPEN_PATHS = {"/health", "/version", "/metrics", "/docs", "/openapi.json"}
+
+
+class Ticket:
+    """The room that one request takes: `places` of the guard's."""
+
+    def __init__(self, guard: "Guard"):
+        self.guard, self.places = guard, 1
+        guard.num_open += 1
+
+    def widen(self, places: int) -> None:
+        """The request wants `places` in all. Raises `BadRequest`: 429 if there is no room now, 400
+        if there never will be."""
+        limit, more = self.guard.max_requests, places - self.places
+        if places > limit:
+            raise BadRequest(f"prompts times n must be at most {limit}, got {places}: send several "
+                             "requests", "n")
+        if self.guard.num_open + more > limit:
+            raise BadRequest(*self.guard.flooded())
+        self.guard.num_open += more
+        self.places = places
+
+    def give_back(self) -> None:
+        self.guard.num_open -= self.places
+        self.places = 0
+
+
+class Guard:
+    """app: what is guarded. api_keys: none lets everybody in. max_requests: sequences that may be
+    open, running or waiting. max_body_bytes: of one request."""
+
+    def __init__(self, app, api_keys: list[str] = (), max_requests: int = 1024,
+                 max_body_bytes: int = 4 * 2 ** 20):
+        self.app = app
+        self.digests = [sha256(key.encode()).digest() for key in api_keys]
+        self.max_requests, self.max_body_bytes = max_requests, max_body_bytes
+        self.num_open = 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        if scope["path"] not in OPEN_PATHS and not self.is_known(dict(scope["headers"])):
+            await refuse(send, 401, error_body(
+                "this server wants a key: send the header Authorization: Bearer KEY",
+                "authentication_error", code="invalid_api_key"), b"www-authenticate: Bearer")
+        elif scope["method"] != "POST":
+            await self.app(scope, receive, send)
+        elif self.num_open >= self.max_requests:
+            message, *_ = self.flooded()
+            await refuse(send, 429, error_body(message, "rate_limit_error",
+                                               code="rate_limit_exceeded"), b"retry-after: 1")
+        else:
+            await self._admit(scope, receive, send)
+
+    def is_known(self, headers: dict[bytes, bytes]) -> bool:
+        """Digests are compared, which all have one length."""
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = sha256(key.strip()).digest()
+        found = [hmac.compare_digest(given, digest) for digest in self.digests]
+        return not self.digests or (any(found) and scheme.lower() == b"bearer")
+
+    def flooded(self) -> tuple[str, None, int, str]:
+        """Of `BadRequest`: message, param, status, code."""
+        return (f"{self.num_open} requests are open and {self.max_requests} are the limit "
+                "(--max-requests): try again later", None, 429, "rate_limit_exceeded")
+
+    async def _admit(self, scope, receive, send) -> None:
+        ticket = scope["ticket"] = Ticket(self)
+        try:
+            body = await self._read(receive)
+            if body is None:
+                await refuse(send, 413, error_body(
+                    f"the body must have at most {self.max_body_bytes:,} bytes "
+                    "(--max-body-bytes): send less"), b"connection: close")
+            else:
+                await self.app(scope, replay(body, receive), send)
+        finally:
+            ticket.give_back()
+
+    async def _read(self, receive) -> bytes | None:
+        """The body; None if it is too long. What is too long is read on for a while and not kept,
+        because a client that still writes would not see the answer. A client that goes away sends
+        no more, and the application will hear of that by itself."""
+        body, length, more = b"", 0, True
+        while more and length <= PATIENCE * self.max_body_bytes:
+            message = await receive()
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            length += len(piece)
+            body = body + piece if length <= self.max_body_bytes else b""
+        return body if length <= self.max_body_bytes else None
+
+
+def replay(body: bytes, receive):
+    """A `receive` that hands out the body in one piece, and then says what the real one says."""
+    told = False
+
+    async def again() -> dict:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def refuse(send, status: int, body: dict, header: bytes) -> None:
+    name, _, value = header.partition(b": ")
+    data = json.dumps(body).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [
+        (b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)),
+        (name, value)]})
+    await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,148 @@
+"""A pooling model's endpoints: embeddings as OpenAI has them, scores and rankings as vLLM has them.
+
+    /v1/embeddings   a vector for each input, as numbers or as base64 of float32
+    /score           how well two texts go together: one with many, or pair by pair
+    /rerank          documents, the one that answers the query best first
+
+An embedding model scores by the cosine of two embeddings, so a query that all documents are
+compared with is computed once. A reranker reads query and document at once, as one prompt a pair.
+Which of the two a model is, its pooler knows.
+
+Each endpoint comes in two halves, because all errors of the client come before any work: the first
+checks and tokenises, and gives back the second, which computes and may be cancelled.
+
+Not known here: HTTP, how vectors are made (extras/pooling.py). Road not taken: the engine's own
+`embed` and `score`, which hold their thread until all is done, whoever has gone away meanwhile.
+"""
+
+import base64
+import struct
+import time
+from collections.abc import Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.nn.functional as F
+
+from nanoserve.extras.pooling import PoolingParams
+from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
+from nanoserve.server.protocol import Body, EmbeddingBody, RerankBody, ScoreBody, as_prompts
+
+Work = Coroutine[Any, Any, dict]
+
+
+@dataclass
+class Job:
+    """What an endpoint works with. chat_template: of a reranker, with a query and a document."""
+
+    engine: AsyncLLM
+    model: str
+    chat_template: str | None = None
+
+    async def prepare(self, prompts: list, task: str, body: Body) -> list:
+        """Raises `ValueError` if the model is a generator, or has not this task."""
+        if self.engine.llm.runner.pooler is None:
+            raise ValueError("this server generates text (runner='generate'): start one with "
+                             "--runner pooling")
+        params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
+                               truncate_prompt_tokens=body.truncate_prompt_tokens)
+        name = uuid4().hex
+        return [await self.engine.prepare(prompt, params, f"{name}-{i}")
+                for i, prompt in enumerate(prompts)]
+
+    async def vectors(self, requests: list) -> list[torch.Tensor]:
+        """In the order of the requests."""
+        found = {}
+        async with aclosing(self.engine.outputs(requests)) as outputs:
+            async for output in outputs:
+                if output.outputs is None:
+                    raise EngineGenerateError("the request was aborted")
+                found[output.request_id] = output.outputs.data
+        return [found[request.request_id] for request in requests]
+
+    async def scores(self, first: list[str], second: list[str], body: Body) -> tuple[list, Work]:
+        """Requests that were checked, and what gives a score for each pair."""
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
+                             "one text and many, or as many of one kind as of the other")
+        pooler, inputs = self.engine.llm.runner.pooler, self.engine.llm.inputs
+        if pooler is None or "embed" in pooler.tasks:
+            requests = await self.prepare(first + second, "embed", body)
+            return requests, self._cosines(requests, len(first))
+        if "classify" not in pooler.tasks or pooler.num_labels != 1:
+            raise ValueError("this model has no scores: they need embeddings, or a classifier with "
+                             "one class")
+        pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+        prompts = await self.engine.tokenize(
+            lambda: [inputs.pair(*pair, self.chat_template) for pair in pairs])
+        requests = await self.prepare(prompts, "classify", body)
+        return requests, self._classes(requests)
+
+    async def _cosines(self, requests: list, num_first: int) -> list[float]:
+        vectors = await self.vectors(requests)
+        queries, documents = vectors[:num_first], vectors[num_first:]
+        if num_first == 1:
+            queries *= len(documents)
+        return [F.cosine_similarity(a, b, dim=0).item()
+                for a, b in zip(queries, documents, strict=True)]
+
+    async def _classes(self, requests: list) -> list[float]:
+        return [vector.item() for vector in await self.vectors(requests)]
+
+
+def num_prompts(body: Body) -> int:
+    """How many prompts a body comes to, at most: its room (guard.py)."""
+    if isinstance(body, EmbeddingBody):
+        return len(as_prompts(body.input))
+    if isinstance(body, RerankBody):
+        return 1 + len(body.documents)
+    return len(as_prompts(body.text_1)) + len(as_prompts(body.text_2))
+
+
+async def embeddings(job: Job, body: EmbeddingBody) -> Work:
+    requests = await job.prepare(as_prompts(body.input), "embed", body)
+
+    async def work() -> dict:
+        encode = as_base64 if body.encoding_format == "base64" else torch.Tensor.tolist
+        data = [dict(object="embedding", index=i, embedding=encode(vector))
+                for i, vector in enumerate(await job.vectors(requests))]
+        return dict(object="list", data=data, model=job.model, usage=usage(requests))
+
+    return work()
+
+
+async def score(job: Job, body: ScoreBody) -> Work:
+    requests, scores = await job.scores(as_prompts(body.text_1), as_prompts(body.text_2), body)
+
+    async def work() -> dict:
+        data = [dict(index=i, object="score", score=value) for i, value in enumerate(await scores)]
+        return dict(id=f"score-{uuid4().hex}", object="list", created=int(time.time()),
+                    model=job.model, data=data, usage=usage(requests))
+
+    return work()
+
+
+async def rerank(job: Job, body: RerankBody) -> Work:
+    requests, scores = await job.scores([body.query], body.documents, body)
+
+    async def work() -> dict:
+        ranked = sorted(enumerate(await scores), key=lambda one: -one[1])
+        results = [dict(index=i, document=dict(text=body.documents[i]), relevance_score=value)
+                   for i, value in ranked[:body.top_n]]
+        return dict(id=f"rerank-{uuid4().hex}", model=job.model, usage=usage(requests),
+                    results=results)
+
+    return work()
+
+
+def usage(requests: list) -> dict:
+    count = sum(len(request.prompt_token_ids) for request in requests)
+    return dict(prompt_tokens=count, total_tokens=count)
+
+
+def as_base64(vector: torch.Tensor) -> str:
+    """Numbers as OpenAI packs them: float32, the lowest byte first."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector.tolist())).decode()

@@ -1,0 +1,298 @@
+"""What clients send: OpenAI's bodies, with vLLM's additions, and what becomes of them.
+
+A body passes three checks, and whatever fails is a 400 that names the field:
+
+    shape      pydantic, strict: a "5" is no number            here
+    meaning    `SamplingParams`, the chat template, the prompt  where offline requests are checked
+    capacity   the prompt and max_tokens must fit together      api.py
+
+Three kinds of fields are not served. *Harmless* ones change nothing about the text and are passed
+over. *Refused* ones would change it, so that ignoring them would give another text than the one
+that was asked for; the answer says why and what to do instead. Any other unknown field is refused,
+too: it may be a misspelt one.
+
+Invariant: a field that is left out, or null, is the model's own (generation_config.json), which is
+not always the default of `SamplingParams`. Chat without `max_tokens` fills what room there is, a
+completion has 16 tokens, as OpenAI's.
+
+Not known here: the engine, HTTP. Road not taken: the `openai` package's own types, which describe
+what OpenAI serves and not what this server does.
+"""
+
+import re
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanoserve.config import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+
+MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
+# They tell OpenAI who asks, or what to keep, and say nothing about the text. A prediction, or a
+# key for the prompt cache, is about speed.
+HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention", "prediction", "parallel_tool_calls"}
+NO_TOOLS = "tools are not supported: leave it out, and write into the prompt what you need"
+# Field: (the values that ask for nothing, why others are refused).
+REFUSED: dict[str, tuple[tuple, str]] = {
+    "tools": (([],), NO_TOOLS), "functions": (([],), NO_TOOLS),
+    "tool_choice": (("none", "auto"), NO_TOOLS), "function_call": (("none", "auto"), NO_TOOLS),
+    "audio": ((), "audio is not supported: leave it out"),
+    "modalities": ((["text"],), 'only ["text"] is supported: this model writes text'),
+    "response_format": (({"type": "text"},), 'only {"type": "text"} is supported: describe the '
+                        "format in the prompt"),
+    "suffix": (("",), "text in front of a suffix can't be filled in: put all of it in the prompt"),
+    "best_of": ((1,), "best_of is not supported: ask for n samples with logprobs, and choose"),
+    "reasoning_effort": ((), "reasoning_effort is not supported: many chat templates take such a "
+                         "setting through chat_template_kwargs"),
+    "verbosity": ((), "verbosity is not supported: say in the prompt how long the answer is"),
+    "web_search_options": ((), "this server has no web search: leave it out"),
+    "chat_template": ((), "a template is a program, and comes with the server: nanoserve serve "
+                      "--chat-template FILE"),
+}
+# What a client may not put among a template's variables: arguments of the tokenizer's method.
+NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
+                     "add_generation_prompt", "continue_final_message", "truncation", "max_length",
+                     "return_tensors", "return_dict", "return_assistant_tokens_mask",
+                     "tokenizer_kwargs"}
+
+# A prompt is tried as each of its forms, and a long list of one must not fail item by item as
+# another.
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+def as_prompts(prompts: Any) -> list:
+    """A text, or token ids, alone is a list of one."""
+    many = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    return prompts if many else [prompts]
+
+
+class BadRequest(ValueError):
+    """Something that the client can change. param: the field, if one is to blame."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400,
+                 code: str | None = None):
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def pass_over_or_refuse(cls, body: Any) -> Any:
+        """Runs before the fields are looked at."""
+        if not isinstance(body, dict):
+            return body
+        body = {name: value for name, value in body.items() if name not in HARMLESS}
+        for name, (idle, reason) in REFUSED.items():
+            if name in body and body.pop(name) not in (None, *idle):
+                raise BadRequest(f"{name}: {reason}", name)
+        return body
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against listeners: there is none
+
+
+class GenerationBody(Body):
+    """The fields that completions and chats share. What `SamplingParams` knows by the same name
+    goes there as it is."""
+
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = (
+        None)
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each; None: no logprobs at all."""
+        raise NotImplementedError
+
+    def limit(self) -> int | None:
+        """The client's own limit of output tokens."""
+        return self.max_tokens
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """defaults: the model's own, with the endpoint's `max_tokens`. Raises `ValueError`."""
+        names = {field.name for field in fields(SamplingParams)} - {"logprobs"}
+        given = {name: value for name, value in self if name in names and value is not None}
+        given["logprobs"] = self.num_logprobs()
+        if (limit := self.limit()) is not None:
+            given["max_tokens"] = limit
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return replace(defaults, output_kind=kind, **given)
+
+    @property
+    def num_samples(self) -> int:
+        """Of each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def check_stream(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options has a meaning only with stream=true: leave it out",
+                             "stream_options")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. A prompt is a text or token ids, or a list of either."""
+
+    prompt: Prompts
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        params = super().sampling_params(defaults)
+        scored = self.echo and self.logprobs is not None
+        return replace(params, prompt_logprobs=self.logprobs) if scored else params
+
+    @model_validator(mode="after")
+    def check_echo(self) -> "CompletionBody":
+        if self.stream and self.echo and self.logprobs is not None:
+            raise BadRequest("echo with logprobs can't be streamed: use stream=false", "echo")
+        return self
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_what_is_no_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") in (
+                "image_url", "input_image", "input_audio", "audio_url", "video_url", "file"):
+            raise BadRequest(f"a part of type {part['type']!r} is not supported: this model reads "
+                             "text alone", "messages")
+        return part
+
+
+class Message(BaseModel):
+    """One turn. Templates look for entries of their own, so further ones are let through."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[Part] | None = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        going_on = bool(self.continue_final_message)
+        begin = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
+        return dict(self.chat_template_kwargs or {}, add_generation_prompt=begin,
+                    continue_final_message=going_on)
+
+    def conversation(self) -> list[dict]:
+        return [message.model_dump(exclude_unset=True) for message in self.messages]
+
+    @model_validator(mode="after")
+    def check_chat(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest("continue_final_message and add_generation_prompt exclude each other",
+                             "continue_final_message")
+        if wrong := NOT_FOR_TEMPLATES & set(self.chat_template_kwargs or ()):
+            raise BadRequest(f"chat_template_kwargs takes the template's own variables, not "
+                             f"{', '.join(sorted(wrong))}", "chat_template_kwargs")
+        return self
+
+
+class EmbeddingBody(Body):
+    """`POST /v1/embeddings`. Input is a text or token ids, or a list of either."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+
+
+class ScoreBody(Body):
+    """`POST /score`: how well texts go together, one with many or pair by pair."""
+
+    text_1: str | Annotated[list[str], Field(min_length=1)]
+    text_2: str | Annotated[list[str], Field(min_length=1)]
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+
+
+class RerankBody(Body):
+    """`POST /rerank`: documents in the order in which they answer a query."""
+
+    query: str
+    documents: Annotated[list[str], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+
+
+# --------------------------------------------------------------------- errors
+
+
+def error_body(message: str, kind: str = "invalid_request_error", param: str | None = None,
+               code: str | None = None) -> dict:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def blamed_field(message: str) -> str | None:
+    """The field that an error of `SamplingParams` and its kind begins with."""
+    found = re.match(r"(\w+)( must be |=)", message)
+    return found[1] if found else None

@@ -1,0 +1,347 @@
+"""The endpoints as any client sees them: what is answered, what is refused, and who is let go.
+
+Oracle for texts: offline `generate` of the same engine with the same seed.
+"""
+
+import threading
+
+import pytest
+from serving import NAME, send
+
+from nanoserve import SamplingParams
+from nanoserve.server.protocol import HARMLESS, REFUSED
+
+PROMPT = "Once upon a time"
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def offline(server, prompt, **params) -> list[str]:
+    [output] = server.llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
+    return [sample.text for sample in output.outputs]
+
+
+def texts(answer: dict) -> list[str]:
+    return [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
+
+
+def joined(events: list[dict]) -> dict[int, str]:
+    """The text of each choice of a stream, by its index."""
+    found: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] = found.get(choice["index"], "") + piece
+    return found
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def test_a_completion_is_what_generate_gives(server):
+    asked = dict(prompt=PROMPT, n=3, seed=7, temperature=1.2, max_tokens=10, top_k=50, top_p=0.9)
+    status, answer = server.ask(COMPLETIONS, asked)
+    expected = offline(server, **asked)
+    assert status == 200 and texts(answer) == expected
+    assert joined(server.events(COMPLETIONS, asked)) == dict(enumerate(expected))
+    assert answer["object"] == "text_completion" and answer["model"] == NAME
+    assert answer["usage"] == dict(prompt_tokens=4, completion_tokens=30, total_tokens=34,
+                                   prompt_tokens_details=dict(cached_tokens=0))
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+
+
+def test_a_chat_is_what_chat_gives(server):
+    asked = dict(seed=3, temperature=0.9, max_tokens=12)
+    status, answer = server.ask(CHATS, dict(messages=CHAT, **asked))
+    [expected] = server.llm.chat(CHAT, SamplingParams(**asked, top_p=0.95), use_tqdm=False)
+    assert status == 200 and texts(answer) == [expected.outputs[0].text]
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert joined(server.events(CHATS, dict(messages=CHAT, **asked))) == {
+        0: expected.outputs[0].text}
+
+
+@pytest.mark.parametrize("null", [False, True])
+def test_fields_left_out_are_the_models_own(server, null):
+    """The bundled model recommends a temperature of 0.8 and a top_p of 0.95."""
+    left_out = dict(temperature=None, top_p=None, stop=None, n=None) if null else {}
+    _, answer = server.ask(COMPLETIONS, dict(prompt=PROMPT, seed=5, **left_out))
+    assert texts(answer) == offline(server, PROMPT, seed=5, temperature=0.8, top_p=0.95,
+                                    max_tokens=16)
+
+
+def test_prompts_come_in_four_forms(server):
+    ids = server.llm.tokenizer.encode(PROMPT)
+    [text] = offline(server, PROMPT, temperature=0, max_tokens=5)
+    for prompt, count in ((PROMPT, 1), (ids, 1), ([PROMPT, PROMPT], 2), ([ids, ids, ids], 3)):
+        _, answer = server.ask(COMPLETIONS, dict(prompt=prompt, temperature=0, max_tokens=5))
+        assert texts(answer) == [text] * count
+    _, answer = server.ask(COMPLETIONS, dict(prompt=["The", PROMPT], n=2, seed=1, max_tokens=4))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert texts(answer) == [text for prompt in ("The", PROMPT) for text in offline(
+        server, prompt, n=2, seed=1, max_tokens=4, temperature=0.8, top_p=0.95)]
+
+
+def test_a_chat_fills_what_room_there_is(server):
+    """Until the model ends it, or the longest it can be."""
+    bias = {str(server.llm.tokenizer.eos_token_id): -100}
+    _, answer = server.ask(CHATS, dict(messages=CHAT, temperature=0, logit_bias=bias,
+                                       stop=" the"))
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == " the"
+    assert answer["usage"]["completion_tokens"] > 0 and " the" not in texts(answer)[0]
+
+
+def test_a_stream_says_who_speaks_and_ends_once(server):
+    events = server.events(CHATS, dict(messages=CHAT, n=2, max_tokens=4, seed=1,
+                                       stream_options=dict(include_usage=True)))
+    openings, rest, last = events[:2], events[2:-1], events[-1]
+    assert [e["choices"][0]["delta"] for e in openings] == [
+        dict(role="assistant", content="")] * 2
+    ends = [e["choices"][0]["index"] for e in rest if e["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1]
+    assert all(e["usage"] is None for e in events[:-1]) and last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 8
+    assert len({e["id"] for e in events}) == 1
+    assert {e["object"] for e in events} == {"chat.completion.chunk"}
+
+
+def test_echo_puts_the_prompt_in_front(server):
+    asked = dict(prompt=[PROMPT, "The"], echo=True, temperature=0, max_tokens=3)
+    expected = [p + offline(server, p, temperature=0, max_tokens=3)[0] for p in asked["prompt"]]
+    assert texts(server.ask(COMPLETIONS, asked)[1]) == expected
+    assert joined(server.events(COMPLETIONS, asked)) == dict(enumerate(expected))
+    ids = server.llm.tokenizer.encode(PROMPT)
+    assert texts(server.ask(COMPLETIONS, asked | dict(prompt=ids))[1]) == expected[:1]
+
+
+def test_completions_have_the_older_logprobs(server):
+    asked = dict(prompt=PROMPT, logprobs=2, temperature=0, max_tokens=3, echo=True)
+    _, answer = server.ask(COMPLETIONS, asked)
+    [output] = server.llm.generate([PROMPT], SamplingParams(
+        temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2), use_tqdm=False)
+    found = answer["choices"][0]["logprobs"]
+    ids = output.prompt_token_ids + output.outputs[0].token_ids
+    expected = output.prompt_logprobs + output.outputs[0].logprobs
+    assert "".join(found["tokens"]) == answer["choices"][0]["text"]
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    assert found["token_logprobs"][1:] == pytest.approx(
+        [entries[i].logprob for i, entries in zip(ids[1:], expected[1:], strict=True)])
+    assert [set(top) for top in found["top_logprobs"][1:]] == [
+        {entry.decoded_token for entry in entries.values()} for entries in expected[1:]]
+    text = answer["choices"][0]["text"]
+    assert all(text.startswith(token, at) for token, at in zip(
+        found["tokens"], found["text_offset"], strict=True))
+
+
+def test_streamed_logprobs_add_up_to_the_whole(server):
+    asked = dict(prompt=PROMPT, logprobs=1, seed=2, max_tokens=6)
+    whole = server.ask(COMPLETIONS, asked)[1]["choices"][0]["logprobs"]
+    pieces = [e["choices"][0]["logprobs"] for e in server.events(COMPLETIONS, asked)]
+    for name in ("tokens", "text_offset"):
+        assert sum((piece[name] for piece in pieces), []) == whole[name]
+    assert sum((piece["token_logprobs"] for piece in pieces), []) == pytest.approx(
+        whole["token_logprobs"])
+
+
+def test_chats_have_the_newer_logprobs(server):
+    asked = dict(messages=CHAT, logprobs=True, top_logprobs=3, seed=2, max_tokens=5)
+    _, answer = server.ask(CHATS, asked)
+    choice = answer["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == choice["message"]["content"]
+    for entry in content:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+    none = server.ask(CHATS, asked | dict(top_logprobs=0))[1]["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in none] == pytest.approx([e["logprob"] for e in content])
+    assert all(entry["top_logprobs"] == [] for entry in none)
+
+
+def test_vllms_additions_do_what_they_say(server):
+    eos = server.llm.tokenizer.eos_token_id
+    one = dict(prompt=PROMPT, temperature=0)
+    _, answer = server.ask(COMPLETIONS, one | dict(max_tokens=4, logit_bias={str(eos): 100}))
+    assert answer["choices"][0]["finish_reason"] == "stop" and texts(answer) == [""]
+    for more in (dict(ignore_eos=True), dict(min_tokens=4)):
+        _, answer = server.ask(COMPLETIONS, one | dict(
+            max_tokens=4, logit_bias={str(eos): 100}) | more)
+        assert answer["choices"][0]["finish_reason"] == "length"
+    _, answer = server.ask(COMPLETIONS, one | dict(max_tokens=5, top_k=1, min_p=0.1, priority=-3,
+                                                   repetition_penalty=1.3))
+    assert texts(answer) == offline(server, PROMPT, temperature=0, max_tokens=5,
+                                    repetition_penalty=1.3)
+
+
+# ------------------------------------------------------------------- refusals
+
+
+def refusal(server, path: str, body, status: int = 400, **kinds) -> dict:
+    found, answer = server.ask(path, body, **kinds)
+    assert found == status, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]
+
+
+@pytest.mark.parametrize("field, value", [
+    ("temperature", 3), ("temperature", "hot"), ("top_p", 0), ("top_p", True), ("n", 0),
+    ("max_tokens", 0), ("max_tokens", 10 ** 30), ("max_tokens", 4096), ("seed", 1.5),
+    ("stop", [""]), ("logit_bias", {"x": 1}), ("logit_bias", {"99999": 1}), ("logprobs", 21),
+    ("min_tokens", 20), ("stop_token_ids", [5000]), ("best_of", 3), ("suffix", "the end"),
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", [9999]), ("prompt", None),
+    ("prompt", "lone \ud800 surrogate"), ("prompt", "word " * 4000), ("tempratur", 1),
+    ("stream_options", {"include_usage": True}), ("repetition_penalty", 0)])
+def test_a_bad_field_is_a_400_that_names_it(server, field, value):
+    error = refusal(server, COMPLETIONS, dict(prompt="x") | {field: value})
+    assert error["type"] == "invalid_request_error"
+    assert field in (error["param"], "prompt") or field in error["message"]
+
+
+def test_greedy_samples_would_all_be_equal(server):
+    assert refusal(server, COMPLETIONS, dict(prompt="x", n=2, temperature=0))["param"] == "n"
+
+
+def test_bodies_that_are_no_json_objects_are_refused(server):
+    for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b'{"prompt": NaN}',
+                 b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"):
+        assert server.ask(COMPLETIONS, body)[0] == 400, body
+    assert server.ask(COMPLETIONS, b"prompt=x", content_type="text/plain")[0] in (400, 415)
+
+
+def test_images_and_audio_are_refused_by_name(server):
+    for part in ({"type": "image_url", "image_url": {"url": "x"}},
+                 {"type": "input_audio", "input_audio": {}}, {"type": "file"}):
+        error = refusal(server, CHATS, dict(messages=[{"role": "user", "content": [part]}]))
+        assert part["type"] in error["message"] and error["param"] == "messages"
+    for part in ({"type": "text"}, {"type": "text", "text": 5}, {"type": "song"}, {}, 5):
+        refusal(server, CHATS, dict(messages=[{"role": "user", "content": [part]}]))
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_would_change_the_text_is_refused_with_a_reason(server, field):
+    path, body = (COMPLETIONS, dict(prompt="x")) if field in ("suffix", "best_of") else (
+        CHATS, dict(messages=CHAT))
+    error = refusal(server, path, body | {field: [{"anything": 1}]})
+    assert error["param"] == field and REFUSED[field][1] in error["message"]
+    for idle in (None, *REFUSED[field][0]):
+        assert server.ask(path, body | {field: idle, "max_tokens": 1})[0] == 200
+
+
+def test_harmless_fields_are_passed_over(server):
+    expected = offline(server, PROMPT, temperature=0, max_tokens=4)
+    for field in HARMLESS:
+        for value in ("me", {"a": 1}, False):
+            _, answer = server.ask(COMPLETIONS, dict(prompt=PROMPT, temperature=0, max_tokens=4)
+                                   | {field: value})
+            assert texts(answer) == expected
+
+
+def test_conversations_that_no_template_takes_are_refused(server):
+    for messages in ([], "hello", [5], [{}], [{"role": "user"}], [{"role": 5, "content": "x"}],
+                     [{"role": "", "content": "x"}], [{"content": "x"}]):
+        refusal(server, CHATS, dict(messages=messages))
+    both = dict(messages=CHAT, continue_final_message=True, add_generation_prompt=True)
+    assert refusal(server, CHATS, both)["param"] == "continue_final_message"
+    for name in ("tokenize", "chat_template", "tools"):
+        refusal(server, CHATS, dict(messages=CHAT, chat_template_kwargs={name: "x"}))
+    refusal(server, CHATS, dict(messages=CHAT, top_logprobs=2))
+
+
+def test_an_unknown_model_or_path_is_a_404(server):
+    error = refusal(server, COMPLETIONS, dict(prompt="x", model="gpt-\ud800"), 404)
+    assert error["code"] == "model_not_found" and error["param"] == "model"
+    assert server.ask(COMPLETIONS, dict(prompt="x", model="other-name", max_tokens=1))[0] == 200
+    refusal(server, "/v1/responses", {}, 404)
+    refusal(server, COMPLETIONS, None, 405)
+
+
+def test_what_only_a_pooling_model_has_says_so(server):
+    for path, body in (("/v1/embeddings", dict(input="x")),
+                       ("/score", dict(text_1="x", text_2="y")),
+                       ("/rerank", dict(query="x", documents=["y"]))):
+        assert "--runner pooling" in refusal(server, path, body)["message"]
+
+
+def test_a_prompt_of_a_megabyte_is_a_413(server):
+    assert "100,000 bytes" in refusal(server, COMPLETIONS, dict(prompt="x" * 2 ** 20),
+                                      413)["message"]
+
+
+def test_more_samples_than_there_is_room_for_are_refused(server):
+    assert refusal(server, COMPLETIONS, dict(prompt="x", n=16384))["param"] == "n"
+    assert refusal(server, COMPLETIONS, dict(prompt=["x"] * 33, n=2))["param"] == "n"
+
+
+# ------------------------------------------------------- those who go away, floods
+
+
+LONG = dict(prompt=PROMPT, max_tokens=2000, ignore_eos=True)
+
+
+@pytest.mark.parametrize("path, body", [
+    (COMPLETIONS, LONG | dict(stream=True)), (COMPLETIONS, LONG), (COMPLETIONS, LONG | dict(n=2)),
+    (CHATS, dict(messages=CHAT, ignore_eos=True)),
+    (CHATS, dict(messages=CHAT, ignore_eos=True, stream=True))])
+def test_a_client_that_goes_away_aborts_its_request(server, path, body):
+    """The fixture waits until nothing runs, which for whole texts would be long after."""
+    aborted = server.llm.metrics.num_finished["abort"]
+    with server.connection() as connection:
+        send(connection, path, body)
+        server.wait_until(lambda: server.llm.requests)
+        if body.get("stream"):
+            assert connection.getresponse().read(20)
+    server.wait_until(lambda: not server.llm.requests)
+    assert server.llm.metrics.num_finished["abort"] == aborted + body.get("n", 1)
+
+
+def test_a_flood_ends_in_429(server):
+    """64 may be open: as many are, and one more is told to come back."""
+    with server.connection() as first, server.connection() as second:
+        send(first, COMPLETIONS, LONG | dict(prompt=[PROMPT] * 40))
+        send(second, COMPLETIONS, LONG | dict(prompt=[PROMPT] * 24, stream=True))
+        server.wait_until(lambda: server.app.num_open == 64)
+        error = refusal(server, COMPLETIONS, dict(prompt="x"), 429)
+        assert error["code"] == "rate_limit_exceeded"
+        assert server.ask("/health")[0] == 200
+
+
+def test_many_clients_at_a_time_get_what_they_get_alone(server):
+    asked = [dict(prompt=PROMPT, seed=i, max_tokens=8, stream=bool(i % 2)) for i in range(20)]
+    found: dict[int, str] = {}
+
+    def one(i: int) -> None:
+        found[i] = (joined(server.events(COMPLETIONS, asked[i]))[0] if i % 2 else
+                    texts(server.ask(COMPLETIONS, asked[i])[1])[0])
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: offline(server, PROMPT, seed=i, max_tokens=8, temperature=0.8,
+                                top_p=0.95)[0] for i in range(20)}
+
+
+# --------------------------------------------------------------- looking at it
+
+
+def test_the_server_says_what_it_is(server):
+    import nanoserve
+
+    assert server.ask("/version") == (200, {"version": nanoserve.__version__})
+    assert server.ask("/health") == (200, {"status": "ok"})
+    _, models = server.ask("/v1/models")
+    assert [model["id"] for model in models["data"]] == [NAME, "other-name"]
+    assert models["data"][0]["max_model_len"] == server.llm.config.max_model_len
+    _, schema = server.ask("/openapi.json")
+    assert set(schema["paths"]) == {
+        COMPLETIONS, CHATS, "/v1/embeddings", "/score", "/rerank", "/v1/models", "/health",
+        "/version", "/metrics", "/trace"}
+
+
+def test_the_step_trace_is_a_page_without_anybodys_words(server):
+    server.ask(COMPLETIONS, dict(prompt="A secret garden", max_tokens=3, temperature=0))
+    status, data = server.ask_raw("/trace")
+    html = data.decode()
+    assert status == 200 and html.startswith("<!") and "secret" not in html
+    assert '"frames":[{' in html

@@ -1,0 +1,153 @@
+"""`nanoserve serve`: every option of the engine, errors in a line, and an end in good order.
+
+Oracle for the options: the dataclass. The end is tried with a process of its own and a signal.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from nanoserve.config import EngineConfig  # noqa: E402
+from nanoserve.server import cli  # noqa: E402
+
+SERVE = [sys.executable, "-m", "nanoserve", "serve"]
+
+
+def parse(*words: str) -> dict:
+    return cli.engine_options(cli.make_parser().parse_args(list(words)))
+
+
+def test_without_options_the_engine_gets_its_own_defaults():
+    assert parse() == {f.name: f.default for f in fields(EngineConfig) if f.name != "model"}
+
+
+def test_every_option_of_the_engine_is_there():
+    """Each is given a value of its type, by its name with dashes."""
+    given = dict(tokenizer="folder", dtype="half", max_model_len=99, gpu_memory_utilization=0.5,
+                 seed=-3, hf_overrides={"a": 1}, pooler_config={"pooling_type": "MEAN"},
+                 speculative_config={"method": "ngram"}, enable_prefix_caching=False,
+                 async_scheduling=True, skip_tokenizer_init=True, trace="steps.html")
+    words = []
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            words += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    assert {name: value for name, value in parse(*words).items() if name in given} == given
+    text = cli.make_parser().format_help()
+    assert "serve" in text
+    for field in cli.engine_fields():
+        assert cli.option_name(field).startswith("--") and "_" not in cli.option_name(field)
+
+
+@pytest.mark.parametrize("words", [
+    ["--max-model-len", "long"], ["--hf-overrides", "[1]"], ["--hf-overrides", "{"],
+    ["--max-requests", "0"], ["--drain-seconds", "-1"], ["--no-such-option"], ["a", "b"]])
+def test_options_of_the_wrong_type_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*words)
+    assert caught.value.code == 2 and "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--dtype", "int3"], "dtype must be one of"), (["--max-num-seqs", "-5"], "max_num_seqs"),
+    (["no/such/model"], "no/such/model"), (["--chat-template", "no/such/file"], "chat_template"),
+    (["--skip-tokenizer-init"], "without text"),
+    (["--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens")])
+def test_what_cannot_be_served_is_said_in_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--port", "0", *words])
+    error = capsys.readouterr().err.strip()
+    assert caught.value.code == 2 and said in error and "Traceback" not in error
+
+
+def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "LLM", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+        cli.main(["--port", str(taken.getsockname()[1])])
+    assert "can't listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_nobody_but_this_machine_is_served_unless_asked():
+    assert cli.make_parser().parse_args([]).host == "127.0.0.1"
+    with cli.listen("127.0.0.1", 0) as sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+
+
+def test_the_rules_words_are_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.make_parser().parse_args(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "one of auto, float32, float16, bfloat16 (default: auto)" in words
+    assert isinstance(cli.make_parser(), argparse.ArgumentParser)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A server in a process of its own, with a key and a limit for its end; its port."""
+    env = os.environ | {cli.KEY_VARIABLE: "secret", "NANOSERVE_CHECK": "1"}
+    process = subprocess.Popen(
+        [*SERVE, "--port", "0", "--dtype", "float32", "--num-gpu-blocks-override", "160",
+         "--served-model-name", "known", "--drain-seconds", "30", "--kernels", "torch"],
+        stderr=subprocess.PIPE, text=True, env=env, cwd=Path(__file__).parent)
+    for line in process.stderr:
+        if "serving known on http://127.0.0.1:" in line:
+            assert "with a key" in line and "secret" not in line
+            port = int(line.split("http://127.0.0.1:")[1].split()[0])
+            break
+    yield process, port
+    process.kill()
+    process.communicate()
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
+    process, port = started
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = json.dumps(dict(model="known", prompt="Once", max_tokens=60, ignore_eos=True,
+                           stream=True))
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    connection.request("POST", "/v1/completions", body, headers)
+    answer = connection.getresponse()
+    first = answer.readline()
+    process.send_signal(signal.SIGTERM)
+    for line in process.stderr:  # uvicorn says so before it waits
+        if "Shutting down" in line:
+            break
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    events = (first + answer.read()).decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert process.wait(30) == 0
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_without_the_server_the_command_says_what_to_install(tmp_path):
+    """Deleted, or without what it needs."""
+    import shutil
+
+    from nanoserve.tools.house import PACKAGE
+    shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
+        "server", "assets", "__pycache__"))
+    result = subprocess.run(SERVE, cwd=tmp_path, capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2 and "nanoserve.server is not there" in result.stderr
+    assert "Traceback" not in result.stderr
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
+    (tmp_path / "nanoserve" / "server").symlink_to(PACKAGE / "server")
+    result = subprocess.run(SERVE, cwd=tmp_path, capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 2 and "pip install -e '.[server]'" in result.stderr
+    assert "needs uvicorn" in result.stderr and "Traceback" not in result.stderr

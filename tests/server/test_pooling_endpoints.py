@@ -1,0 +1,127 @@
+"""A pooling model's endpoints: the same numbers as offline, in OpenAI's and vLLM's objects.
+
+Oracle: `embed` and `score` of the same engine, which other tests hold to transformers.
+"""
+
+import asyncio
+import base64
+import struct
+
+import pytest
+import torch
+from serving import Serving
+
+from nanoserve import LLM
+
+TEXTS = ["Once upon a time", "The king", "a b c d e f g h i j"]
+
+
+@pytest.fixture(scope="module")
+def running():
+    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=160, runner="pooling"),
+                     max_requests=32)
+    yield server
+    server.close()
+
+
+def embedded(server, texts, **kinds) -> list[list[float]]:
+    return [out.outputs.embedding for out in server.llm.embed(texts, use_tqdm=False, **kinds)]
+
+
+def near(rows):
+    return [pytest.approx(row, abs=1e-5) for row in rows]
+
+
+def test_embeddings_are_those_of_embed(server):
+    status, answer = server.ask("/v1/embeddings", dict(input=TEXTS, model="tested"))
+    assert status == 200 and answer["object"] == "list"
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+    assert [one["embedding"] for one in answer["data"]] == near(embedded(server, TEXTS))
+    count = sum(len(server.llm.tokenizer.encode(text)) for text in TEXTS)
+    assert answer["usage"] == dict(prompt_tokens=count, total_tokens=count)
+
+
+def test_inputs_come_in_four_forms_and_two_encodings(server):
+    ids = server.llm.tokenizer.encode(TEXTS[0])
+    [expected] = near(embedded(server, TEXTS[:1]))
+    for one in (TEXTS[0], ids, [TEXTS[0]], [ids]):
+        _, answer = server.ask("/v1/embeddings", dict(input=one))
+        assert [item["embedding"] for item in answer["data"]] == [expected]
+    _, answer = server.ask("/v1/embeddings", dict(input=ids, encoding_format="base64"))
+    data = base64.b64decode(answer["data"][0]["embedding"])
+    assert list(struct.unpack(f"<{len(data) // 4}f", data)) == expected
+
+
+def test_openais_client_asks_for_base64_and_gets_numbers(server):
+    openai = pytest.importorskip("openai")
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        answer = client.embeddings.create(model="tested", input=TEXTS)
+    assert [one.embedding for one in answer.data] == near(embedded(server, TEXTS))
+
+
+def test_scores_are_cosines(server):
+    vectors = torch.tensor(embedded(server, TEXTS))
+    expected = (vectors @ vectors[0]).tolist()
+    _, answer = server.ask("/score", dict(text_1=TEXTS[0], text_2=TEXTS))
+    assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=1e-5)
+    _, answer = server.ask("/score", dict(text_1=TEXTS, text_2=TEXTS))
+    assert [one["score"] for one in answer["data"]] == pytest.approx([1, 1, 1], abs=1e-5)
+
+
+def test_a_ranking_has_the_best_first(server):
+    vectors = torch.tensor(embedded(server, TEXTS))
+    scores = (vectors @ vectors[1]).tolist()
+    best = sorted(range(3), key=lambda i: -scores[i])
+    asked = dict(query=TEXTS[1], documents=TEXTS)
+    _, answer = server.ask("/rerank", asked)
+    assert [one["index"] for one in answer["results"]] == best
+    assert [one["document"]["text"] for one in answer["results"]] == [TEXTS[i] for i in best]
+    _, answer = server.ask("/rerank", asked | dict(top_n=1))
+    assert [one["index"] for one in answer["results"]] == best[:1] == [1]
+
+
+@pytest.mark.parametrize("path, body, said", [
+    ("/v1/embeddings", dict(input=""), "empty"), ("/v1/embeddings", dict(input=[]), "input"),
+    ("/v1/embeddings", dict(input=[9999]), "outside the vocabulary"),
+    ("/v1/embeddings", dict(input="x", dimensions=3), "dimensions"),
+    ("/v1/embeddings", dict(input="x", encoding_format="int8"), "encoding_format"),
+    ("/v1/embeddings", dict(input="x", truncate_prompt_tokens=99999), "truncate"),
+    ("/v1/embeddings", dict(input="x " * 5000), "shorten"),
+    ("/v1/embeddings", dict(input=["x"] * 33), "at most 32"),
+    ("/score", dict(text_1=["a", "b"], text_2=["c"]), "2 and 1 texts"),
+    ("/rerank", dict(query="x", documents=[]), "documents"),
+    ("/v1/completions", dict(prompt="x"), "pools"),
+    ("/v1/chat/completions", dict(messages=[{"role": "user", "content": "x"}]), "pools")])
+def test_bad_input_is_refused(server, path, body, said):
+    status, answer = server.ask(path, body)
+    assert status == 400 and said in answer["error"]["message"]
+
+
+def test_a_truncated_prompt_keeps_its_last_tokens(server):
+    ids = server.llm.tokenizer.encode(TEXTS[2])
+    _, answer = server.ask("/v1/embeddings", dict(input=ids, truncate_prompt_tokens=4))
+    assert [one["embedding"] for one in answer["data"]] == near(
+        embedded(server, [{"prompt_token_ids": ids[-4:]}]))
+
+
+def test_a_reranker_reads_pairs(checkpoints):
+    """A classifier with one class scores query and document as one prompt."""
+    from nanoserve.server.pooling import Job, score
+    from nanoserve.server.protocol import ScoreBody
+
+    server = Serving(LLM(checkpoints["qwen3"], runner="pooling", convert="classify",
+                         num_gpu_blocks_override=24, max_model_len=64, load_format="dummy",
+                         tokenizer=str(checkpoints["qwen3"]), hf_overrides=dict(
+                             num_labels=1, architectures=["Qwen3ForSequenceClassification"])))
+    try:
+        expected = [out.outputs.score for out in server.llm.score("ab", ["c", "de"],
+                                                                  use_tqdm=False)]
+        _, answer = server.ask("/score", dict(text_1="ab", text_2=["c", "de"]))
+        assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=1e-5)
+
+        async def twice():
+            return await (await score(Job(server.engine, "x"), ScoreBody(text_1="ab", text_2="c")))
+        assert asyncio.run(twice())["data"][0]["score"] == pytest.approx(expected[0], abs=1e-5)
+    finally:
+        server.close()

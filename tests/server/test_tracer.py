@@ -1,0 +1,54 @@
+"""The step trace of a running server: it can't fill up, and shows nobody's words.
+
+Oracle: the recorder, which has its own tests; here it is looked at what it is handed, and when.
+"""
+
+import json
+
+import pytest
+from small_engine import greedy, make, run
+
+pytest.importorskip("fastapi")
+
+from nanoserve.server import tracer  # noqa: E402
+from nanoserve.server.tracer import Tracer, page  # noqa: E402
+from nanoserve.tools import recorder  # noqa: E402
+
+
+def test_steps_are_recorded_and_texts_are_not(qwen3):
+    with make(qwen3) as llm:
+        watching = Tracer(llm)
+        run(llm, ["my secret", "yours"], greedy(5))
+        stream = watching.stream()
+    assert [request[1:2] + request[3:] for request in stream["requests"]] == [[9, ""], [5, ""]]
+    assert sum(frame["i"] >= 0 for frame in stream["frames"]) == 6 - 1
+    html = page(stream)
+    assert "secret" not in html and json.dumps(stream["requests"][0][0]) in html
+
+
+def test_a_full_recording_makes_room_when_the_engine_is_idle(qwen3, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_STEPS", 4)
+    with make(qwen3) as llm:
+        watching = Tracer(llm)
+        first = watching.recording
+        run(llm, ["one"], greedy(3))
+        assert not first.closed
+        run(llm, ["two"], greedy(9))
+        assert first.closed and watching.recording is first
+        run(llm, ["three"], greedy(2))
+        second = watching.recording
+        assert second is not first and not second.closed
+        assert [len(first.frames), len(second.frames)] == [4, 2]
+        assert watching.stream()["requests"][0][1] == 5
+        assert not watching.running
+
+
+def test_it_stops_no_request_when_it_is_full(qwen3, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_STEPS", 2)
+    with make(qwen3, async_scheduling=True) as llm:
+        expected = run(llm, ["one", "two"], greedy(6))
+        Tracer(llm)
+        found = run(llm, ["one", "two"], greedy(6))
+        assert [o.outputs[0].token_ids for o in found] == [
+            o.outputs[0].token_ids for o in expected]
+    assert tracer.__doc__
