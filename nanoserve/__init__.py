@@ -23,10 +23,11 @@ _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
          "TextPrompt": "frontend.prompts", "TokensPrompt": "frontend.prompts"}
 # vLLM's names for what has another name here. An `LLM` is the engine, with a way to make it.
 _ALIASES = {"EngineArgs": "EngineConfig", "LLMEngine": "LLM"}
-if (Path(__file__).parent / "extras" / "pooling.py").exists():  # extras may be deleted
-    _HOME |= dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
-                            "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"),
-                           "extras.pooling") | {"PoolerConfig": "extras.pooler"}
+_IN_EXTRAS = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
+                            "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"), "pooling")
+_IN_EXTRAS |= {"PoolerConfig": "pooler", "StructuredOutputsParams": "structured"}
+_HOME |= {name: f"extras.{file}" for name, file in _IN_EXTRAS.items()
+          if (Path(__file__).parent / "extras" / f"{file}.py").exists()}  # extras may be deleted
 __all__ = [*_HOME, *_ALIASES]
 
 

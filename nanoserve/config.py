@@ -160,6 +160,7 @@ FOLDER = instance((str, Path), MODEL.must)
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
+POLICY = choice("fcfs", "priority", "shortest")
 OVERRIDES = instance(dict, "a dict laid over config.json")
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
@@ -206,7 +207,7 @@ class EngineConfig:
     block_size: int = option(16, COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, FLAG)
     enable_chunked_prefill: bool = option(True, FLAG)
-    scheduling_policy: str = option("fcfs", choice("fcfs", "priority"))
+    scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see waiting.py
     enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
     hf_overrides: dict | None = option(None, OVERRIDES)  # entries laid over config.json
     trust_remote_code: bool = option(False, FLAG)  # for the tokenizer; no model code is ever loaded
@@ -346,6 +347,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = option(None, BIASES)  # added to the logits
     allowed_token_ids: list[int] | None = option(None, ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = option(None, WORDS)  # with or without a space in front
+    structured_outputs: object = option(None, ANYTHING)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -378,4 +380,4 @@ class SamplingParams:
 
 # What changes a row's logits, and the value that changes nothing. controls.py applies them all.
 CONTROLS = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0,
-                logit_bias=None, allowed_token_ids=None, bad_words=None)
+                logit_bias=None, allowed_token_ids=None, bad_words=None, structured_outputs=None)

@@ -11,7 +11,8 @@ it where it is negative; frequency and presence are OpenAI's, and about the outp
     penalties           0.5   -inf   -4.0    1.5     repetition 2, tokens 0 and 2 were there
 
 All of them are lists of (row, token) pairs, so that the batch is edited in one go, and a row pays
-for the tokens it names, not for the vocabulary. A grammar would be one more set of allowed pairs.
+for the tokens it names, not for the vocabulary. A grammar allows too many tokens for that: it is a
+mask of one bit a token, in which the row's other constraints are counted in (extras/structured.py).
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. That
 something is left of every row is checked when the request is made (`frontend/request.py`).
@@ -37,7 +38,7 @@ from nanoserve.sequence import Sequence
 # What `RowState` and `banned_ids` apply. A control that is declared and not applied would be
 # ignored in silence, so with such a one no engine starts.
 APPLIED = {"presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-           "logit_bias", "allowed_token_ids", "bad_words"}
+           "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"}
 if set(CONTROLS) != APPLIED:
     raise NotImplementedError(f"controls without code: {sorted(set(CONTROLS) ^ APPLIED)}")
 
@@ -55,6 +56,7 @@ class Edits:
     biased: torch.Tensor | None = None  # (2, b)
     biases: torch.Tensor | None = None  # (b,) float32
     banned: torch.Tensor | None = None  # (2, x)
+    masks: torch.Tensor | None = None  # (r, vocab_size / 8) uint8, a bit a token: 0 rules it out
     seen: torch.Tensor | None = None  # (2, m) tokens to be penalised, each pair once
     counts: torch.Tensor | None = None  # (m,) float32, how often each is in the output
     penalties: torch.Tensor | None = None  # (r, 3) float32: repetition, frequency, presence
@@ -72,6 +74,9 @@ class Edits:
         if self.banned is not None:
             rows, ids = self.banned
             logits[rows, ids] = float("-inf")
+        if self.masks is not None:  # 5, or 101 in binary, allows the first of its 8 and the third
+            bits = self.masks[:, :, None] >> torch.arange(8, device=logits.device).byte() & 1
+            logits.masked_fill_(bits.flatten(1)[:, :logits.shape[1]] == 0, float("-inf"))
         if self.seen is not None:
             rows, ids = self.seen
             repetition, frequency, presence = self.penalties[rows].unbind(-1)  # (m,) each
@@ -142,14 +147,15 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
 def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> Edits | None:
     """Look through the rows that have controls, given with their sequences, and with the drafts
     that they follow and that count as output there; `put` makes tensors."""
-    edited, closed, open_ids, biased, banned, seen = [], [], {}, {}, {}, {}
+    edited, closed, open_ids, biased, banned, masks, seen = [], [], {}, {}, {}, {}, {}
     states: list[RowState] = []
     for i, seq, drafts in rows:
         assert not seq.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
         bans, r = banned_ids(seq, drafts), len(edited)
-        if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties):
+        if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties
+                or seq.grammar):
             continue  # logprobs only, or min_tokens that have been reached
         if state.has_penalties:
             seq.sampler_state = None  # Ctrl-C in the middle of counting: it is made anew
@@ -158,15 +164,18 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
             state = state.with_drafts(drafts)
         edited.append(i)
         states.append(state)
+        if len(state.biases):
+            biased[r] = state.biased_ids
+        if state.has_penalties:
+            seen[r] = state.ids
+        if seq.grammar is not None:
+            masks[r] = seq.grammar.mask(seq, drafts, state.open_ids, bans)
+            continue
         if len(state.open_ids):
             closed.append(r)
             open_ids[r] = state.open_ids
-        if len(state.biases):
-            biased[r] = state.biased_ids
         if bans:
             banned[r] = bans
-        if state.has_penalties:
-            seen[r] = state.ids
     if not edited:
         return None
 
@@ -179,6 +188,10 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
         edits.biases = put(np.concatenate([states[r].biases for r in biased]))
     if banned:
         edits.banned = put(_pairs(banned), torch.int64)
+    if masks:
+        no_grammar = np.full_like(next(iter(masks.values())), 255)
+        edits.masks = put(np.stack([masks.get(r, no_grammar) for r in range(len(edited))]),
+                          torch.uint8)
     if seen:
         edits.seen = put(_pairs(seen), torch.int64)
         edits.counts = put(np.concatenate([states[r].counts for r in seen]))

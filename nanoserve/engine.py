@@ -88,6 +88,8 @@ class LLMEngine:
             self.num_arrived += 1
             request.inbox = inbox
             self.requests[request.request_id] = request
+            if request.grammar is not None:
+                request.grammar.attach(self)
             for seq in sequences:
                 self.scheduler.add(seq)
             for observer in self.observers:

@@ -165,7 +165,7 @@ class LLM(LLMEngine):
     def make_requests(self, prompts, params, priority=None) -> list[Request]:
         """Check everything first: a list of params or priorities must match the prompts."""
         self.check_open()
-        prompts = as_list(prompts)
+        prompts = self.inputs.tokenize(as_list(prompts))
         params = one_for_each(params, len(prompts), "sampling_params")
         priorities = one_for_each(priority, len(prompts), "priority")
         requests = []

@@ -11,7 +11,8 @@ Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 202
     C (4 tokens)                ●             ●●● ↦ c       ○ ↦ c       ↦ a token is sampled
 
 When blocks run out, the last sequence in the order gives all of its blocks back and waits again; it
-keeps its tokens, and recomputes what the prefix cache has lost of them.
+keeps its tokens, and recomputes what the prefix cache has lost of them. With priorities, it also
+makes way for one that waits and comes before it. Who comes before whom is the queue's to say.
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
 
@@ -27,11 +28,11 @@ moves more bytes than recomputing the few blocks that the prefix cache lost.
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
+from nanoserve.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -47,12 +48,10 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.by_priority = config.scheduling_policy == "priority"
+        self.interrupts = config.scheduling_policy == "priority"
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        # A heap, because preempted sequences come back into the middle of the order. One that was
-        # aborted stays in it as a dead entry, until it surfaces or the dead are the majority.
-        self.waiting: list[tuple[tuple[int, int, int], Sequence]] = []
-        self.num_dead = 0
+        self.waiting = WaitingQueue(config.scheduling_policy)
+        self.order = self.waiting.order
         self.running: list[Sequence] = []  # sorted by order(); the last is the first victim
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
@@ -61,13 +60,9 @@ class Scheduler:
         self.num_steps = 0
         self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
 
-    def order(self, seq: Sequence) -> tuple[int, int, int]:
-        """Who goes first. Unique, so that a heap never compares two sequences."""
-        return (seq.priority if self.by_priority else 0, seq.arrival, seq.index)
-
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) - self.num_dead
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -96,7 +91,7 @@ class Scheduler:
         self.check_fits(seq)
         if self.blocks.enable_prefix_caching:
             self.blocks.keys(seq)
-        heappush(self.waiting, (self.order(seq), seq))
+        self.waiting.push(seq)
 
     # ----------------------------------------------------------- scheduling
 
@@ -104,8 +99,10 @@ class Scheduler:
         """Give out the budget: running sequences first, then waiting ones."""
         step = Step(self.num_steps)
         self.num_steps += 1
-        budget = self._schedule_running(step, self.max_num_batched_tokens)
-        if budget and not step.preempted:
+        leaving = self._interrupt(step) if self.interrupts else None
+        num_interrupted = len(step.preempted)
+        budget = self._schedule_running(step, self.max_num_batched_tokens, leaving)
+        if budget and len(step.preempted) == num_interrupted:
             self._schedule_waiting(step, budget)
         if self.propose is not None and not step.preempted:
             self._add_drafts(step, self.propose)
@@ -113,7 +110,27 @@ class Scheduler:
             self.in_flight.append(step)
         return step
 
-    def _schedule_running(self, step: Step, budget: int) -> int:
+    def _interrupt(self, step: Step) -> Sequence | None:
+        """Let the last running sequences make way for one that comes before them and lacks a seat
+        or blocks. Returns one that can't leave yet, because a step in flight computes it: it gets
+        no share of this step, or it would be in flight for ever."""
+        while self.running and (seq := self.waiting.first()) is not None:
+            last = self.running[-1]
+            if self.order(last) < self.order(seq) or self._has_room(seq):
+                break
+            if last.num_inflight_tokens:
+                return last
+            self._preempt_last(step, seq)
+        return None
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """Whether it could start now, or waits for a block that somebody else is computing."""
+        hits = self.blocks.find_prefix(seq)
+        return self._next_block_is_pending(seq, len(hits)) or (
+            len(self.running) < self.max_num_seqs
+            and self.blocks.can_admit(hits, len(seq.token_ids)))
+
+    def _schedule_running(self, step: Step, budget: int, leaving: Sequence | None) -> int:
         """Returns the budget that is left: 0 when blocks ran out, so that nobody is admitted to
         the blocks that somebody waits for. This loop is the hot path of decoding."""
         running, blocks = self.running, self.blocks
@@ -121,6 +138,8 @@ class Scheduler:
         i = 0
         while i < len(running) and budget > 0:
             seq = running[i]
+            if seq is leaving:
+                break  # it is the last
             done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
             if seq.num_unknown_tokens and (seq.needs_output_tokens or seq.num_draft_tokens
@@ -145,18 +164,18 @@ class Scheduler:
         stands before `seq`, and never has a share of this step.
         """
         while not self.blocks.allocate(seq, num_tokens):
-            victim = self.running[-1]
-            if victim.num_inflight_tokens:
-                return False
-            self.running.pop()
-            self._retire(victim)
-            victim.num_computed_tokens = 0
-            victim.num_preemptions += 1
-            heappush(self.waiting, (self.order(victim), victim))
-            step.preempted[victim] = seq
-            if victim is seq:
+            if self.running[-1].num_inflight_tokens or self._preempt_last(step, seq) is seq:
                 return False
         return True
+
+    def _preempt_last(self, step: Step, seq: Sequence) -> Sequence:
+        victim = self.running.pop()
+        self._retire(victim)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        self.waiting.push(victim)
+        step.preempted[victim] = seq
+        return victim
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
         """Admit in order, and stop at the first that doesn't fit: the queue never jumps.
@@ -168,13 +187,11 @@ class Scheduler:
         """
         sitting_out = step.sitting_out
         while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:
-            seq = self._next_waiting()
-            if seq is None:
+            if (seq := self.waiting.first()) is None:
                 break
             hits = self.blocks.find_prefix(seq)
             if self._next_block_is_pending(seq, len(hits)):
-                heappop(self.waiting)
-                sitting_out.append(seq)
+                sitting_out.append(self.waiting.pop())
                 continue
             # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
             num_cached = len(hits) * self.blocks.block_size
@@ -185,14 +202,14 @@ class Scheduler:
             # together and then preempt each other waste more than the blocks that lie idle here.
             if not (whole or may_be_cut) or not self.blocks.can_admit(hits, len(seq.token_ids)):
                 break
-            heappop(self.waiting)
+            self.waiting.pop()
             self._admit(seq, hits, num_cached)
             step.admitted.append(seq)
             self.blocks.allocate(seq, num_cached + num_new)
             self._add_row(step, seq, num_cached, num_new)
             budget -= num_new
         for seq in sitting_out:
-            heappush(self.waiting, (self.order(seq), seq))
+            self.waiting.push(seq)
 
     def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
         """Let decoding rows compute guesses of what follows them (extras/speculative.py), with the
@@ -210,12 +227,6 @@ class Scheduler:
                 seq.num_draft_tokens = len(drafts)
                 seq.num_inflight_tokens += len(drafts)
                 budget -= len(drafts)
-
-    def _next_waiting(self) -> Sequence | None:
-        while self.waiting and self.waiting[0][1].finish_reason is not None:
-            heappop(self.waiting)
-            self.num_dead -= 1
-        return self.waiting[0][1] if self.waiting else None
 
     def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
         return bool(self.pending_keys) and num_hits < self.blocks.max_hits(seq) and (
@@ -303,8 +314,7 @@ class Scheduler:
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if seq.row < 0:  # waiting
-            self.num_dead += 1
-            self._bury_the_dead()
+            self.waiting.bury()
             return
         del self.running[bisect_left(self.running, self.order(seq), key=self.order)]
         self._retire(seq)
@@ -333,20 +343,13 @@ class Scheduler:
             self.draining.remove(seq)
             self.blocks.free(seq)
 
-    def _bury_the_dead(self) -> None:
-        """Rebuild the heap once most of it is dead: amortised, an abort costs O(1)."""
-        if self.num_dead > 64 and self.num_dead > len(self.waiting) // 2:
-            self.waiting = [item for item in self.waiting if item[1].finish_reason is None]
-            heapify(self.waiting)
-            self.num_dead = 0
-
     # ------------------------------------------------------------- the audit
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence the scheduler knows."""
         yield from self.running
         yield from self.draining
-        yield from (seq for _, seq in self.waiting if seq.finish_reason is None)
+        yield from self.waiting
 
     def check(self) -> None:
         """Audit the whole state, blocks included. O(everything): for tests."""
@@ -373,8 +376,4 @@ class Scheduler:
                 f"sequence {seq.name} has ended, and no step in flight will return its blocks")
         for seq in self.running:
             assert seq.finish_reason is None, f"sequence {seq.name} has ended, but still runs"
-        for _, seq in self.waiting:
-            assert seq.row < 0 and not seq.block_table and not seq.num_inflight_tokens, (
-                f"sequence {seq.name} waits, but holds a row, blocks or a step in flight")
-        dead = sum(seq.finish_reason is not None for _, seq in self.waiting)
-        assert dead == self.num_dead, f"{dead} dead entries in the queue, counted {self.num_dead}"
+        self.waiting.check()

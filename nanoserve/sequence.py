@@ -31,7 +31,7 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanoserve.config import SamplingParams
 
@@ -57,7 +57,9 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
     late_ids: frozenset[int] = frozenset()  # what may not come before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # tokens that may not come together
+    grammar: Any = None  # what its output must match, see extras/structured.py
     max_num_tokens: int = 0  # prompt plus output never grow beyond this
+    arrival_time: float = 0.0  # in seconds, by any clock that all sequences share
     num_prompt_tokens: int = field(init=False)
     num_prompt_logprobs: int = field(init=False)
     needs_output_tokens: bool = field(init=False)  # the host must see one to draw the next
@@ -90,7 +92,7 @@ class Sequence:
         scores = params.prompt_logprobs is not None and self.index == 0
         self.num_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.needs_output_tokens = penalties != (1, 0, 0) or any(
+        self.needs_output_tokens = bool(self.grammar) or penalties != (1, 0, 0) or any(
             len(word) > 1 for word in self.bad_word_ids)
         self.has_controls = bool(params.controls() or self.bad_word_ids) or (
             params.logprobs is not None)

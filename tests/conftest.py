@@ -22,7 +22,7 @@ import pytest
 pytest.register_assert_rewrite(
     "helpers", "checkpoints", "blocks_by_hand", "scheduler_by_hand", "plain_sampling",
     "engine_workloads", "dummy_engines", "small_engine", "real_tokenizers", "guessing",
-    "pooled", "poison", "sampling_twins", "process_tools", "rank_threads", "witness",
+    "grammars", "pooled", "poison", "sampling_twins", "process_tools", "rank_threads", "witness",
     "gpu_checks")
 
 # What a shell starts in its background ignores Ctrl-C, and so would the scripts of the tests.

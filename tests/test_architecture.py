@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "config": [*CONFIG_FILES, "checkpoint/vllm_words"],
     "sequence": ["config"],
     "block_manager": ["sequence"],
-    "scheduler": ["config", "sequence", "block_manager"],
+    "waiting": ["sequence"],
+    "scheduler": ["config", "sequence", "block_manager", "waiting"],
     "batch": ["sequence"],
     "ops": ["batch"],
     "device/*": ["batch", "ops", "config", "sequence", "device/*"],
@@ -45,11 +46,11 @@ MAY_IMPORT = {
 }
 # Late, inside a function, because only who asks for it needs it.
 LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
-        "llm": ["extras/*", "tools/recorder"]}
+        "llm": ["extras/*", "tools/recorder"], "frontend/request": ["extras/structured"]}
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
-        "checkpoint/vllm_words", "config", "sequence", "block_manager", "scheduler",
+        "checkpoint/vllm_words", "config", "sequence", "block_manager", "waiting", "scheduler",
         "frontend/metrics", "frontend/prompts"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.floor
 @pytest.mark.parametrize("options, words", [
     (dict(dtype="float8"), ["dtype must be one of", "got 'float8'", "bfloat16"]),
     (dict(load_format="gguf"), ["load_format must be one of", "got 'gguf'", "safetensors"]),
-    (dict(scheduling_policy="lifo"), ["scheduling_policy must be", "fcfs, priority, got 'lifo'"]),
+    (dict(scheduling_policy="lifo"), ["scheduling_policy must be one of fcfs, priority, shortest",
+                                      "got 'lifo'"]),
     (dict(device="tpu"), ["device must be one of", "got 'tpu'", "cpu, cuda"]),
     (dict(gpu_memory_utilization=0), ["gpu_memory_utilization", "(0, 1]", "got 0"]),
     (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),

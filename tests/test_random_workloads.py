@@ -197,7 +197,8 @@ class Drive:
         longest = len(ask.prompt) + ask.max_tokens
         seqs = [Sequence(str(i), list(ask.prompt), SamplingParams(n=ask.n), i, ask.priority, index,
                          seed=100 * i + index, stop_ids=stops, eos_ids=stops - {STOP},
-                         max_num_tokens=longest) for index in range(ask.n)]
+                         max_num_tokens=longest, arrival_time=ask.arrival / 100)
+                for index in range(ask.n)]
         if longest - 1 > self.workload.num_blocks * self.workload.block_size:
             self.seen["refused"] += 1
             with pytest.raises(ValueError, match="can't fit"):
@@ -212,6 +213,7 @@ class Drive:
         step = self.scheduler.schedule()
         assert step.num_tokens <= self.workload.budget
         self.seen["preemption"] += len(step.preempted)
+        self.seen["interruption"] += bool(step.admitted and step.preempted)
         self.seen["draft"] += sum(map(len, step.drafts.values()))
         if step.num_new_tokens:
             held = [block for seq, start in zip(step.num_new_tokens, step.starts, strict=True)
@@ -357,7 +359,7 @@ def workloads(draw, depth: int, drafts: tuple[int, ...] = (0,)) -> Workload:
         draw(st.lists(asks(block_size * num_blocks), min_size=1, max_size=7)), num_blocks,
         block_size, budget, draw(st.integers(1, min(6, budget))),
         caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        policy=draw(st.sampled_from(["fcfs", "priority", "shortest"])),
         num_drafts=draw(st.sampled_from(drafts)),
         window=draw(st.none() | st.integers(1, 12)),
         failures=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)),
@@ -376,8 +378,8 @@ def test_random_workloads_of_the_scheduler(depth):
         Drive(workload, seen).run()
 
     run_one()
-    expected = ["preemption", "hit", "abort", "reset", "refused", "stop None", "stop 1",
-                "stop ###", "length None", "released"]
+    expected = ["preemption", "interruption", "hit", "abort", "reset", "refused", "stop None",
+                "stop 1", "stop ###", "length None", "released"]
     if depth:  # at depth 0 nothing is in flight when something else can happen
         expected += ["abort in flight", "ended in flight", "failure"]
     assert all(seen[what] >= 10 for what in expected), f"too harmless: {seen}"

@@ -202,12 +202,12 @@ def test_the_share_is_computed_after_the_hit():
 
 
 def test_nobody_is_admitted_to_the_blocks_that_somebody_waits_for():
-    """In the step that preempts B, C must not take the blocks that were just given back, although
-    it is more important than B, would fit, and has been waiting for a seat."""
+    """In the step that preempts B, neither C, which has been waiting for a seat and would fit, nor
+    B itself may take the blocks that were just given back."""
     scheduler = make(num_blocks=4, seqs=2, scheduling_policy="priority")
     add(scheduler, 7, 5, priority=0), add(scheduler, 7, 5, priority=2)
     run_step(scheduler)
-    add(scheduler, 2, 2, priority=1)
+    add(scheduler, 2, 2, priority=3)
     steps = run(scheduler)
     step = next(step for step in steps if step.preempted)
     assert [seq.name for seq in step.preempted] == ["B"] and rows(step) == {"A": 1}
@@ -389,8 +389,8 @@ def set_field(name, value):
     (set_field("num_inflight_tokens", 2), "sequence A counts 2 tokens in flight, the steps 1"),
     (set_field("num_unknown_tokens", -1), "sequence A computed tokens it lacks"),
     (set_field("num_unknown_tokens", 2), "sequence A awaits 2 samples of 1 steps"),
-    (lambda scheduler, seq: setattr(scheduler.waiting[0][1], "row", 3), "sequence C waits, but"),
-    (lambda scheduler, seq: setattr(scheduler, "num_dead", 1), "0 dead entries.*counted 1"),
+    (lambda scheduler, seq: setattr(scheduler.waiting.first(), "row", 3), "sequence C waits, but"),
+    (lambda scheduler, seq: setattr(scheduler.waiting, "num_dead", 1), "0 dead entries.*counted 1"),
     (lambda scheduler, seq: scheduler.running.remove(seq), "block 0 counts 1 references but"),
     (set_field("num_committed_blocks", 0), "can be found before it is computed"),
     (set_field("num_committed_blocks", 2), "committed 2 blocks, but only 1 are full"),

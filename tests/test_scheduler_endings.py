@@ -148,13 +148,13 @@ def test_a_long_queue_with_many_aborted_entries():
         scheduler.finish(seq, "abort")
         num_alive = 1000 - (i + 1 - len(alive))
         assert scheduler.num_waiting == num_alive
-        assert len(scheduler.waiting) <= 2 * num_alive + 64
+        assert len(scheduler.waiting.heap) <= 2 * num_alive + 64
     scheduler.check()
     steps = run(scheduler)
     assert list(dict.fromkeys(seq for step in steps for seq in step.num_new_tokens)) == alive
     assert all(seq.output_token_ids == alone(seq) for seq in alive)
     scheduler.schedule()
-    assert not scheduler.waiting and scheduler.num_dead == 0, "the last dead surface and are gone"
+    assert not scheduler.waiting.heap and not scheduler.waiting.num_dead, "the last dead are gone"
 
 
 # ---------------------------------------------------------- steps in flight

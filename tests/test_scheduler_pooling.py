@@ -78,9 +78,10 @@ def test_a_pooled_prompt_needs_a_slot_for_each_token():
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pooled_prompts_are_never_preempted(depth):
     """Not in the tiniest pool: a prompt is admitted only where all of it fits, the budget then is
-    its own until its last chunk, and nobody grows behind a prompt. Random arrivals, lengths, common
-    beginnings, priorities, aborts, and steps that are lost."""
-    seen = {"chunk": 0, "hit": 0, "waited": 0, "lost": 0}
+    its own until its last chunk, and nobody grows behind a prompt. Only one that is more urgent may
+    interrupt it. Random arrivals, lengths, common beginnings, priorities, aborts, and steps that
+    are lost."""
+    seen = {"chunk": 0, "hit": 0, "waited": 0, "lost": 0, "interrupted": 0}
     for number in range(300):
         rng = random.Random(number)
         block_size, num_blocks = rng.choice([1, 2, 4]), rng.randint(2, 12)
@@ -89,7 +90,7 @@ def test_pooled_prompts_are_never_preempted(depth):
             model="none", block_size=block_size, max_num_batched_tokens=budget,
             max_num_seqs=rng.randint(1, min(4, budget)),
             enable_prefix_caching=rng.random() < 0.7,
-            scheduling_policy=rng.choice(["fcfs", "priority"])), num_blocks)
+            scheduling_policy=rng.choice(["fcfs", "priority", "shortest"])), num_blocks)
         arrivals = sorted(rng.randrange(12) for _ in range(rng.randint(1, 8)))
         seqs, in_flight, now = [], [], 0
         while len(seqs) < len(arrivals) or scheduler.has_unfinished():
@@ -104,7 +105,10 @@ def test_pooled_prompts_are_never_preempted(depth):
             if seqs and rng.random() < 0.05:
                 scheduler.finish(rng.choice(seqs), "abort")
             step = scheduler.schedule()
-            assert not step.preempted, number
+            for seq in step.preempted:
+                assert scheduler.waiting.policy == "priority" and any(
+                    other.priority < seq.priority for other in step.num_new_tokens), number
+            seen["interrupted"] += len(step.preempted)
             seen["chunk"] += len(step.num_new_tokens) - len(step.sampling)
             seen["waited"] += scheduler.num_waiting
             in_flight += [step] if step.num_new_tokens else []
@@ -121,4 +125,4 @@ def test_pooled_prompts_are_never_preempted(depth):
         seen["hit"] += sum(bool(seq.num_cached_tokens) for seq in seqs)
         assert {seq.finish_reason for seq in seqs} <= {"length", "abort"}
         assert scheduler.blocks.num_free_blocks == num_blocks
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 10, seen

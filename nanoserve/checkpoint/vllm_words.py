@@ -51,8 +51,7 @@ NOTHING: dict[str, tuple] = {
 LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the merged folder"
 ONE_COPY = ("all ranks serve one copy of the model with tensor_parallel_size; for several copies "
             "start several processes")
-PATTERNS = ("describe the form in the prompt and check the text, or restrict the tokens with "
-            "allowed_token_ids, logit_bias or bad_words")
+PATTERNS = "use SamplingParams(structured_outputs={'json': ...}), see docs/structured.md"
 IMAGES = "models here read text alone: leave it out"
 GRAPHS = ("there is no compiler of models; on a GPU decode steps are recorded as CUDA graphs, and "
           "enforce_eager=True switches that off")
@@ -135,7 +134,7 @@ OPTIONS: dict[str, str] = {
 
 # Fields of `SamplingParams`.
 SAMPLING: dict[str, str] = {
-    "structured_outputs": PATTERNS, "guided_decoding": PATTERNS, "response_format": PATTERNS,
+    "guided_decoding": PATTERNS, "response_format": PATTERNS,
     "best_of": "ask for n samples with logprobs=0, and keep those with the largest "
                "cumulative_logprob",
     "use_beam_search": "ask for n samples with logprobs=0, and keep those with the largest "

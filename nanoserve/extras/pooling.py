@@ -130,6 +130,7 @@ class PoolingRequest:
     stats: RequestStateStats = field(default_factory=lambda: RequestStateStats(
         arrival_time=time.time()))
     inbox: list | None = None
+    grammar: None = None  # nothing is written
 
     @property
     def pooling_type(self) -> str:
@@ -143,7 +144,7 @@ class PoolingRequest:
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         seq = Sequence(self.request_id, list(ids), GREEDY, arrival, self.priority,
-                       max_num_tokens=len(ids))
+                       max_num_tokens=len(ids), arrival_time=self.stats.arrival_time)
         # This is what keeps it from the prefix cache, unless it is LAST (the story: BUGS 36).
         seq.num_prompt_logprobs = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
         self.sequences, self.num_read = [seq], [len(ids)]

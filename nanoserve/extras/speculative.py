@@ -40,6 +40,7 @@ from nanoserve.sequence import Sequence, Step
 KEYS = {"ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
         "draft_model": ("method", "num_speculative_tokens", "model")}
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
+UNKNOWN = -1  # in the place of a draft that the small network has not made yet
 LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
 
 
@@ -220,7 +221,7 @@ class ModelGuesser:
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Only how many: the tokens are found when the step is launched, and has its blocks."""
-        return [0] * min(most, self.num_drafts)
+        return [UNKNOWN] * min(most, self.num_drafts)
 
     def fill(self, step: Step) -> None:
         """Put the guesses into `step.drafts`.
@@ -232,20 +233,26 @@ class ModelGuesser:
             known     .. 17 18          model        18 [19 20 21]
             first     17 18 -> 19       second       19 -> 20         third   20 -> 21
 
+        Drafts that are known already (a grammar forces them: structured.py) it only reads.
+
         Confessed: a sequence that ends right then, is preempted, or decodes where no budget is left
         leaves a block with such a gap, and whoever reads it gets worse guesses there.
         """
-        first = Step(step.index, network=1, sampling=list(step.drafts))
+        known = {seq: drafts for seq, drafts in step.drafts.items() if UNKNOWN not in drafts}
+        asked = [seq for seq in step.drafts if seq not in known]
+        first = Step(step.index, network=1, sampling=asked, drafts=known)
         spare = self.max_num_batched_tokens - step.num_tokens
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
-            decodes = num_new == 1 and start >= seq.num_prompt_tokens and spare > 0
-            spare -= decodes
-            earlier = decodes or seq in step.drafts
-            first.num_new_tokens[seq] = 2 if earlier else num_new
+            guesses = seq in step.drafts and seq not in known
+            num_given = 1 if guesses else num_new
+            earlier = guesses or (spare > 0 and (
+                seq in known or num_new == 1 and start >= seq.num_prompt_tokens))
+            spare -= earlier and not guesses  # whose place in the budget is that of a draft
+            first.num_new_tokens[seq] = num_given + earlier
             first.starts.append(start - earlier)
         passes = [(first, self.runner.launch(first))]
-        for i in range(1, max(map(len, step.drafts.values()), default=0)):
-            rows = [seq for seq, drafts in step.drafts.items() if len(drafts) > i]
+        for i in range(1, max((len(step.drafts[seq]) for seq in asked), default=0)):
+            rows = [seq for seq in asked if len(step.drafts[seq]) > i]
             # Their input, the guess before, is still on the device: see batch.py.
             one = Step(step.index, dict.fromkeys(rows, 1), [len(seq.token_ids) - 1 + i
                                                             for seq in rows], rows, network=1)

@@ -19,6 +19,7 @@ and the way out; a request's two ends are easiest understood together.
 import time
 from collections import UserDict
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import xxhash
 
@@ -46,6 +47,7 @@ class Request:
     eos_ids: frozenset[int]  # what ends it; none with ignore_eos
     late_ids: frozenset[int]  # what may not come before `min_tokens`
     bad_word_ids: list[list[int]]
+    grammar: Any  # what the output must match, or None
     tokenizer: Tokenizer | None  # None: no text is made
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
@@ -71,7 +73,8 @@ class Request:
                 seed=xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
                 stop_ids=self.eos_ids | frozenset(params.stop_token_ids), eos_ids=self.eos_ids,
                 late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-                max_num_tokens=self.max_num_tokens))
+                grammar=self.grammar and self.grammar.fresh(),
+                max_num_tokens=self.max_num_tokens, arrival_time=self.stats.arrival_time))
             if params.detokenize and self.tokenizer is not None:
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))
         self.num_read = [len(ids)] * params.n
@@ -164,6 +167,7 @@ class InputProcessor:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
+        self.grammars: Any = None  # compiles them; made when one is asked for
 
     def check_generates(self) -> None:
         """Raises `ValueError` where requests don't become text (extras/pooling)."""
@@ -199,8 +203,9 @@ class InputProcessor:
         _check_something_is_left(params, vocab_size, late_ids, bad_word_ids)
         longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
+        grammar = self._grammar(params, eos_ids) if params.structured_outputs is not None else None
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
-                       bad_word_ids, self.tokenizer,
+                       bad_word_ids, grammar, self.tokenizer,
                        stats=RequestStateStats(arrival_time=time.time()))
 
     def check_envelope(self, request_id: str, priority: int) -> None:
@@ -210,8 +215,9 @@ class InputProcessor:
         if type(priority) is not int:
             raise ValueError(f"priority must be a whole number, got {priority!r}")
         if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority={priority} has no effect with scheduling_policy='fcfs': "
-                             "make the engine with scheduling_policy='priority'")
+            raise ValueError(f"priority={priority} has no effect with scheduling_policy="
+                             f"{self.config.scheduling_policy!r}: make the engine with "
+                             "scheduling_policy='priority'")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """What is indexed with must be there: on a GPU a wrong index ends the whole process."""
@@ -241,6 +247,15 @@ class InputProcessor:
             if spaced[-len(bare):] != bare:
                 found.append(spaced)
         return found
+
+    def _grammar(self, params: SamplingParams, eos_ids: frozenset[int]) -> Any:
+        """What the output must match, compiled."""
+        if self.grammars is None:
+            from nanoserve.extras.structured import Grammars  # here: the core runs without extras
+            self.grammars = Grammars(self.tokenizer_for("structured_outputs"),
+                                     self.model_config.vocab_size)
+        return self.grammars.compile(params.structured_outputs,
+                                     eos_ids.union(params.stop_token_ids))
 
     def default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
@@ -294,6 +309,21 @@ class InputProcessor:
             raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
                              f"{sorted(map(str, prompt))}")
         return text, ids
+
+    def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The same prompts, those that are texts with their token ids: all in one call, for which
+        the library has threads, and equal ones once. What is wrong with one of them is not found
+        here but where it is read, so that the error can name it."""
+        texts = [_text_alone(prompt) for prompt in prompts]
+        different = list(dict.fromkeys(filter(None, texts)))
+        if len(different) < 2 or not callable(self.tokenizer):
+            return prompts
+        try:
+            ids_of = dict(zip(different, self.tokenizer(different)["input_ids"], strict=True))
+        except Exception:  # one of them is no valid text
+            return prompts
+        return [{"prompt": text, "prompt_token_ids": ids_of[text]} if text else prompt
+                for text, prompt in zip(texts, prompts, strict=True)]
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
         """A conversation through the chat template -> a prompt dict with text and token ids."""
@@ -380,3 +410,9 @@ def _content(message: dict) -> str | None:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
     return content
+
+
+def _text_alone(prompt: Prompt) -> str | None:
+    """A prompt's text, if it has one and no token ids."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) and len(prompt) == 1 else prompt
+    return text if isinstance(text, str) else None

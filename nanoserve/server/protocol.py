@@ -39,8 +39,6 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "tool_choice": (("none", "auto"), NO_TOOLS), "function_call": (("none", "auto"), NO_TOOLS),
     "audio": ((), "audio is not supported: leave it out"),
     "modalities": ((["text"],), 'only ["text"] is supported: this model writes text'),
-    "response_format": (({"type": "text"},), 'only {"type": "text"} is supported: describe the '
-                        "format in the prompt"),
     "suffix": (("",), "text in front of a suffix can't be filled in: put all of it in the prompt"),
     "best_of": ((1,), "best_of is not supported: ask for n samples with logprobs, and choose"),
     "reasoning_effort": ((), "reasoning_effort is not supported: many chat templates take such a "
@@ -128,6 +126,8 @@ class GenerationBody(Body):
         None)
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form ...
+    structured_outputs: dict[str, Any] | None = None  # ... and vLLM's
     skip_special_tokens: bool | None = None
     priority: int | None = None
     stream: bool | None = None
@@ -148,8 +148,19 @@ class GenerationBody(Body):
         given["logprobs"] = self.num_logprobs()
         if (limit := self.limit()) is not None:
             given["max_tokens"] = limit
+        if self.response_format is not None:
+            given["structured_outputs"] = self.form()
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return replace(defaults, output_kind=kind, **given)
+
+    def form(self) -> Any:
+        """What `response_format` asks for; None where any text will do. Raises `ValueError`."""
+        from nanoserve.extras.structured import from_response_format  # here: it may be deleted
+        asked = from_response_format(self.response_format)
+        if asked is not None and self.structured_outputs is not None:
+            raise BadRequest("response_format and structured_outputs exclude each other: leave one "
+                             "of them out", "response_format")
+        return asked or self.structured_outputs
 
     @property
     def num_samples(self) -> int:

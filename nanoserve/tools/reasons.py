@@ -53,7 +53,7 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
     waits = Waits()
     short = _explain_running(scheduler, step, budget, waits.of)
     _explain_sitting_out(scheduler, step, waits.of)
-    alive = (seq for seq in in_order(scheduler.waiting) if seq.finish_reason is None)
+    alive = (seq for seq in in_order(scheduler.waiting.heap) if seq.finish_reason is None)
     first = waits.next_in_line = next((seq for seq in alive if seq not in waits.of), None)
     if first is not None:
         waits.of[first] = _of_next_in_line(scheduler, step, budget, short, first)

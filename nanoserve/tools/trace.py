@@ -3,15 +3,16 @@
     python -m nanoserve.tools.trace
     python -m nanoserve.tools.trace --budget 6 --blocks 12 --request 9:4 --request 20:2
     python -m nanoserve.tools.trace --csv arrivals.csv --blocks 4096 --html run.html
+    python -m nanoserve.tools.trace --csv arrivals.csv --blocks 4096 --policy shortest
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs no torch, no model and no time, so it is the quickest way to see what a change
 to `scheduler.py` or `block_manager.py` does.
 
 Each request is `prompt:output[:shared]` in tokens; requests whose prompts share their first tokens
-can hit each other's blocks. A CSV adds when they arrive: `seconds,prompt,output[,shared]` a line
-(other columns, as in the header of the first line, are passed over). A cell of the table is what a
-request gets in that step:
+can hit each other's blocks. A CSV adds when they arrive, and how urgent they are:
+`seconds,prompt,output[,shared[,priority]]` a line (other columns, as in the header of the first
+line, are passed over). A cell of the table is what a request gets in that step:
 
     0..8      computes the tokens at positions 0 to 7 of its prompt
     8..10 →   the rest of the prompt, and samples a token from it
@@ -52,7 +53,10 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=4, help="tokens a block")
     parser.add_argument("--max-num-seqs", type=int, default=4)
     parser.add_argument("--request", action="append", metavar="PROMPT:OUTPUT[:SHARED]")
-    parser.add_argument("--csv", type=Path, help="arrivals: seconds, prompt, output[, shared]")
+    parser.add_argument("--csv", type=Path,
+                        help="arrivals: seconds, prompt, output[, shared[, priority]]")
+    parser.add_argument("--policy", choices=("fcfs", "priority", "shortest"), default="fcfs",
+                        help="who goes first, see nanoserve/waiting.py")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
     parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
@@ -63,7 +67,8 @@ def main() -> None:
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
         arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
         simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
-                                args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6)
+                                args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6,
+                                args.policy)
         for path, suffix in ((args.html, ".html"), (args.json, ".json")):
             if path:
                 simulation.record(str(Path(path).with_suffix(suffix)))
@@ -82,6 +87,7 @@ class Arrival:
     num_output: int
     num_shared: int = 0  # first tokens that it shares with all others
     seconds: float = 0.0  # when it arrives
+    priority: int = 0  # lower is served first, under that policy
 
     def __post_init__(self):
         if not (self.num_prompt >= 1 and self.num_output >= 1 and 0 <= self.seconds < inf
@@ -102,26 +108,28 @@ def parse(request: str) -> Arrival:
 
 
 def read_csv(path: Path) -> list[Arrival]:
-    """Lines of `seconds,prompt,output[,shared]`, or a header with these names in any order."""
+    """Lines of `seconds,prompt,output[,shared[,priority]]`, or a header with these names in any
+    order."""
     with path.open(newline="", encoding="utf-8-sig") as file:  # Excel writes a BOM
         lines = [line for line in csv.reader(file) if line]
-    names, columns = ["seconds", "prompt", "output", "shared"], [0, 1, 2, 3]
+    names = ["seconds", "prompt", "output", "shared", "priority"]
+    columns = {name: i for i, name in enumerate(names)}
     if lines and not _is_number(lines[0][0]):
         header = [name.strip().lower() for name in lines.pop(0)]
         if not set(names[:3]) <= set(header):
             raise ValueError(f"{path}: the header must name seconds, prompt and output, got "
                              f"{', '.join(header)}")
-        columns = [header.index(name) for name in names if name in header]
+        columns = {name: header.index(name) for name in names if name in header}
     arrivals = []
     for number, line in enumerate(lines, 1):
         try:
-            seconds, num_prompt, num_output = (line[i] for i in columns[:3])
-            num_shared = [int(line[i] or 0) for i in columns[3:] if i < len(line)]
-            arrivals.append(Arrival(int(num_prompt), int(num_output), *num_shared,
-                                    seconds=float(seconds)))
-        except (ValueError, IndexError):
+            cells = {name: line[i] for name, i in columns.items() if i < len(line)}
+            arrivals.append(Arrival(
+                int(cells["prompt"]), int(cells["output"]), int(cells.get("shared") or 0),
+                float(cells["seconds"]), int(cells.get("priority") or 0)))
+        except (ValueError, KeyError):
             raise ValueError(f"{path}, request {number}: {','.join(line)!r} must be "
-                             "seconds,prompt,output[,shared]") from None
+                             "seconds,prompt,output[,shared[,priority]]") from None
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
 
 
@@ -140,10 +148,12 @@ class Simulation:
     """
 
     def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
-                 max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6):
+                 max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6,
+                 policy: str = "fcfs"):
         config = EngineConfig(
             model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
-            max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget))
+            max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
+            scheduling_policy=policy)
         self.scheduler = Scheduler(config, num_blocks)
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
@@ -199,9 +209,16 @@ class Simulation:
             pass
 
     def summary(self) -> str:
-        """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds."""
+        """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds; where
+        priorities count, such a line for each."""
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
-        return f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"
+        lines = [f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"]
+        by_priority = self.scheduler.waiting.policy == "priority"
+        for priority in sorted({seq.priority for seq in self.seqs}) if by_priority else ():
+            some = [one for one, seq in zip(metrics, self.seqs, strict=True)
+                    if seq.priority == priority]
+            lines.append(f"priority {priority}: {summary(some, self.now)}")
+        return "\n".join(lines)
 
     def close(self) -> None:
         """The traces' files are complete only after this."""
@@ -251,6 +268,7 @@ def _make_sequence(i: int, arrival: Arrival) -> Sequence:
     tokens = [*shared, *(100 * (i + 1) + n for n in own)]
     params = SamplingParams(temperature=0, max_tokens=arrival.num_output)
     return Sequence(f"{chr(ord('A') + i % 26)}{i // 26 or ''}", tokens, params, arrival=i,
+                    priority=arrival.priority, arrival_time=arrival.seconds,
                     max_num_tokens=arrival.num_prompt + arrival.num_output)
 
 

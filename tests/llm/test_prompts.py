@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import real_tokenizers as real
 from checkpoints import VOCAB_SIZE
 from small_engine import (
     HELLO,
@@ -20,6 +21,7 @@ from small_engine import (
 )
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve.frontend.request import InputProcessor
 
 # ----------------------------------------------------- prompts and their results
 
@@ -223,3 +225,56 @@ def test_a_lone_surrogate_is_explained(llm, expected):
 def test_a_bad_word_that_is_no_text_is_refused(llm):
     with pytest.raises(ValueError, match="bad_words=.*no valid text"):
         run(llm, "x", SamplingParams(bad_words=["\ud800"]))
+
+
+# ------------------------------------------------------------- texts of one call
+
+
+class Counting:
+    """A tokenizer that counts how it is asked."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.batches, self.singles = tokenizer, [], []
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, texts, **options):
+        self.batches.append(list(texts))
+        return self.tokenizer(texts, **options)
+
+    def encode(self, text, **options):
+        self.singles.append(text)
+        return self.tokenizer.encode(text, **options)
+
+
+def test_texts_of_a_call_are_tokenised_together_and_equal_ones_once(llm, expected, monkeypatch):
+    counting = Counting(llm.inputs.tokenizer)
+    monkeypatch.setattr(llm.inputs, "tokenizer", counting)
+    both = {"prompt": "shown", "prompt_token_ids": HELLO}
+    prompts = ["one", {"prompt": "two"}, HELLO, "one", both, {"prompt_token_ids": HELLO}, "three",
+               "two"]
+    outs = run(llm, prompts, greedy(3))
+    assert (counting.batches, counting.singles) == ([["one", "two", "three"]], [])
+    texts = ["one", "two", None, "one", "shown", None, "three", "two"]
+    assert [out.prompt for out in outs] == texts
+    asked = ["one", "two", HELLO, "one", HELLO, HELLO, "three", "two"]
+    assert tokens(outs) == [expected(prompt, 3) for prompt in asked]
+
+
+@pytest.mark.parametrize("wrong", ["\ud800 hi", "", None, {"prompt": 7}, {"prompt": "a", "x": 1}])
+def test_the_wrong_one_among_many_is_named(llm, expected, wrong):
+    """One that can't be tokenised fails the whole batch, and nobody says which it was."""
+    with pytest.raises(ValueError, match="^prompt 2: "):
+        run(llm, ["one", "two", wrong, "three"], greedy(2))
+    assert_serves(llm, expected)
+
+
+@pytest.mark.parametrize("name", real.TOKENIZERS)
+def test_a_batch_has_the_tokens_that_each_text_has_alone(name):
+    """Special tokens included. Nothing is padded or cut."""
+    tokenizer = real.TOKENIZERS[name]
+    inputs = InputProcessor(None, None, tokenizer)
+    texts = [real.ENGLISH[:n] for n in (1, 7, 90, 300)] + [real.OTHERS, "x"]
+    assert [prompt["prompt_token_ids"] for prompt in inputs.tokenize(texts)] == [
+        tokenizer.encode(text) for text in texts]

@@ -84,7 +84,8 @@ CSV = "0.0,10,2\n2.5,4,1,4\n0.5,7,3,0\n"
 
 
 @pytest.mark.parametrize("text", [
-    CSV, "seconds,prompt,output,shared\n" + CSV.replace(",10,2", ",10,2,"),
+    CSV, "seconds,prompt,output,shared\n" + CSV.replace(",10,2", ",10,2,"), CSV.replace(
+        "4,1,4", "4,1,4,0"),
     "model,output,prompt,shared,seconds\nx,2,10,,0\ny,1,4,4,2.5\nz,3,7,0,0.5\n\n"])
 def test_a_csv_of_arrivals(tmp_path, text):
     """With a header or without, in any order of columns; sorted by time."""
@@ -155,3 +156,18 @@ def test_requests_beside_a_csv_arrive_first(tmp_path):
     (tmp_path / "a.csv").write_text("9,3,1\n")
     lines = run("--csv", str(tmp_path / "a.csv"), "--request", "5:1").splitlines()
     assert lines[1].split()[:3] == ["0", "5/12", "0..5"]
+
+
+@pytest.mark.parametrize("policy, order", [
+    ("fcfs", "ABCD"), ("shortest", "ACBD"), ("priority", "ADBC")])
+def test_the_policy_is_the_schedulers(tmp_path, policy, order):
+    """One seat. B, C and D come while A runs: C is the shortest, D takes A's seat if it may."""
+    (tmp_path / "a.csv").write_text("seconds,prompt,output,priority\n0,12,3,1\n.001,9,1,1\n"
+                                    ".001,4,1,1\n.006,5,1,0\n")
+    simulation = Simulation(read_csv(tmp_path / "a.csv"), 12, 9, 4, 1, policy=policy)
+    simulation.finish()
+    first = {name: stats.first_token_ts for name, stats in zip("ABCD", simulation.stats,
+                                                              strict=True)}
+    assert "".join(sorted(first, key=first.get)) == order
+    assert simulation.seqs[0].num_preemptions == (policy == "priority")
+    assert simulation.summary().count("priority") == (2 if policy == "priority" else 0)

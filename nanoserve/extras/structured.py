@@ -1,0 +1,330 @@
+"""Structured output: a grammar says which tokens may come next, and the model chooses among them.
+
+A JSON schema, a regular expression, a list of choices or a Lark grammar is compiled when a request
+is checked, by the library llguidance. From then on it is a parser (Earley's) that reads the output
+and says, before each token, which tokens of the vocabulary can go on with it: a mask, one bit a
+token. All others get a logit of -inf (controls.py), so every text that ends by itself is valid.
+
+    output so far     {"age":
+    may come next     ` ` and nothing else, then 0 to 9 and `-`, then digits, `.` and `}`, ...
+    the model         chooses among these; its probabilities are renormalised over them
+
+**Where only one text is possible** (`{"hero": "` at the beginning of an object) the mask allows the
+tokens that the tokenizer writes it with. The model has nothing to choose there, so these tokens are
+proposed as drafts (see speculative.py), and one step checks all of them. Two ideas in one: jump-
+forward decoding (Zheng et al. 2023, "SGLang"), and drafts that are always right. The road not taken
+is to append them without asking the model: another path for tokens to get into a sequence.
+
+Invariant: **what a parser has read follows from the sequence's tokens.** A draft is read to make
+the masks behind it, and then forgotten; whatever interrupts that, the tokens are read anew.
+
+How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
+Where it is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
+hold, unless they leave nothing that the grammar allows: then they are passed over. `max_tokens` and
+stop strings may cut a text anywhere; `finish_reason="length"` says that `max_tokens` did.
+
+Not known here: logits, blocks, steps. Confessed: a model that thinks before it answers (`<think>`)
+is held to the grammar from its first token, and so doesn't think.
+"""
+
+import json
+import re
+import warnings
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from nanoserve.sequence import Sequence, Step
+
+END = "<|nanoserve: the text may end here|>"
+SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
+# How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
+# small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
+ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
+
+
+# ------------------------------------------------------------ what is asked for
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What the output must be: exactly one of these. The names are vLLM's. Raises `ValueError`."""
+
+    json: str | dict | None = None  # a JSON schema
+    regex: str | None = None  # which the whole output matches
+    choice: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # Lark's notation, with llguidance's extensions
+    json_object: bool | None = None  # any JSON object
+
+    def __post_init__(self):
+        # json_object=False asks for nothing, as None does; an empty schema allows any JSON value.
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError("structured_outputs must have exactly one of "
+                             f"{', '.join(f.name for f in fields(self))}, got "
+                             f"{' and '.join(given) or 'none of them'}")
+        right = dict(
+            json=isinstance(self.json, (str, dict)), regex=isinstance(self.regex, str),
+            grammar=isinstance(self.grammar, str), json_object=self.json_object is True,
+            choice=isinstance(self.choice, (list, tuple)) and bool(self.choice) and all(
+                isinstance(text, str) and text for text in self.choice))
+        must = dict(json="a JSON schema, as a dict or as text", regex="a regular expression",
+                    grammar="a grammar in Lark's notation", json_object="True",
+                    choice="a list of non-empty texts")
+        name, = given
+        if not right[name]:
+            raise ValueError(f"structured_outputs: {name} must be {must[name]}, got "
+                             f"{getattr(self, name)!r:.100}")
+
+    @classmethod
+    def of(cls, asked: Any) -> "StructuredOutputsParams":
+        """A dict with these names is as good. Raises `ValueError` for anything else."""
+        if isinstance(asked, dict):
+            names = [f.name for f in fields(cls)]
+            if unknown := [str(key) for key in asked if key not in names]:
+                raise ValueError(f"structured_outputs takes one of {', '.join(names)}, got "
+                                 f"{', '.join(unknown)}")
+            return cls(**asked)
+        if not isinstance(asked, cls):
+            raise ValueError("structured_outputs must be StructuredOutputsParams or a dict such as "
+                             f"{{'regex': '[0-9]+'}}, got {asked!r:.100}")
+        return cls(**{f.name: getattr(asked, f.name) for f in fields(cls)})  # checked once more
+
+
+def from_response_format(response_format: dict | None) -> StructuredOutputsParams | None:
+    """OpenAI's `response_format` in our words; None where any text will do. Raises `ValueError`."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+            raise ValueError("response_format: json_schema must be a dict with a schema, got "
+                             f"{named!r:.100}")
+        return StructuredOutputsParams(json=named["schema"])
+    raise ValueError("response_format must be a dict whose type is text, json_object or "
+                     f"json_schema, got {response_format!r:.100}")
+
+
+# ------------------------------------------------------------------ its compiler
+
+
+class Grammars:
+    """Compiles what is asked for, for one tokenizer. Making it takes a moment (up to a second with
+    150,000 tokens), so an `InputProcessor` makes it for its first request of this kind.
+
+    vocab_size: the model's, which may be padded beyond the tokenizer's. Raises `ValueError`.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self.library, self.vocab_size = _import_library(), vocab_size
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("structured_outputs needs a tokenizer of the library `tokenizers`, "
+                             f"got a {type(tokenizer).__name__}: name another with tokenizer=")
+        from tokenizers import Tokenizer  # here: it came with the tokenizer
+        own = Tokenizer.from_str(backend.to_str())
+        own.no_padding()
+        own.no_truncation()
+        own.add_special_tokens([END])
+        # Behind all others, so that no real token has it; a padded vocabulary may have room there.
+        self.end_id = own.token_to_id(END)
+        try:
+            self.tokenizer = self.library.LLTokenizer(
+                own.to_str(), n_vocab=max(vocab_size, self.end_id + 1), eos_token=self.end_id)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: llguidance can't read this tokenizer: {error}"
+                             ) from error
+        # It knows the usual ways to write a space and bytes, and takes others for plain letters.
+        read = self.tokenizer.decode_bytes(own.encode(SAMPLE, add_special_tokens=False).ids)
+        if read.decode(errors="replace").strip() != SAMPLE:
+            raise ValueError(f"structured_outputs: llguidance reads this tokenizer's {SAMPLE!r} as "
+                             f"{read!r}: name another with tokenizer=")
+        # One schema often comes with many requests. A matcher in here is only ever copied.
+        self.matcher_of = lru_cache(maxsize=64)(self._compile)
+
+    def compile(self, asked: Any, stop_ids: frozenset[int]) -> "Grammar":
+        """asked: `SamplingParams.structured_outputs`; stop_ids: what ends a text, by itself or for
+        the caller. Raises `ValueError`, with the library's words for what it does not support."""
+        asked = StructuredOutputsParams.of(asked)
+        end_ids = frozenset(i for i in stop_ids if 0 <= i < self.vocab_size)
+        if not end_ids:
+            raise ValueError("structured_outputs needs a token that ends the text, and there is no "
+                             "EOS (ignore_eos=True, or a model without): name one with "
+                             "stop_token_ids, or leave ignore_eos out")
+        return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
+
+    def _compile(self, grammar: str) -> Any:
+        _refuse_what_crashes(grammar)
+        matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: llguidance refuses this: {matcher.get_error()}")
+        return matcher
+
+    def _translate(self, asked: StructuredOutputsParams) -> str:
+        """To the library's own form of a grammar."""
+        to = self.library.LLMatcher
+        if asked.regex is not None:
+            return to.grammar_from_regex(asked.regex)
+        if asked.grammar is not None:
+            return to.grammar_from_lark(asked.grammar)
+        if asked.choice is not None:  # Lark's strings are written as JSON's are
+            return to.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice)))
+        schema = {"type": "object"} if asked.json is None else asked.json
+        try:
+            return to.grammar_from_json_schema(schema, defaults=ONE_LINE)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"structured_outputs: json is no JSON schema: {error}") from error
+
+
+def _refuse_what_crashes(grammar: str) -> None:
+    """llguidance 1.9 recurses for ever over a whole number that is -2^63 as a float, and that ends
+    the process: in a server, anybody's request could."""
+    if found := re.search(r"-922337203685477\d{4}(?![\d.eE])", grammar):
+        raise ValueError(f"structured_outputs: llguidance can't read the number {found[0]}: leave "
+                         "it out")
+
+
+def _import_library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError('structured_outputs needs the library llguidance: pip install '
+                         '"nanoserve[structured]", or pip install "llguidance>=1.9,<2"') from error
+    return llguidance
+
+
+# ---------------------------------------------------------------- one text's parser
+
+
+class Grammar:
+    """A compiled grammar, and how far the output of one sequence has got in it."""
+
+    def __init__(self, made_by: Grammars, compiled: Any, end_ids: frozenset[int]):
+        self.made_by, self.compiled, self.end_ids = made_by, compiled, end_ids
+        self.matcher: Any = None
+        self.num_read: int | None = None  # tokens of the sequence, its prompt among them; None: ...
+        # ... the matcher has to begin anew
+
+    def fresh(self) -> "Grammar":
+        """For another sequence. What was compiled is shared."""
+        return Grammar(self.made_by, self.compiled, self.end_ids)
+
+    def attach(self, engine: Any) -> None:
+        """From now on this engine's forced tokens are drafts. To be called between two steps."""
+        proposer = getattr(engine.scheduler.propose, "__self__", None)
+        if not isinstance(proposer, ForcedTokens):
+            ForcedTokens(engine)
+
+    def mask(self, seq: Sequence, drafts: list[int] | tuple, allowed: np.ndarray,
+             banned: list[int]) -> np.ndarray:
+        """Which tokens may come behind the sequence's and these drafts: a bit for each,
+        (ceil(vocab_size / 8),) uint8, the lowest bit first.
+
+        allowed, banned: the request's other constraints (allowed: empty where all are).
+        """
+        self._read(seq)
+        self.num_read = None  # Ctrl-C while drafts are read: begin anew
+        num_fitting = self.matcher.try_consume_tokens(list(drafts))
+        if num_fitting == len(drafts):
+            mask = self._mask_here()
+        else:  # a draft is forbidden, so it is wrong, and what follows it is thrown away
+            mask = np.full(-(-self.made_by.vocab_size // 8), 255, dtype=np.uint8)
+        self.matcher.rollback(num_fitting)
+        self.num_read = len(seq.token_ids)
+        return _narrow(mask, allowed, banned) if banned or len(allowed) else mask
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """The tokens that have to follow, up to `most`: none where there is a choice."""
+        self._read(seq)
+        return self.matcher.compute_ff_tokens()[:most]
+
+    def _read(self, seq: Sequence) -> None:
+        """The tokens that are new, or all of the output after an interruption."""
+        num_read, self.num_read = self.num_read, None
+        if num_read is None:
+            self.matcher, num_read = self.compiled.deep_copy(), seq.num_prompt_tokens
+        if num_read < len(seq.token_ids):
+            self.matcher.consume_tokens(seq.token_ids[num_read:])
+        self.num_read = len(seq.token_ids)
+
+    def _mask_here(self) -> np.ndarray:
+        """A matcher that has failed allows END alone: the text ends there, and a warning says why.
+        (It fails where a grammar is so ambiguous that the library's limits are met.)"""
+        if self.matcher.is_error():
+            warnings.warn("structured_outputs: a text ends early, because llguidance gave up: "
+                          + self.matcher.get_error().partition("\n")[0], stacklevel=2)
+        every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        mask = every[:-(-self.made_by.vocab_size // 8)].copy()
+        byte, bit = divmod(self.made_by.end_id, 8)
+        may_end = every[byte] >> bit & 1
+        if byte < len(mask):  # in a padded vocabulary END's place is one of the model's, too
+            mask[byte] &= 255 - (1 << bit)
+        if may_end:
+            for token_id in self.end_ids:
+                mask[token_id // 8] |= 1 << token_id % 8
+        return mask
+
+
+def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndarray:
+    """The same with other constraints as well, unless they would leave nothing."""
+    bits = np.unpackbits(mask, bitorder="little")
+    kept = np.zeros_like(bits) if len(allowed) else bits.copy()
+    kept[allowed] = bits[allowed]
+    kept[banned] = 0
+    return np.packbits(kept, bitorder="little") if kept.any() else mask
+
+
+# ------------------------------------------------------------- forced tokens as drafts
+
+
+class ForcedTokens:
+    """Proposes what a grammar forces, and asks the drafter, if there is one, where it forces
+    nothing. The scheduler calls it (`Scheduler.propose`); a drafter's `guesser` it can be as well.
+
+    Drafts need buffers and rows of logits, which an engine has for `max_num_seqs` samples a step
+    and for what its drafter may guess. So forced tokens use the places that are free: with a full
+    house there are none, and then a step is used well without them.
+    """
+
+    def __init__(self, engine: Any):
+        self.scheduler, self.inner = engine.scheduler, None
+        self.num_drafts = engine.config.num_drafts
+        self.step = self.num_free = -1
+        self.forced: set[Sequence] = set()  # those whose last drafts were
+        if engine.drafter is not None:
+            self.inner, engine.drafter.guesser = engine.drafter.guesser, self
+        self.scheduler.propose = self.propose
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Up to `most` tokens, none where nothing is known."""
+        scheduler = self.scheduler
+        if self.step != scheduler.num_steps:
+            self.step = scheduler.num_steps
+            self.num_free = scheduler.max_num_seqs - scheduler.num_running
+        self.forced.discard(seq)
+        limit = min(most, self.num_drafts or self.num_free)
+        if seq.grammar is not None and limit > 0 and (drafts := seq.grammar.forced(seq, limit)):
+            self.forced.add(seq)
+            self.num_free -= len(drafts)
+            return drafts
+        return self.inner.propose(seq, most) if self.inner is not None else []
+
+    # What a drafter asks of its guesser, passed on where the drafts were its own.
+
+    def fill(self, step: Step) -> None:
+        self.inner.fill(step)
+
+    def checked(self, seq: Sequence, num_right: int) -> None:
+        if seq not in self.forced:
+            self.inner.checked(seq, num_right)
+
+    def forget(self, seq: Sequence) -> None:
+        self.forced.discard(seq)
+        self.inner.forget(seq)

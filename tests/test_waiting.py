@@ -1,0 +1,222 @@
+"""Who goes first: the order under each policy, and who makes way for whom. No torch.
+
+Oracles: `sorted` with a key that is written out here, all 720 orders of six requests, arithmetic by
+hand, and `alone()` for the tokens, which no policy may change.
+"""
+
+import random
+from itertools import accumulate, permutations
+
+import pytest
+from scheduler_by_hand import add, alone, finish_step, make, rows, run, run_step
+
+from nanoserve.config import SamplingParams
+from nanoserve.sequence import Sequence
+from nanoserve.waiting import WaitingQueue
+
+pytestmark = pytest.mark.floor
+
+KEYS = {"fcfs": lambda seq: seq.arrival,
+        "priority": lambda seq: (seq.priority, seq.arrival),
+        "shortest": lambda seq: (seq.arrival_time + seq.num_prompt_tokens / 1000, seq.arrival)}
+
+
+def sequences(count: int, seed: int = 0) -> list[Sequence]:
+    rng = random.Random(seed)
+    return [Sequence(str(i), [0] * rng.randrange(1, 3000), SamplingParams(), arrival=i,
+                     priority=rng.randrange(-2, 3), arrival_time=100 + i * rng.random() / 4)
+            for i in range(count)]
+
+
+# ----------------------------------------------------------------------- the queue
+
+
+@pytest.mark.parametrize("policy", KEYS)
+def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
+    """Also for those that are put back, as preempted ones are; without those that have ended."""
+    rng, queue, inside, outside = random.Random(5), WaitingQueue(policy), [], sequences(300)
+    for _ in range(2000):
+        action = rng.choice("push push pop end".split())
+        if action == "push" and outside:
+            inside.append(outside.pop(rng.randrange(len(outside))))
+            queue.push(inside[-1])
+        elif action == "pop" and inside:
+            first = min(inside, key=KEYS[policy])
+            assert queue.first() is first and queue.pop() is first
+            inside.remove(first)
+            outside.append(first)
+        elif action == "end" and len(inside) > 3:
+            ended = inside.pop(rng.randrange(len(inside)))
+            ended.finish_reason = "abort"
+            queue.bury()
+        queue.check()
+        assert len(queue) == len(inside) and set(queue) == set(inside)
+    for seq in sorted(inside, key=KEYS[policy]):
+        assert queue.first() is seq and queue.pop() is seq
+    assert queue.first() is None and not len(queue)
+
+
+def test_samples_of_one_request_have_different_places():
+    queue = WaitingQueue("shortest")
+    samples = [Sequence("r", [1], SamplingParams(n=3), index=index) for index in (2, 0, 1)]
+    for seq in samples:
+        queue.push(seq)
+    order = []
+    while queue.first() is not None:
+        order.append(queue.pop().index)
+    assert order == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------- shortest
+
+
+def first_tokens(scheduler) -> dict[str, int]:
+    """The step in which each request gets its first token."""
+    steps = run(scheduler)
+    return {seq.name: min(step.index for step in steps if seq in step.sampling)
+            for step in steps for seq in step.sampling}
+
+
+def test_shortest_is_the_best_of_all_orders_when_all_are_there():
+    """Six prompts, one seat, 4 tokens a step, one token to generate: a prompt of 9 takes 3 steps.
+    The mean time to the first token is the least of all 720 orders."""
+    lengths = [17, 4, 30, 9, 12, 1]
+    waits = {order: sum(accumulate(-(-n // 4) for n in order)) for order in permutations(lengths)}
+    ours = {}
+    for policy in ("fcfs", "shortest"):
+        scheduler = make(budget=4, seqs=1, scheduling_policy=policy)
+        for n in lengths:
+            add(scheduler, n, 1)
+        ours[policy] = sum(step + 1 for step in first_tokens(scheduler).values())
+    assert ours["fcfs"] == waits[tuple(lengths)]
+    assert ours["shortest"] == min(waits.values()) < ours["fcfs"]
+
+
+def test_shortest_lets_nobody_starve():
+    """A prompt of 1,000 tokens that came at 0 s is before any that comes after 1 s, and behind one
+    of 10 tokens that came at 0.98 s: 0.98 + 0.01 < 0 + 1."""
+    queue = WaitingQueue("shortest")
+
+    def put(n: int, at: float) -> Sequence:
+        seq = Sequence("r", [0] * n, SamplingParams(), arrival=len(queue), arrival_time=at)
+        queue.push(seq)
+        return seq
+
+    long = put(1000, 0.0)
+    assert put(1, 1.0) is not queue.first() is long
+    assert put(10, 0.98) is queue.first()
+    assert put(5, 0.99) is not queue.first()
+
+
+def test_shortest_orders_those_that_run_as_well():
+    """The last in the order is the one that gives its blocks back, and it comes back first."""
+    scheduler = make(num_blocks=6, scheduling_policy="shortest")
+    seqs = [add(scheduler, n, 9) for n in (8, 5, 7)]
+    steps = run(scheduler)
+    assert [seq.name for step in steps for seq in step.preempted][:2] == ["A", "C"]
+    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
+
+
+# ------------------------------------------------------------------- interruption
+
+
+def test_who_lacks_a_seat_takes_that_of_the_last():
+    """B comes while A decodes in the only seat. It is computed in the next step, and A goes on
+    behind it, with its tokens."""
+    scheduler = make(seqs=1, scheduling_policy="priority")
+    first = add(scheduler, 6, 6, priority=1)
+    run_step(scheduler)
+    run_step(scheduler)
+    urgent = add(scheduler, 5, 2, priority=0)
+    step = run_step(scheduler)
+    assert str(step) == "step 2: 5 tokens | B 0..5 ↦ | preempted A"
+    run(scheduler)
+    assert first.num_preemptions == 1
+    assert [seq.output_token_ids for seq in (first, urgent)] == [alone(first), alone(urgent)]
+
+
+def test_who_lacks_blocks_takes_as_many_as_it_needs_from_the_end():
+    """8 blocks: A, B and C hold 2 each. The urgent D needs 5 of them for 18 tokens: C and B go."""
+    scheduler = make(num_blocks=8, scheduling_policy="priority", enable_prefix_caching=False)
+    seqs = [add(scheduler, 7, 2, priority=priority) for priority in (1, 2, 3)]
+    run_step(scheduler)
+    seqs.append(add(scheduler, 18, 2, priority=0))
+    step = run_step(scheduler)
+    assert [seq.name for seq in step.preempted] == ["C", "B"]
+    assert rows(step) == {"A": 1, "D": 18}
+    run(scheduler)
+    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
+
+
+@pytest.mark.parametrize("policy, first, second", [
+    ("priority", 0, 0), ("priority", 0, 1), ("fcfs", 1, 0), ("shortest", 0, 0)])
+def test_nobody_makes_way_for_one_that_comes_behind(policy, first, second):
+    """Nor for anybody where there are no priorities: B is shorter, but A runs already."""
+    scheduler = make(seqs=1, scheduling_policy=policy)
+    add(scheduler, 9, 4, priority=first)
+    run_step(scheduler)
+    add(scheduler, 2, 4, priority=second)
+    assert not any(step.preempted for step in run(scheduler))
+
+
+def test_nobody_makes_way_where_there_is_room():
+    scheduler = make(seqs=2, scheduling_policy="priority")
+    add(scheduler, 9, 4, priority=3)
+    run_step(scheduler)
+    add(scheduler, 2, 4, priority=0)
+    assert not any(step.preempted for step in run(scheduler))
+
+
+def test_one_that_is_in_flight_leaves_when_its_step_is_back():
+    """With overlap A is being computed when B comes. It gets no share of the step after that, so
+    that the one after that can take its seat."""
+    scheduler = make(seqs=2, scheduling_policy="priority")
+    keeps, leaves = add(scheduler, 6, 9, priority=0), add(scheduler, 6, 9, priority=5)
+    run_step(scheduler)
+    flying = scheduler.schedule()
+    urgent = add(scheduler, 5, 2, priority=1)
+    waiting = scheduler.schedule()
+    assert (rows(flying), rows(waiting)) == ({"A": 1, "B": 1}, {"A": 1})
+    assert not waiting.preempted
+    finish_step(scheduler, flying)
+    step = scheduler.schedule()
+    assert list(step.preempted) == [leaves] and rows(step) == {"C": 5, "A": 1}
+    finish_step(scheduler, waiting)
+    finish_step(scheduler, step)
+    run(scheduler)
+    for seq in (keeps, leaves, urgent):
+        assert seq.output_token_ids == alone(seq)
+
+
+def test_who_waits_for_a_block_that_is_being_computed_interrupts_nobody():
+    """C starts like B, whose prompt is in the making: it sits that out, and hits it afterwards."""
+    scheduler = make(num_blocks=6, seqs=3, budget=9, scheduling_policy="priority")
+    prompt = list(range(12))
+    add(scheduler, 4, 5, priority=5), add(scheduler, prompt, 2, priority=0)
+    step = scheduler.schedule()
+    assert rows(step) == {"A": 4, "B": 5} or rows(step) == {"B": 9}
+    urgent = add(scheduler, prompt, 2, priority=1)
+    assert not scheduler.schedule().preempted
+    finish_step(scheduler, step)
+    while scheduler.in_flight:
+        finish_step(scheduler, scheduler.in_flight[0])
+    run(scheduler)
+    assert urgent.num_cached_tokens and urgent.output_token_ids == alone(urgent)
+
+
+def test_a_stream_of_urgent_ones_holds_the_others_up_and_changes_no_token():
+    """What is urgent waits for nobody: every one of them has its first token in the step after its
+    arrival. The patient ones come to their end afterwards."""
+    scheduler = make(num_blocks=12, seqs=3, scheduling_policy="priority")
+    patient = [add(scheduler, 9, 8, priority=1) for _ in range(4)]
+    urgent = []
+    for i in range(12):
+        run_step(scheduler)
+        if i % 2:
+            urgent.append(add(scheduler, 6, 2, priority=0))
+            assert urgent[-1] in run_step(scheduler).sampling
+    run(scheduler)
+    assert sum(seq.num_preemptions for seq in patient) > 1
+    assert not any(seq.num_preemptions for seq in urgent)
+    assert [seq.output_token_ids for seq in patient + urgent] == [
+        alone(seq) for seq in patient + urgent]
