@@ -162,6 +162,8 @@ LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 POLICY = choice("fcfs", "priority", "shortest")
 OVERRIDES = instance(dict, "a dict laid over config.json")
+QUANTIZATION = Rule("dequantize or int8 (the format of a quantised checkpoint is read from its "
+                    "config.json: leave it out)", choice("dequantize", "int8").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 TRACE = Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "
@@ -195,6 +197,7 @@ class EngineConfig:
     dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
     model_impl: str = option("auto", MODEL_IMPL)  # whose network: ours where there is one
+    quantization: str | None = option(None, QUANTIZATION)  # of weights: see extras/quantization.py
     tensor_parallel_size: int = option(1, COUNT)  # ranks that share the model
     expert_parallel: bool = option(False, FLAG)  # ranks share out whole experts, not a part of each
     seed: int = option(0, WHOLE)

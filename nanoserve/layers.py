@@ -25,7 +25,7 @@ Not known here: files, the order of layers, the KV cache. Road not taken: `nn.Li
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 
@@ -44,12 +44,19 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights are kept, as what, and what computes: the same for all layers of a model."""
+    """Where weights are kept, as what, and what computes: the same for all layers of a model.
+
+    linear, embedding: who makes these layers, an annexe's classes in their places. unpack: what
+    makes weights of a quantised checkpoint's tensors, see `load_weights`.
+    """
 
     dtype: torch.dtype
     device: torch.device
     ranks: Ranks = SOLO
     ops: ModuleType = ops  # or one of its twins, which have the same functions
+    linear: type["Linear"] = field(default_factory=lambda: Linear)
+    embedding: type["Embedding"] = field(default_factory=lambda: Embedding)
+    unpack: Callable | None = None
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Memory that the loader will fill."""
@@ -135,12 +142,15 @@ class Linear(nn.Module):
         start = 0
         for name, rows in self.matrices.items():
             here = slice(start, start + rows.size)
-            yield beside(path, f"{name}.weight"), partial(
-                copy_share, self.weight[here], rows, self.inputs)
+            yield beside(path, f"{name}.weight"), partial(self.fill, here, rows)
             if self.bias is not None:
                 yield beside(path, f"{name}.bias"), partial(
                     copy_share, self.bias[here], rows, None)
             start += rows.size
+
+    def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
+        """One of the matrices has come, whose share is these rows of ours."""
+        copy_share(self.weight[here], rows, self.inputs, tensor)
 
     def finish_loading(self) -> None:
         self.packed, self.weight = self.ops.pack(self.weight.data), None
@@ -182,11 +192,15 @@ class Embedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
         if self.tokens.is_whole:
-            return F.embedding(ids, self.weight)
+            return self.look_up(ids)
         elsewhere = (ids < self.tokens.start) | (ids >= self.tokens.stop)
         local = (ids - self.tokens.start).masked_fill(elsewhere, 0)
-        vectors = F.embedding(local, self.weight).masked_fill_(elsewhere[:, None], 0)
+        vectors = self.look_up(local).masked_fill_(elsewhere[:, None], 0)
         return self.ranks.all_reduce(vectors)
+
+    def look_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """The vectors in these rows of the weight."""
+        return F.embedding(rows, self.weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the LM head: (num_rows, hidden_size) -> (num_rows, tokens that are here)"""

@@ -59,6 +59,10 @@ class LLM(LLMEngine):
         config, said = fit_to_device(config, asked)
         say(*said)
         config.check_ranks(self.model_config)
+        layers = {}
+        if config.quantization is not None or self.model_config.quantization is not None:
+            from nanoserve.extras.quantization import choose_layers  # here: see below
+            config, layers = choose_layers(config, self.model_config, say)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
@@ -69,12 +73,12 @@ class LLM(LLMEngine):
         if config.speculative_config is not None:
             from nanoserve.extras.speculative import check
             config = check(config, self.model_config, self.tokenizer, say)
-        ranks = _start_ranks(config, folder, pooler)
+        ranks = _start_ranks(config, folder, pooler, layers)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
             runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler,
-                                 make_network=make_network)
+                                 make_network=make_network, layers=layers)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)
@@ -231,9 +235,10 @@ class LLM(LLMEngine):
         ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
         graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
         pools = f", {self.runner.pooler}" if self.runner.pooler else ""
+        dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
         device = describe_device(self.runner.device, c.kernels)
         return (f"{Path(c.model).name}: {self.model_config.architecture} by {c.model_impl}, "
-                f"{device}, {c.dtype}{ranks}, "
+                f"{device}, {dtype}{ranks}, "
                 f"{c.kernels} attention, {graphs}{pools} | "
                 f"KV cache {num_blocks:,} blocks of {c.block_size} = "
                 f"{num_blocks * c.block_size:,} tokens, "
@@ -256,16 +261,17 @@ def read_model(asked: EngineConfig, folder: Path,
     return read_foreign(replace(asked, model_impl="transformers"), folder)
 
 
-def _start_ranks(config: EngineConfig, folder: Path, pooler: Pooler | None) -> Ranks:
+def _start_ranks(config: EngineConfig, folder: Path, pooler: Pooler | None,
+                 layers: dict) -> Ranks:
     """Rank 0, with the others started or joined.
 
     Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
     down, and then their script ends: what follows in it is rank 0's to do.
     """
     ranks = start_ranks(config.tensor_parallel_size, config.device,
-                        "nanoserve.model_runner:serve_rank", (config, folder, pooler))
+                        "nanoserve.model_runner:serve_rank", (config, folder, pooler, layers))
     if ranks.rank > 0:
         with closing(ranks):
-            serve_rank(ranks, (config, folder, pooler))
+            serve_rank(ranks, (config, folder, pooler, layers))
         raise SystemExit(0)
     return ranks

@@ -27,15 +27,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers import (
-    Embedding,
-    Experts,
-    Linear,
-    Placement,
-    RMSNorm,
-    RotaryEmbedding,
-    as_span,
-)
+from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding, as_span
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see `ops.new_cache`
@@ -50,15 +42,15 @@ class Decoder(nn.Module):
         _, kv_heads = on.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * config.num_hidden_layers
         vocabulary = on.share(config.vocab_size)
-        self.embed_tokens = Embedding(vocabulary, config.hidden_size, on,
-                                      tied=config.tie_word_embeddings)
+        self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
+                                         tied=config.tie_word_embeddings)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
         self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
             config.head_dim, config.rope_local, on.device)
         self.layers = nn.ModuleList(DecoderLayer(config, i, on, expert_parallel)
                                     for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
-        self.lm_head = None if config.tie_word_embeddings else Linear(
+        self.lm_head = None if config.tie_word_embeddings else on.linear(
             config.hidden_size, {"lm_head": vocabulary}, False, on)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -149,9 +141,9 @@ class Attention(nn.Module):
         self.window = config.windows[index]
         heads, kv_heads = on.share_heads(config.num_attention_heads, config.num_key_value_heads)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
-        self.qkv_proj = Linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv},
-                               config.qkv_bias, on)
-        self.o_proj = Linear(q, {"o_proj": config.hidden_size}, config.o_bias, on)
+        self.qkv_proj = on.linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv},
+                                  config.qkv_bias, on)
+        self.o_proj = on.linear(q, {"o_proj": config.hidden_size}, config.o_bias, on)
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, self.eps, on, config.norm_offset) if config.qk_norm else None
             for _ in range(2))
@@ -175,9 +167,9 @@ class MLP(nn.Module):
         super().__init__()
         stream, inner = config.hidden_size, on.share(config.intermediate_size)
         self.activation, self.ops = config.activation, on.ops
-        self.gate_up_proj = Linear(stream, {"gate_proj": inner, "up_proj": inner},
-                                   config.mlp_bias, on)
-        self.down_proj = Linear(inner, {"down_proj": stream}, config.mlp_bias, on)
+        self.gate_up_proj = on.linear(stream, {"gate_proj": inner, "up_proj": inner},
+                                      config.mlp_bias, on)
+        self.down_proj = on.linear(inner, {"down_proj": stream}, config.mlp_bias, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.ops.act_and_mul(self.gate_up_proj(hidden), self.activation))

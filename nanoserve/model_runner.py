@@ -71,17 +71,17 @@ class Pooler(Protocol):
 class ModelRunner:
     """Weights, KV cache and buffers on one device, which is one rank's.
 
-    config: resolved, `device` and `dtype` included. folder: the checkpoint's. graph_class: what
-    records decode steps; a stand-in records them on a CPU, too. pooler: see `Pooler`. make_network:
-    for a network that is not our `Decoder` (extras/transformers_model.py).
+    config: resolved, device and dtype included. folder: the checkpoint's. graph_class: what records
+    decode steps; a stand-in does on a CPU. pooler: see `Pooler`. make_network: of a network that is
+    no `Decoder` (extras/transformers_model.py). layers: entries of `Placement`.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
                  ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler: Pooler | None = None,
-                 make_network: Callable[[Placement], Any] | None = None):
-        self.config, self.pooler = config, pooler
-        self.model_config = model_config
-        self.ranks = ranks
+                 make_network: Callable[[Placement], Any] | None = None,
+                 layers: dict[str, Any] | None = None):
+        self.config, self.pooler, self.layers = config, pooler, layers or {}
+        self.model_config, self.ranks = model_config, ranks
         self.device = torch.device(config.device)
         if config.device == "cuda":
             if ranks.size > 1:
@@ -109,7 +109,7 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
         """This rank's share of a network."""
-        placement = Placement(self.dtype, self.device, self.ranks, self.ops)
+        placement = Placement(self.dtype, self.device, self.ranks, self.ops, **self.layers)
         has_experts = any(model_config.moe_layers)
         model = Decoder(model_config, placement, self.config.expert_parallel and has_experts)
         if pooler is not None:
@@ -118,7 +118,8 @@ class ModelRunner:
             load_dummy_weights(model, self.config.seed)
         else:
             load_weights(model, model_config, folder, self.ranks.rank == 0,
-                         pooler.unused if pooler is not None else (), self.config.load_format)
+                         pooler.unused if pooler is not None else (), self.config.load_format,
+                         placement.unpack)
         return model
 
     @property
@@ -340,11 +341,11 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path, Pooler | None]) -> None:
+def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path, Pooler | None, dict]) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder, pooler = payload
+    config, folder, pooler, layers = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler)
+    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler, layers=layers)
     runner.count_kv_blocks()
     runner.allocate_kv_cache(*runner.agree_on_cache())
     while runner.serve_one():

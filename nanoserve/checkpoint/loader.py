@@ -50,13 +50,16 @@ FORMATS = {"safetensors": [("model.safetensors", "*.safetensors")],
            "pt": [("pytorch_model.bin", "pytorch_model*.bin")]}
 FORMATS["auto"] = FORMATS["safetensors"] + FORMATS["pt"]
 DUMMY_NUMBERS = 2 ** 20 + 7  # odd, so that the rows of a matrix differ
+Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with its file and name
 
 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                  show_progress: bool = True, unused: tuple[str, ...] = (),
-                 load_format: str = "auto") -> None:
+                 load_format: str = "auto",
+                 unpack: Callable[[Tensors, dict], Tensors] | None = None) -> None:
     """Fill `model` from the files in `folder`. unused: the beginnings of tensors' names that may be
-    there and are passed over. load_format: see FORMATS.
+    there and are passed over. load_format: see FORMATS. unpack: makes weights of a quantised
+    checkpoint's tensors, before they come into the books.
 
     The books are kept in one dict: all places there are, from which each tensor takes its own. What
     finds none, or finds it taken, is left over; what remains at the end is missing.
@@ -64,7 +67,13 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
     missing, tied_head = expected_tensors(model), None
-    for file, name, tensor in stored_tensors(folder, load_format, show_progress):
+    tensors = stored_tensors(folder, load_format, show_progress)
+    if config.quantization is not None:
+        if unpack is None:
+            raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
+                             "'dequantize', or use the unquantised one")
+        tensors = unpack(tensors, config.quantization)
+    for file, name, tensor in tensors:
         if name.startswith(unused):
             continue
         if _is_redundant(name, config):
@@ -127,6 +136,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
     A large one repeats its first million numbers: half a billion would take half a minute.
     """
     for module in model.modules():
+        if hasattr(module, "make_room"):  # its weight is there only while it is loaded
+            module.make_room()
         for parameter in module.parameters(recurse=False):
             seed += 1
             if hasattr(module, "neutral"):  # a norm
@@ -138,7 +149,8 @@ def load_dummy_weights(model: nn.Module, seed: int) -> None:
                     0, deviation, generator=generator)
                 for part in parameter.view(-1).split(DUMMY_NUMBERS):
                     part.copy_(numbers[:len(part)])
-    _finish(model)
+        if hasattr(module, "finish_loading"):
+            module.finish_loading()
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
@@ -149,7 +161,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
 
 
 def stored_tensors(folder: Path, load_format: str = "auto",
-                   show_progress: bool = False) -> Iterator[tuple[Path, str, torch.Tensor]]:
+                   show_progress: bool = False) -> Tensors:
     """All tensors of a checkpoint with their files, one in memory at a time.
 
     The file is mapped, not read: a tensor's pages come from the disk when it is copied into its

@@ -121,6 +121,8 @@ class ModelConfig:
     attention_softcap: float | None  # scores are squeezed into (-cap, cap)
     logits_softcap: float | None
     rope_local: RopeConfig | None  # RoPE of the layers with a window, where it differs
+    # How weights are stored where they are quantised, as the file says: extras/quantization.py.
+    quantization: dict | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path, overrides: dict | None = None) -> "ModelConfig":
@@ -180,7 +182,7 @@ class ModelConfig:
             logits_softcap=_softcap(config, "final_logit_softcapping"),
             dtype=read_dtype(config),
             eos_token_ids=read_ids(config.get("eos_token_id") if eos is None else eos),
-            generation_defaults=generation)
+            generation_defaults=generation, quantization=_read_quantization(config))
 
     @property
     def has_lm_head(self) -> bool:
@@ -314,6 +316,14 @@ def read_dtype(config: dict) -> str:
     return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
 
 
+def _read_quantization(config: dict) -> dict | None:
+    """The entry as it stands: who unpacks the weights knows what it means."""
+    entry = config.get("quantization_config")
+    if entry is not None and not isinstance(entry, dict):
+        raise ValueError(f"config.json: quantization_config={entry!r:.60} must be an object")
+    return entry
+
+
 def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> int:
     """One entry. Raises `ValueError` unless it is a whole number of at least `low`; `true`, which
     Python takes for 1, is none."""
@@ -342,7 +352,6 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
     if read_flag("use_bidirectional_attention", config.get("use_bidirectional_attention", False)):
         raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
                          "generated causally")
-    for name in QUANTIZED:
-        if config.get(name) is not None:
-            raise ValueError(f"config.json: {name}={str(config[name])[:60]}: quantised checkpoints "
-                             "are not supported, use the unquantised one")
+    if config.get("quantization") is not None:
+        raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
+                         "quantised checkpoints are not supported, use the unquantised one")

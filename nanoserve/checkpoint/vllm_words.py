@@ -5,8 +5,8 @@ Each of them has one of four answers:
 
     max_model_len=512             a word of ours            handed on
     enable_expert_parallel=True   another word for ours     handed on under our name
-    quantization=None             asks for nothing          dropped: leaving it out means the same
-    quantization="awq"            asks for what is missing  `ValueError`: a sentence, the way round
+    kv_cache_dtype="auto"         asks for nothing          dropped: leaving it out means the same
+    kv_cache_dtype="fp8"          asks for what is missing  `ValueError`: a sentence, the way round
     max_modle_len=512             nobody's word             `TypeError`, with the nearest word
 
 Invariant: nothing is accepted and ignored. A word is dropped only where its value asks for what
@@ -61,7 +61,6 @@ TEMPLATES = "options of a tokenizer are not handed on: tokenize first, and pass 
 
 # Options of `LLM(...)`.
 OPTIONS: dict[str, str] = {
-    "quantization": "load a checkpoint whose weights are bfloat16, float16 or float32",
     "kv_cache_dtype": "the KV cache has the dtype of the model, which the option dtype chooses",
     "calculate_kv_scales": "the KV cache is not quantized: leave it out",
     "enable_lora": LORA, "max_loras": LORA, "max_lora_rank": LORA, "max_cpu_loras": LORA,

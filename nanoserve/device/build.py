@@ -1,4 +1,4 @@
-"""Compile device/cpu.cpp for this machine on first use, and load it.
+"""Compile device/cpu.cpp, or a file like it, for this machine on first use, and load it.
 
 A wheel can't know which instructions a CPU has, so the source travels, and the system's compiler
 makes a library of it in some seconds, once. It is kept under a hash of all that went into it:
@@ -43,38 +43,40 @@ class BuildError(ImportError):
     """There is no compiled library; the message says why, and what to do about it."""
 
 
-def load() -> ctypes.CDLL:
-    """The library, compiled if need be. Raises `BuildError`."""
+def load(source: Path | None = None) -> ctypes.CDLL:
+    """The library made of `source`, or of `SOURCE`; compiled if need be. Raises `BuildError`."""
+    source = source or SOURCE
     compiler, openmp = find_compiler(), find_openmp()
     flags = FLAGS + shlex.split(os.environ.get("CXXFLAGS", ""))
     info = Path("/proc/cpuinfo")  # a home may be shared by machines with different CPUs
     features = re.search(r"^(?:flags|Features).*", info.read_text() if info.exists() else "", re.M)
     key = hashlib.sha256(repr((
-        SOURCE.read_bytes(), compiler, flags, run([*compiler, "--version"]), platform.processor(),
+        source.read_bytes(), compiler, flags, run([*compiler, "--version"]), platform.processor(),
         features and features[0], openmp)).encode()).hexdigest()[:24]
     folder = cache_folder() or Path(tempfile.mkdtemp(prefix="nanoserve-"))
-    path = folder / f"cpu-{key}.so"
+    path = folder / f"{source.stem}-{key}.so"
     try:
         import fcntl  # not on Windows
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # given back however this process ends
             if not is_private(path):
-                build(compiler, flags, openmp, path)
+                build(source, compiler, flags, openmp, path)
             return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"device/cpu.cpp's library can't be kept or loaded ({error}); on Linux it "
+        raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}); on Linux it "
                          "takes g++, whose OpenMP library is torch's") from error
     finally:
         if folder != cache_folder():
             shutil.rmtree(folder)
 
 
-def build(compiler: list[str], flags: list[str], openmp: Path, path: Path) -> None:
+def build(source: Path, compiler: list[str], flags: list[str], openmp: Path, path: Path) -> None:
     """Compile to another name beside `path`, and rename it. Raises `BuildError`."""
-    tqdm.write("nanoserve: compiling device/cpu.cpp for this CPU, once ...", file=sys.stderr)
+    tqdm.write(f"nanoserve: compiling {source.parent.name}/{source.name} for this CPU, once ...",
+               file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         compiled, linked = Path(name, "cpu.o"), Path(name, "cpu.so")
-        run([*compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
+        run([*compiler, *flags, "-c", str(source), "-o", str(compiled)])
         # Without -fopenmp, which would link the compiler's own OpenMP library beside torch's.
         sanitizers = [flag for flag in flags if flag.startswith("-fsanitize")]
         run([*compiler, "-shared", *sanitizers, str(compiled), str(openmp), "-o", str(linked)])

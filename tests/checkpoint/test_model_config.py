@@ -103,7 +103,6 @@ def test_eos_ids_come_from_generation_config_first(config, generation, expected)
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
      "partial_rotary_factor=0.5"),
-    (dict(quantization_config=dict(quant_method="awq")), "quantization_config.*unquantised"),
     (dict(rope_scaling=dict(type="linear")), "linear RoPE scaling lacks factor"),
     (dict(rope_scaling=dict(rope_type="yarn", factor="4")),
      "factor must be a number above 0, got '4'"),

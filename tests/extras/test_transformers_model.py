@@ -283,6 +283,12 @@ def test_several_ranks_are_refused_in_words(made):
         start(made["opt"], tensor_parallel_size=2)
 
 
+def test_its_products_are_not_rounded(made):
+    with pytest.raises(ValueError, match="quantization='int8', but the network is transformers' "
+                                         "OPTForCausalLM, whose products are its own"):
+        start(made["opt"], quantization="int8")
+
+
 @pytest.mark.parametrize("change, words", [
     (dict(model_type="nothing"), "knows no model_type='nothing'"),
     (dict(architectures=["OPTForSomething"]), "no causal model of that name for model_type='opt'"),

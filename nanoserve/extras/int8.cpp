@@ -1,0 +1,283 @@
+// x @ weight.T for a weight that is rounded to int8 by row: half the bytes of bfloat16.
+//
+// The text is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
+// long as there are inputs; a unit is two neighbouring inputs. A line of a panel, 16 outputs of one
+// unit, is 32 bytes here. It is widened to 16 bits in a register, and one instruction multiplies it
+// by a row's unit and adds both products to 16 sums of 32 bits:
+//
+//     panel (units, 16, 2) int8          rows (units, R), two int16 each         sums (R, 16 P)
+//     unit 0   o0 o0 o1 o1 ... o15 o15   unit 0   r0 r1 .. rR     block scale    r0  o0 o1 ... o15
+//     unit 1   o0 o0 o1 o1 ... o15 o15   unit 1   r0 r1 .. rR     of r0, r1 ..   r1
+//
+// For that the activations become whole numbers of 16 bits, too: each block of 512 inputs of a row
+// has its own scale, the largest number in it over 32767. That keeps 15 bits of the largest number,
+// where bfloat16 has 8. Why 512: a block's sum is 512 * 127 * 32767 at most, which is just below
+// 2^31. Behind a block the sums are scaled and added up in float32.
+//
+// Sums of whole numbers are exact, and blocks are added in their order, so a row's result depends
+// neither on the threads nor on the other rows. Why not int8 activations, which would be twice as
+// fast where products and not bytes are the limit: they change the text (W8A8), these do not.
+//
+// Shapes and dtypes are checked in quantized_linear.py. Built by device/build.py.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <utility>
+#include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+extern "C" int omp_get_num_threads();
+
+namespace {
+
+constexpr long PANEL = 16, LINE = 2 * PANEL;  // outputs of a panel; bytes of a unit of it
+constexpr long BLOCK = 512, BLOCK_UNITS = BLOCK / 2;
+#if defined(__AVX512BW__)
+constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14};  // rows of a tile of 1 panel, of 2:
+#elif defined(__AVX2__)
+constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2};  // as many sums as there are registers
+#else
+constexpr int LANES = 4, MAX_ROWS[] = {0, 2, 1};
+#endif
+constexpr int VECTORS = PANEL / LANES;  // of a panel's line
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+
+struct BFloat16 { uint16_t bits; };
+
+inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+inline float wide(float x) { return x; }
+inline float wide(BFloat16 x) { return as_float(uint32_t(x.bits) << 16); }
+inline void narrow(float x, float &out) { out = x; }
+inline void narrow(float x, BFloat16 &out) {  // to the nearest, ties to even; NaN stays NaN
+    const uint32_t bits = as_bits(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    out.bits = uint16_t(x != x ? 0x7fc0 : rounded);
+}
+inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
+
+// 2 * LANES numbers of a line, widened; and what they add to the sums.
+#if defined(__AVX512BW__)
+typedef __m512i Wide;
+inline Wide widen(const int8_t *at) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)at));
+}
+inline void multiply_add(Ints &sum, Wide line, int32_t row) {
+#if defined(__AVX512VNNI__)
+    sum = (Ints)_mm512_dpwssd_epi32((__m512i)sum, line, _mm512_set1_epi32(row));
+#else
+    sum += (Ints)_mm512_madd_epi16(line, _mm512_set1_epi32(row));
+#endif
+}
+#elif defined(__AVX2__)
+typedef __m256i Wide;
+inline Wide widen(const int8_t *at) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)at));
+}
+inline void multiply_add(Ints &sum, Wide line, int32_t row) {
+    sum += (Ints)_mm256_madd_epi16(line, _mm256_set1_epi32(row));
+}
+#else
+struct Wide { Ints first, second; };  // each output's first input, and its second
+inline Wide widen(const int8_t *at) {
+    Wide line;
+    for (int i = 0; i < LANES; i++) line.first[i] = at[2 * i], line.second[i] = at[2 * i + 1];
+    return line;
+}
+inline void multiply_add(Ints &sum, const Wide &line, int32_t row) {
+    sum += line.first * int32_t(int16_t(row)) + line.second * (row >> 16);
+}
+#endif
+
+// Memory of the calling thread, which outlives the call. It begins at a line of the cache.
+template <class X> X *scratch(int place, long count) {
+    static thread_local std::vector<uint64_t> memory[2];
+    const size_t words = size_t(count) * sizeof(X) / 8 + 16;
+    if (memory[place].size() < words) memory[place] = std::vector<uint64_t>(words);
+    return reinterpret_cast<X *>((uintptr_t(memory[place].data()) + 63) / 64 * 64);
+}
+
+// Call work(i) for each i below `count` on all of torch's threads; see device/cpu.cpp.
+template <class Work> void share_out(long count, bool is_worth_it, const Work &work) {
+    std::atomic<long> next{0};
+    std::atomic<int> done{0};
+#pragma omp parallel if (is_worth_it && count > 1)
+    {
+        for (long i; (i = next++) < count;) work(i);
+        done++;
+        for (long turns = 0; done < omp_get_num_threads(); turns++)
+            if (turns > 20000) std::this_thread::sleep_for(std::chrono::microseconds(10));
+    }
+}
+
+// ------------------------------------------------------------------ the loop
+
+// out (R, 16 * P) = rows (units, R) times P panels. scales: of the rows' blocks, (blocks, R). next:
+// what is read afterwards, which is fetched meanwhile; or null.
+template <int R, int P>
+void multiply(const int32_t *rows, const float *scales, const int8_t *const *panels,
+              const int8_t *const *next, long units, float *out) {
+    constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
+    std::memset(out, 0, R * P * PANEL * sizeof(float));
+    for (long first = 0; first < units; first += BLOCK_UNITS, scales += R) {
+        Ints sums[R * WIDTH];
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++) sums[i] = Ints{};
+        const long end = std::min(first + BLOCK_UNITS, units);
+        for (long u = first; u < end; u++, rows += R) {
+            Wide line[WIDTH];
+#pragma GCC unroll 16
+            for (int i = 0; i < WIDTH; i++) {
+                const int p = i / VECTORS, part = i % VECTORS;
+                line[i] = widen(panels[p] + u * LINE + part * 2 * LANES);
+                // One row alone is one stream, which the CPU itself fetches early enough.
+                if (R > 1 && next && part == 0) __builtin_prefetch(next[p] + u * LINE);
+            }
+#pragma GCC unroll 64
+            for (int i = 0; i < R * WIDTH; i++)
+                multiply_add(sums[i], line[i % WIDTH], rows[i / WIDTH]);
+        }
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++) {
+            Vector total;
+            std::memcpy(&total, out + i * LANES, sizeof(Vector));
+            total += __builtin_convertvector(sums[i], Vector) * scales[i / WIDTH];
+            std::memcpy(out + i * LANES, &total, sizeof(Vector));
+        }
+    }
+}
+
+using Multiply = void (*)(const int32_t *, const float *, const int8_t *const *,
+                          const int8_t *const *, long, float *);
+
+// The loop for a tile of `rows` rows and `panels` panels, 1 or 2.
+template <int... R>
+Multiply pick_loop(int rows, long panels, std::integer_sequence<int, R...>) {
+    static const Multiply loops[][sizeof...(R)] = {
+        {multiply<R + 1, 1>...}, {multiply<std::min(R + 1, MAX_ROWS[2]), 2>...}};
+    return loops[panels - 1][rows - 1];
+}
+Multiply loop_for(int rows, long panels) {
+    return pick_loop(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
+}
+
+// How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
+// Few rows take one panel at a time, which is read from one end to the other: four side by side, as
+// cpu.cpp has them, are four streams of half as many bytes (docs/LOG.md, 2026-11-24).
+struct Tiling {
+    int rows, panels;  // of a tile
+    long tiles;
+    explicit Tiling(long count) {
+        panels = LANES == 16 && count > MAX_ROWS[1] ? 2 : 1;
+        tiles = ceil_div(count, MAX_ROWS[panels]);
+        rows = int(ceil_div(count, tiles));
+    }
+};
+
+// A row in whole numbers, a block at a time, into its place in a tile of `tile_rows` rows.
+template <class T>
+void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *scales) {
+    for (long first = 0; first < inputs; first += BLOCK, x += BLOCK, scales += tile_rows) {
+        const long count = std::min(BLOCK, inputs - first);
+        uint32_t top = 0;  // of the numbers without their sign; NaN is the highest, then infinity
+        for (long i = 0; i < count; i++) top = std::max(top, as_bits(wide(x[i])) & 0x7fffffffu);
+        const float high = as_float(top);
+        *scales = top < 0x7f800000u ? high / 32767 : NAN;  // one NaN makes the results NaN
+        const float factor = high > 1e-30f && top < 0x7f800000u ? 32767 / high : 0;
+        int16_t rounded[BLOCK];
+        // Adding 1.5 * 2^23 leaves a number's whole part in the last bits of its sum.
+        for (long i = 0; i < count; i++)
+            rounded[i] = int16_t(as_bits(wide(x[i]) * factor + 12582912.0f) - 0x4b400000u);
+        if (count % 2) rounded[count] = 0;
+        for (long i = 0; i < count; i += 2, units += tile_rows) std::memcpy(units, rounded + i, 4);
+    }
+}
+
+constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
+constexpr long PANELS_AT_ONCE = 8;  // a piece of work: of 1024 inputs 128 KB
+constexpr long AHEAD = 128 * LINE;  // bytes of a panel that are fetched before they are needed
+
+// out (rows, outputs) = x @ (weight * scales).T + bias
+template <class T>
+void product(const T *x, long rows, const int8_t *weight, const float *weight_scales, long inputs,
+             long outputs, const T *bias, T *out) {
+    const Tiling tiling(rows);
+    const long units = ceil_div(inputs, 2), panels = ceil_div(outputs, PANEL);
+    const long blocks = ceil_div(inputs, BLOCK);
+    const long tile_size = units * tiling.rows, scales_size = blocks * tiling.rows;
+    int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
+    float *scales = scratch<float>(1, tiling.tiles * scales_size);
+    share_out(tiling.tiles * tiling.rows, rows > 32, [&](long row) {  // few: quicker than asking
+        const long t = row / tiling.rows, r = row % tiling.rows;
+        int32_t *its_units = packed + t * tile_size + r;
+        if (row < rows)
+            return round_row(x + row * inputs, inputs, tiling.rows, its_units,
+                             scales + t * scales_size + r);
+        for (long u = 0; u < units; u++) its_units[u * tiling.rows] = 0;  // it fills the last tile
+    });
+    const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tiling.rows);
+    const long groups = ceil_div(panels, PANELS_AT_ONCE);
+    const long pieces = ceil_div(tiling.tiles, tiles_at_once) * groups;
+    share_out(pieces, rows * inputs * outputs > 65536, [&](long piece) {
+        const long first_tile = piece / groups * tiles_at_once;
+        const long end_tile = std::min(first_tile + tiles_at_once, tiling.tiles);
+        long p = piece % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
+        for (long width = tiling.panels; p < end; p += width) {
+            width = std::min(width, end - p);
+            const Multiply loop = loop_for(tiling.rows, width);
+            const int8_t *list[2], *next[2];
+            for (int i = 0; i < width; i++) {
+                list[i] = weight + (p + i) * units * LINE;
+                next[i] = list[i] + (end_tile - first_tile > 1 ? width * units * LINE : AHEAD);
+            }
+            for (long t = first_tile; t < end_tile; t++) {
+                alignas(64) float sums[16 * 2 * PANEL];
+                loop(packed + t * tile_size, scales + t * scales_size, list,
+                     t == end_tile - 1 ? next : nullptr, units, sums);
+                const long count = std::min(width * PANEL, outputs - p * PANEL);
+                for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
+                    T *row = out + (t * tiling.rows + r) * outputs + p * PANEL;
+                    const float *sum = sums + r * width * PANEL;
+                    for (long i = 0; i < count; i++) {
+                        const float y = sum[i] * weight_scales[p * PANEL + i];
+                        narrow(bias ? y + wide(bias[p * PANEL + i]) : y, row[i]);
+                    }
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" {
+void linear_float32(const float *x, long rows, const int8_t *weight, const float *scales,
+                    long inputs, long outputs, const float *bias, float *out) {
+    product(x, rows, weight, scales, inputs, outputs, bias, out);
+}
+void linear_bfloat16(const BFloat16 *x, long rows, const int8_t *weight, const float *scales,
+                     long inputs, long outputs, const BFloat16 *bias, BFloat16 *out) {
+    product(x, rows, weight, scales, inputs, outputs, bias, out);
+}
+
+// values (outputs, inputs) into panels; what isn't there is zero.
+void pack(const int8_t *values, long outputs, long inputs, int8_t *out) {
+    const long units = ceil_div(inputs, 2);
+    share_out(ceil_div(outputs, PANEL), outputs * inputs > 65536, [&](long p) {
+        for (long o = 0; o < PANEL; o++) {
+            const bool is_there = p * PANEL + o < outputs;
+            const int8_t *row = values + (p * PANEL + o) * inputs;
+            for (long i = 0; i < 2 * units; i++)
+                out[(p * units + i / 2) * LINE + 2 * o + i % 2] =
+                    is_there && i < inputs ? row[i] : int8_t(0);
+        }
+    });
+}
+}

@@ -1,0 +1,280 @@
+"""Quantised checkpoints: small integers and 8-bit floats in the files, weights for the engine.
+
+A weight of 4 or 8 bits is a whole number q, and a group of neighbours shares a scale s and perhaps
+a zero point z: w = (q - z) * s. (GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023; FP8, Micikevicius
+et al. 2022.) The formats differ in how they store q, s and z, under which names, and in whether the
+matrix is transposed:
+
+    quant_method                        q                                 z                   s
+    fp8                                 weight, e4m3                                    per block
+    compressed-tensors  float-, int-    weight, e4m3 or int8    as it is     per row, group, block
+                        pack-quantized  weight_packed           packed along the outputs   per group
+    gptq                                qweight, transposed     qzeros, stored minus 1     per group
+    awq                                 qweight, transposed     qzeros, both in its own order
+
+`unpack` stands between the files and the loader's books. It gathers the tensors of one matrix,
+hands on one weight in float32 and forgets the rest, so the loader still proves that every weight
+came exactly once. The checkpoint's own names decide which matrices are quantised: a plain `weight`
+stays as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
+memory is saved. `"int8"` rounds what comes out of here once more: see quantized_linear.py.
+
+Invariant: what would change the text and is not computed here is refused by name, and so is a
+matrix of which a part is missing. Not known here: layers, shares of ranks. Road not taken: to read
+`ignore` and `targets`, the formats' patterns for modules' names, which say the same once more.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear
+
+Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
+Tensors = Iterator[tuple[Path, str, torch.Tensor]]
+WORD = 32  # bits of the integers into which small numbers are packed
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
+STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
+# Scales that are no weight's; whoever passed over them would compute something else.
+OTHER_SCALES = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
+
+
+class Format(NamedTuple):
+    """Which tensors make a matrix, and how."""
+
+    parts: tuple[str, ...]
+    unpack: Callable[[Parts], torch.Tensor]
+
+
+def choose_layers(config: EngineConfig, model_config: ModelConfig,
+                  say: Callable[[str], None]) -> tuple[EngineConfig, dict[str, Any]]:
+    """For `LLM`: the config with what the checkpoint decides, and the entries of `Placement` that
+    stand for it. Raises `ValueError` for what is not supported; a slow way is said aloud."""
+    stored, layers = model_config.quantization, {"unpack": unpack}
+    if config.model_impl == "transformers":
+        raise ValueError(f"quantization={config.quantization!r}, but the network is transformers' "
+                         f"{model_config.architecture}, whose products are its own: leave it out")
+    if stored is not None:
+        read_format(stored)
+        config = replace(config, quantization=config.quantization or "dequantize")
+    elif config.quantization == "dequantize" and config.draft_model is None:
+        raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
+                         "it out, or use 'int8', which rounds any checkpoint")
+    if config.quantization == "int8":
+        if any(model_config.moe_layers):
+            raise ValueError(f"quantization='int8', but {model_config.architecture} has experts, "
+                             "which can't be rounded yet: leave it out")
+        layers |= {"linear": Int8Linear, "embedding": Int8Embedding}
+        if config.kernels != "cpu":
+            say(f"quantization='int8' with kernels={config.kernels!r} saves memory and costs time: "
+                "weights are widened for each product")
+    return config, layers
+
+
+def unpack(tensors: Tensors, entry: dict) -> Tensors:
+    """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
+
+    entry: config.json's `quantization_config`. Raises `ValueError` naming file and tensor.
+    """
+    parts, make_weight = read_format(entry)
+    waiting: dict[str, Parts] = {}
+    for file, name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        if part in OTHER_SCALES:
+            raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
+                             "are not rounded here: use a checkpoint whose weights alone are")
+        if part not in parts or (part == "weight" and tensor.dtype not in STORED):
+            yield file, name, tensor
+            continue
+        if ".experts." in name:
+            raise ValueError(f"{file}: {name}: quantised experts are not supported, use the "
+                             "unquantised checkpoint")
+        group = waiting.setdefault(module, {})
+        if part in group:
+            raise ValueError(f"{file}: the tensor {name} comes twice")
+        group[part] = tensor
+        if len(group) == len(parts):
+            del waiting[module]
+            try:
+                weight = make_weight(group)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shapes = ", ".join(f"{part} {tuple(group[part].shape)}" for part in parts)
+                raise ValueError(f"{file}: the tensors of {module} don't fit together, or not "
+                                 f"with config.json ({shapes}): {error}") from None
+            yield file, f"{module}.weight", weight
+    for module, group in waiting.items():
+        raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
+                         f"{', '.join(parts)}; {len(waiting)} such in all")
+
+
+# ------------------------------------------------------------------ config.json
+
+
+def read_format(entry: dict) -> Format:
+    """What a `quantization_config` says. Raises `ValueError` for what is not supported."""
+    if entry.get("kv_cache_scheme") is not None:
+        refuse("kv_cache_scheme", entry["kv_cache_scheme"], "the KV cache is not quantised here")
+    method = entry.get("quant_method")
+    readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
+               "awq": read_awq}
+    if method not in readers:
+        refuse("quant_method", method, f"choose one of {', '.join(readers)}")
+    return readers[method](entry)
+
+
+def refuse(name: str, value: Any, remedy: str) -> None:
+    raise ValueError(f"config.json: quantization_config with {name}={value!r:.80} is not "
+                     f"supported: {remedy}, or use the unquantised checkpoint")
+
+
+def allow(entry: dict, name: str, values: tuple, default: Any = None) -> Any:
+    """The entry `name`, which must be one of `values`."""
+    value = entry.get(name, default)
+    if value not in values:
+        refuse(name, value, f"choose {' or '.join(map(str, values))}")
+    return value
+
+
+def read_fp8(entry: dict) -> Format:
+    """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Activations are rounded on
+    the fly elsewhere, which is left out here."""
+    allow(entry, "activation_scheme", ("dynamic",), "dynamic")
+    allow(entry, "fmt", ("e4m3",), "e4m3")
+    block = entry.get("weight_block_size")
+    if block is None:
+        return Format(("weight", "weight_scale"),
+                      lambda p: scaled(p["weight"], None, p["weight_scale"], p["weight"].shape))
+    return Format(("weight", "weight_scale_inv"),
+                  lambda p: scaled(p["weight"], None, p["weight_scale_inv"], block))
+
+
+def read_compressed(entry: dict) -> Format:
+    """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
+    form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized"))
+    for name in ("transform_config", "sparsity_config"):
+        if entry.get(name):
+            refuse(name, entry[name], "weights are neither rotated nor sparse here")
+    groups = [*(entry.get("config_groups") or {}).values()]
+    if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
+        refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
+               "same weights")
+    for group in groups:
+        inputs = group.get("input_activations")
+        if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") is not True):
+            refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
+                   "checkpoint whose weights alone are quantised")
+    weights = groups[0].get("weights") or {}
+    block = partial_block(weights)
+    zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
+    if form != "pack-quantized":
+        kind = "float" if form == "float-quantized" else "int"
+        allow(weights, "type", (kind,), kind)
+        allow(weights, "num_bits", (8,))
+        return Format(("weight", "weight_scale", *zeros), lambda p: scaled(
+            p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)))
+    allow(weights, "type", ("int",), "int")
+    bits = allow(weights, "num_bits", (4, 8))
+    order = ("weight_g_idx",) if str(weights.get("actorder")).lower() in ("group", "true") else ()
+    return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order),
+                  lambda p: unpack_compressed(p, bits, block))
+
+
+def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
+    """Of a matrix' shape, the rows and columns that share a scale."""
+    strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
+    size = weights.get("group_size")
+    return {"tensor": lambda shape: tuple(shape), "channel": lambda shape: (1, shape[1]),
+            "group": lambda shape: (1, size), "block": lambda shape: weights["block_structure"],
+            }[strategy]
+
+
+def read_gptq(entry: dict) -> Format:
+    bits = allow(entry, "bits", (4, 8))
+    name = "checkpoint_format" if "checkpoint_format" in entry else "format"  # old and new
+    version = allow(entry, name, ("gptq", "gptq_v2"), "gptq")
+    return Format(("qweight", "qzeros", "scales", "g_idx"),
+                  lambda p: unpack_gptq(p, bits, 1 if version == "gptq" else 0))
+
+
+def read_awq(entry: dict) -> Format:
+    allow(entry, "bits", (4,))
+    name = "version" if "version" in entry else "format"  # old and new
+    allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
+    size = entry.get("group_size", entry.get("q_group_size"))
+    return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size))
+
+
+# ------------------------------------------------------------------- arithmetic
+
+
+def scaled(values: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor,
+           block: tuple[int, int]) -> torch.Tensor:
+    """(values - zeros) * scales, in float32. values: (outputs, inputs); zeros and scales: one for
+    each block of so many outputs and inputs, of which the last ones may be cut off."""
+    counts = [-(-size // length) for size, length in zip(values.shape, block, strict=True)]
+
+    def spread(numbers: torch.Tensor) -> torch.Tensor:
+        for dim, (size, length) in enumerate(zip(values.shape, block, strict=True)):
+            if numbers.shape[dim] > 1:  # a single one goes with all of them anyway
+                numbers = numbers.repeat_interleave(length, dim).narrow(dim, 0, size)
+        return numbers
+
+    weight = values.float()
+    if zeros is not None:
+        weight -= spread(zeros.float().reshape(counts))
+    return weight.mul_(spread(scales.float().reshape(counts)))
+
+
+def gathered(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
+             groups: torch.Tensor) -> torch.Tensor:
+    """The same with the group of each input given: "act-order" deals them out by importance."""
+    groups = groups.long()
+    return (values.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
+
+
+def unpack_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    shape = [1] * (packed.dim() + 1)
+    shape[dim + 1] = -1
+    numbers = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2 ** bits - 1)
+    return numbers.flatten(dim, dim + 1)
+
+
+def unpack_compressed(p: Parts, bits: int, block: Callable) -> torch.Tensor:
+    """Stored with 2^(bits - 1) added, so that none is negative: 0 is -8 of 4 bits."""
+    rows, columns = p["weight_shape"].tolist()
+    middle, scales = 2 ** (bits - 1), p["weight_scale"]
+    values = unpack_words(p["weight_packed"], bits, 1)[:, :columns] - middle
+    if tuple(values.shape) != (rows, columns):
+        raise ValueError(f"weight_shape says {(rows, columns)}")
+    zeros = None
+    if "weight_zero_point" in p:
+        zeros = unpack_words(p["weight_zero_point"], bits, 0)[:rows] - middle
+    groups = p.get("weight_g_idx")
+    if groups is None or (groups < 0).any():  # -1: there is no order
+        return scaled(values, zeros, scales, block(values.shape))
+    return gathered(values, torch.zeros_like(scales) if zeros is None else zeros, scales, groups)
+
+
+def unpack_gptq(p: Parts, bits: int, added: int) -> torch.Tensor:
+    """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: what a zero point
+    lacks. In 4 bits 15 is a stored -1, and so the zero point 0."""
+    values = unpack_words(p["qweight"], bits, 0).T
+    zeros = (unpack_words(p["qzeros"], bits, 1) + added) % 2 ** bits
+    if values.shape[1] != len(p["g_idx"]):
+        raise ValueError(f"{len(p['g_idx'])} inputs by g_idx, {values.shape[1]} by qweight")
+    return gathered(values, zeros[:, :len(values)].T, p["scales"].T, p["g_idx"])
+
+
+def unpack_awq(p: Parts, group_size: int) -> torch.Tensor:
+    """Transposed as well, with both packed along the outputs in an order of their own."""
+    place = torch.tensor(AWQ_ORDER).argsort()
+    values, zeros = (unpack_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
+                     for name in ("qweight", "qzeros"))
+    length = values.shape[1] if group_size in (None, -1) else group_size
+    return scaled(values, zeros, p["scales"].T, (1, length))

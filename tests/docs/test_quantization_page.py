@@ -1,0 +1,25 @@
+"""docs/quantization.md: the formats are those that are tried, and int8 costs what it says."""
+
+from packing import FORMATS
+from pages import between, block_after, read, rows_of, run
+
+PAGE = read("docs/quantization.md")
+
+
+def test_every_format_that_is_tried_is_listed():
+    table = PAGE[PAGE.index("<!-- formats -->"):PAGE.index("Refused by name")]
+    assert [row[0].split("`")[1] for row in rows_of(table)[1:]] == [*FORMATS]
+
+
+def test_the_example_prints_what_is_shown():
+    shown = block_after(PAGE, "<!-- printed by the int8 example -->")
+    assert run("-c", block_after(PAGE, "\n```python")) == shown
+
+
+def test_int8_costs_less_than_a_percent_of_perplexity():
+    printed = between(PAGE, "bench_quantization --corpus FILE -->", "<!-- end")
+    rows = rows_of(printed)[1:]
+    assert [row[:2] for row in rows] == [
+        [dtype, one] for dtype in ("float32", "bfloat16") for one in ("None", "int8")]
+    for plain, small in zip(rows[::2], rows[1::2], strict=True):
+        assert abs(float(small[3]) / float(plain[3]) - 1) < 0.01

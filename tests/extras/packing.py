@@ -1,0 +1,208 @@
+"""Quantised checkpoints, made: packers in the other direction than extras/quantization.py reads.
+
+Whole numbers, zero points and scales are drawn, not rounded from weights, so that all of them
+occur. From them come a format's tensors, and by a formula, number by number, the matrix that they
+mean: weight[o, i] = (q[o, i] - z[o, g]) * s[o, g], with the group g of input i. Nothing is shared
+with the code under test; one packer serves several formats where the formats say the same.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+GROUP = 16
+AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]  # of a word's eight numbers, from the lowest bits up
+
+
+class Packed(NamedTuple):
+    """One matrix: config.json's entry, tensors by the last words of their names, the meaning."""
+
+    entry: dict
+    tensors: dict[str, torch.Tensor]
+    dense: torch.Tensor
+
+
+def words(numbers: np.ndarray, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """Each 32 / bits neighbours of a row in one integer, the first in the lowest bits."""
+    per_word = 32 // bits
+    rows, columns = numbers.shape
+    padded = np.zeros((rows, -(-columns // per_word) * per_word), np.uint32)
+    padded[:, :columns] = numbers
+    packed = np.zeros((rows, padded.shape[1] // per_word), np.uint32)
+    for i in range(per_word):
+        packed |= padded[:, (order or range(per_word))[i]::per_word] << np.uint32(bits * i)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+class Drawn:
+    """Numbers of `bits` bits from 0 up, zero points alike, scales, and each input's group."""
+
+    def __init__(self, rows: int, columns: int, bits: int, seed: int, size: int = GROUP,
+                 shuffled: bool = False):
+        rng = np.random.default_rng(seed)
+        groups = -(-columns // size)
+        self.q = rng.integers(0, 2 ** bits, (rows, columns))
+        self.z = rng.integers(0, 2 ** bits, (rows, groups))
+        deviation = 2 ** bits / 12 ** 0.5
+        self.s = (rng.uniform(0.5, 1.5, (rows, groups)) * 2.5 * columns ** -0.5 / deviation)
+        self.s = self.s.astype(np.float16)
+        self.group = np.arange(columns) // size
+        if shuffled:
+            rng.shuffle(self.group)
+
+    def dense(self, middle: int | None = None) -> torch.Tensor:
+        """middle: the zero point of all, where there are none."""
+        z = np.full_like(self.z, middle) if middle is not None else self.z
+        out = np.zeros(self.q.shape, np.float32)
+        for (o, i), q in np.ndenumerate(self.q):
+            g = self.group[i]
+            out[o, i] = np.float32(q - z[o, g]) * np.float32(self.s[o, g])
+        return torch.from_numpy(out)
+
+
+def by_definition(weight: torch.Tensor) -> torch.Tensor:
+    """What is left of a weight, in float64: whole multiples of a 127th of its row's largest."""
+    step = weight.double().abs().amax(1, keepdim=True) / 127
+    return (weight.double() / step.clamp(min=1e-300)).round() * step
+
+
+def contiguous(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def fp8(rows: int, columns: int, seed: int, block: tuple[int, int] | None = (48, 40)) -> Packed:
+    """Blocks that divide neither side."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator).mul(40).to(torch.float8_e4m3fn)
+    block_rows, block_columns = block or (rows, columns)
+    scale = torch.rand(-(-rows // block_rows), -(-columns // block_columns), generator=generator)
+    scale = (scale + 0.5) * 2.5 * columns ** -0.5 / 40
+    dense = torch.tensor([[float(weight[o, i]) * scale[o // block_rows, i // block_columns]
+                           for i in range(columns)] for o in range(rows)])
+    entry = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3")
+    if block is None:
+        return Packed(entry, dict(weight=weight, weight_scale=scale.reshape(())), dense)
+    return Packed(entry | dict(weight_block_size=list(block)),
+                  dict(weight=weight, weight_scale_inv=scale), dense)
+
+
+def compressed(form: str, **weights) -> dict:
+    """compressed-tensors' entry."""
+    weights = dict(num_bits=8, type="int", symmetric=True, group_size=None, actorder=None) | weights
+    return dict(quant_method="compressed-tensors", format=form, quantization_status="compressed",
+                ignore=["lm_head"], kv_cache_scheme=None,
+                config_groups=dict(group_0=dict(targets=["Linear"], weights=weights,
+                                                input_activations=None, output_activations=None)))
+
+
+def float_rows(rows: int, columns: int, seed: int) -> Packed:
+    one = fp8(rows, columns, seed, (1, columns))
+    tensors = dict(weight=one.tensors["weight"], weight_scale=one.tensors["weight_scale_inv"])
+    return Packed(compressed("float-quantized", type="float", strategy="channel"), tensors,
+                  one.dense)
+
+
+def int_rows(rows: int, columns: int, seed: int, symmetric: bool = True) -> Packed:
+    drawn = Drawn(rows, columns, 8, seed, columns)
+    tensors = dict(weight=contiguous((drawn.q - 128).astype(np.int8)),
+                   weight_scale=torch.from_numpy(drawn.s))
+    if not symmetric:
+        tensors["weight_zero_point"] = contiguous((drawn.z - 128).astype(np.int8))
+    return Packed(compressed("int-quantized", strategy="channel", symmetric=symmetric), tensors,
+                  drawn.dense(128 if symmetric else None))
+
+
+def pack(rows: int, columns: int, seed: int, bits: int = 4, symmetric: bool = True,
+         size: int | None = GROUP, shuffled: bool = False) -> Packed:
+    """compressed-tensors' words: q along the inputs, zero points along the outputs."""
+    drawn = Drawn(rows, columns, bits, seed, size or columns, shuffled)
+    tensors = dict(weight_packed=words(drawn.q, bits), weight_scale=torch.from_numpy(drawn.s),
+                   weight_shape=torch.tensor([rows, columns]))
+    if not symmetric:
+        tensors["weight_zero_point"] = words(drawn.z.T, bits).T.contiguous()
+    if shuffled:
+        tensors["weight_g_idx"] = torch.from_numpy(drawn.group).int()
+    entry = compressed("pack-quantized", num_bits=bits, symmetric=symmetric, group_size=size,
+                       strategy="group" if size else "channel",
+                       actorder="group" if shuffled else None)
+    return Packed(entry, tensors, drawn.dense(2 ** (bits - 1) if symmetric else None))
+
+
+def gptq(rows: int, columns: int, seed: int, bits: int = 4, lacks: int = 1,
+         shuffled: bool = False) -> Packed:
+    """Transposed: q packed along the inputs, zero points along the outputs, less `lacks`; of 4
+    bits 0 - 1 is 15."""
+    drawn = Drawn(rows, columns, bits, seed, GROUP, shuffled)
+    tensors = dict(qweight=words(drawn.q, bits).T.contiguous(),
+                   qzeros=words((drawn.z.T - lacks) % 2 ** bits, bits),
+                   scales=contiguous(drawn.s.T), g_idx=torch.from_numpy(drawn.group).int())
+    entry = dict(quant_method="gptq", bits=bits, group_size=GROUP, desc_act=shuffled, sym=False,
+                 checkpoint_format="gptq" if lacks else "gptq_v2")
+    return Packed(entry, tensors, drawn.dense())
+
+
+def awq(rows: int, columns: int, seed: int) -> Packed:
+    """Transposed, and both packed along the outputs in an order of their own."""
+    drawn = Drawn(rows, columns, 4, seed)
+    tensors = dict(qweight=words(drawn.q.T, 4, AWQ_COLUMNS),
+                   qzeros=words(drawn.z.T, 4, AWQ_COLUMNS), scales=contiguous(drawn.s.T))
+    entry = dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
+    return Packed(entry, tensors, drawn.dense())
+
+
+FORMATS: dict[str, Callable[[int, int, int], Packed]] = {
+    "fp8, blocks": fp8,
+    "fp8, one scale": lambda *of: fp8(*of, block=None),
+    "float-quantized": float_rows,
+    "int-quantized": int_rows,
+    "int-quantized, zeros": lambda *of: int_rows(*of, symmetric=False),
+    "pack-quantized": pack,
+    "pack-quantized, zeros": lambda *of: pack(*of, symmetric=False),
+    "pack-quantized, 8 bits": lambda *of: pack(*of, bits=8, size=None),
+    "pack-quantized, 8 bits, zeros": lambda *of: pack(*of, bits=8, symmetric=False),
+    "pack-quantized, act-order": lambda *of: pack(*of, symmetric=False, shuffled=True),
+    "gptq": gptq,
+    "gptq, 8 bits": lambda *of: gptq(*of, bits=8),
+    "gptq_v2": lambda *of: gptq(*of, lacks=0),
+    "gptq, act-order": lambda *of: gptq(*of, shuffled=True),
+    "awq": awq,
+}
+
+
+def write(source: Path, folder: Path, make: Callable[[int, int, int], Packed],
+          shards: int = 1) -> tuple[Path, Path]:
+    """Two copies of a checkpoint: every `_proj` quantised, and the same as dense matrices. shards:
+    files of the first one, over which the parts of each matrix are dealt out."""
+    quantized, dense = folder / "quantized", folder / "dense"
+    stored, plain, entry = {}, load_file(source / "model.safetensors"), {}
+    for seed, (name, tensor) in enumerate(sorted(plain.items())):
+        if name.endswith("_proj.weight"):
+            entry, tensors, plain[name] = make(*tensor.shape, seed)
+            stored |= {name.removesuffix("weight") + part: one for part, one in tensors.items()}
+        else:
+            stored[name] = tensor
+    for copy in (quantized, dense):
+        shutil.copytree(source, copy)
+    save_file(plain, dense / "model.safetensors", {"format": "pt"})
+    save_parts(stored, quantized, shards)
+    config = json.loads((source / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(config | dict(quantization_config=entry)))
+    return quantized, dense
+
+
+def save_parts(stored: dict[str, torch.Tensor], folder: Path, shards: int) -> None:
+    if shards == 1:
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        return
+    (folder / "model.safetensors").unlink()
+    files = {name: f"part-{i % shards}.safetensors" for i, name in enumerate(stored)}
+    for file in set(files.values()):
+        save_file({name: one for name, one in stored.items() if files[name] == file},
+                  folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))

@@ -1,0 +1,154 @@
+"""Engines whose weights stay int8: how a model is loaded, and that its text is right.
+
+The oracle of a text is an engine on a dense checkpoint whose matrices were rounded here, number for
+number (packing.py's `by_definition`).
+"""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from loading import greedy, stored_tensors
+from packing import FORMATS, by_definition, write
+from rank_threads import thread_ranks
+from safetensors.torch import save_file
+
+from nanoserve import LLM, SamplingParams
+from nanoserve import llm as llm_module
+from nanoserve.extras.quantized_linear import Int8Linear, Panels, Rows
+from nanoserve.model_runner import serve_rank
+
+SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
+             device="cpu")
+
+
+@pytest.fixture
+def rounded(checkpoints, tmp_path):
+    """A dense checkpoint of the rounded matrices. shares: of columns, each rounded by itself, as
+    ranks do it with those matrices whose columns they share."""
+    def make(name: str, shares: int = 1) -> Path:
+        folder = tmp_path / f"{name}-rounded"
+        shutil.copytree(checkpoints[name], folder)
+        tensors = stored_tensors(folder)
+        heads = ["lm_head.weight"] if "lm_head.weight" in tensors else ["model.embed_tokens.weight"]
+        for key in [key for key in tensors if key.endswith("_proj.weight")] + heads:
+            parts = shares if key.endswith(("o_proj.weight", "down_proj.weight")) else 1
+            tensors[key] = torch.cat([by_definition(part).float() for part in
+                                      tensors[key].chunk(parts, dim=1)], dim=1)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return make
+
+
+def available() -> list[str]:
+    kernels = ["torch", "onednn", "cpu"]
+    return [name for name in kernels if name != "cpu" or shutil.which("g++")]
+
+
+@pytest.mark.parametrize("kernels", available())
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama-bias"])
+def test_the_text_is_that_of_the_rounded_weights(name, kernels, checkpoints, rounded, capfd):
+    with LLM(rounded(name), **SMALL) as llm:
+        expected = greedy(llm, 16)
+    capfd.readouterr()
+    with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization="int8") as llm:
+        assert greedy(llm, 16) == expected
+        layer = llm.runner.model.layers[0].mlp.down_proj
+        assert isinstance(layer.packed, Panels if kernels == "cpu" else Rows)
+        assert layer.packed[0].dtype == torch.int8
+    said = capfd.readouterr().err
+    assert "float32, quantization='int8'" in said
+    assert ("saves memory and costs time" in said) == (kernels != "cpu")
+
+
+def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints):
+    with LLM(checkpoints["qwen3-tied"], **SMALL, quantization="int8") as llm:
+        embedding = llm.runner.model.embed_tokens
+        assert embedding.weight is None and not list(embedding.parameters())
+        ids = torch.tensor([3, 255, 3])
+        vectors = embedding(ids)
+    stored = stored_tensors(checkpoints["qwen3-tied"])["model.embed_tokens.weight"]
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors.double(), by_definition(stored)[ids])
+
+
+def test_ranks_round_their_own_shares(checkpoints, rounded, monkeypatch):
+    def thread_start(size, device, entry, payload):
+        first, *others = thread_ranks(size)
+        for one in others:
+            threading.Thread(target=serve_rank, args=(one, payload), daemon=True).start()
+        return first
+
+    with LLM(rounded("qwen3-tied", shares=2), **SMALL) as llm:
+        expected = greedy(llm, 16)
+    monkeypatch.setattr(llm_module, "start_ranks", thread_start)
+    with LLM(checkpoints["qwen3-tied"], **SMALL, quantization="int8",
+             tensor_parallel_size=2) as llm:
+        assert greedy(llm, 16) == expected
+
+
+def test_a_quantised_checkpoint_is_unpacked_and_rounded(checkpoints, tmp_path):
+    """4 bits in groups become 8 bits by row: near it, and small in memory."""
+    quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
+    with LLM(dense, **SMALL, quantization="int8") as llm:
+        expected = greedy(llm, 16)
+    with LLM(quantized, **SMALL, quantization="int8") as llm:
+        assert greedy(llm, 16) == expected and llm.config.quantization == "int8"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_no_more_than_two_matrices_wait_unrounded(load_format, checkpoints, monkeypatch):
+    """In a file that is sorted by names, k_proj waits for q_proj while o_proj comes. Made-up
+    weights are made one at a time."""
+    most, waiting = 0, set()
+    make_room, finish = Int8Linear.make_room, Int8Linear.finish_loading
+
+    def counted(self):
+        nonlocal most
+        make_room(self)
+        waiting.add(self)
+        most = max(most, len(waiting))
+
+    def finished(self):
+        finish(self)
+        waiting.discard(self)
+        assert self.weight is None
+
+    monkeypatch.setattr(Int8Linear, "make_room", counted)
+    monkeypatch.setattr(Int8Linear, "finish_loading", finished)
+    with LLM(checkpoints["qwen3"], **SMALL, quantization="int8", load_format=load_format) as llm:
+        assert greedy(llm, 4) and not waiting
+        matrices = [m for m in llm.runner.model.modules() if isinstance(m, Int8Linear)]
+    assert len(matrices) == 4 * 3 + 1 and most == (2 if load_format == "auto" else 1)
+
+
+def test_a_pooling_model_keeps_its_embedding(checkpoints):
+    """It has no head, so nothing is gained by rounding the vectors that are looked up."""
+    vectors = []
+    for options in ({}, {"quantization": "int8"}):
+        with LLM(checkpoints["qwen3-tied"], **SMALL, runner="pooling", **options) as llm:
+            assert llm.runner.model.embed_tokens.weight is not None
+            vectors.append(torch.tensor(llm.embed([[*range(9)]])[0].outputs.embedding))
+    assert not torch.equal(*vectors) and torch.dot(*vectors) > 0.99
+
+
+def test_experts_are_refused(checkpoints):
+    with pytest.raises(ValueError, match="quantization='int8', but Mixtral.* has experts"):
+        LLM(checkpoints["mixtral"], **SMALL, quantization="int8")
+
+
+def test_the_bundled_model_hardly_notices():
+    """On a few lines of ours; the held-out text's figure is in docs/quantization.md."""
+    text = ("The old woman put the kettle on the fire, and the two children sat down at the table. "
+            "\"Have you come far?\" she asked. \"From the other side of the wood,\" said the boy, "
+            "\"and we have not eaten since yesterday.\" So she gave them bread and milk, and when "
+            "they had finished she told them of the king who lost his shadow.")
+    params, losses = SamplingParams(max_tokens=1, prompt_logprobs=0), []
+    for options in ({}, {"quantization": "int8"}):
+        with LLM(max_model_len=256, num_gpu_blocks_override=32, device="cpu", **options) as llm:
+            scored = llm.generate(text, params, use_tqdm=False)[0].prompt_logprobs[1:]
+        losses.append(-sum(one.logprob for each in scored for one in each.values()) / len(scored))
+    assert losses[0] < 4 and abs(losses[1] - losses[0]) < 0.01  # nats: 1% of the perplexity

@@ -1,0 +1,123 @@
+"""Products with int8 weights; the oracle is float64, by the definition of rounding by row.
+
+Engines that are made of such weights are test_quantized_engines.py's business.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packing import by_definition
+
+from nanoserve.device import build
+from nanoserve.extras import quantized_linear
+from nanoserve.extras.quantized_linear import Panels, Rows, round_rows
+
+# Relative to the largest result. Of int8.cpp 16 bits of an activation are left, in blocks.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2"}
+needs_compiler = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
+                                    reason="needs g++")
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
+    error = (got.double() - expected).abs().max() / expected.abs().max()
+    assert error <= factor * TOLERANCE[got.dtype], f"{error:.1e}"
+
+
+@pytest.fixture(params=[Rows, pytest.param(Panels, marks=needs_compiler)],
+                ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+# -------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(16, 32), (33, 7), (100, 513), (40, 1537), (1, 1)], ids=str)
+def test_a_product_is_that_of_the_rounded_weight(kind, dtype, shape):
+    """Numbers of rows around those of a tile; sizes that no panel, unit or block divides."""
+    weight, bias = torch.randn(shape), torch.randn(shape[0]).to(dtype)
+    packed, rounded = kind.of(weight.to(dtype)), by_definition(weight.to(dtype))
+    for num_rows in (0, 1, 6, 7, 16, 17, 40):
+        x = torch.randn(num_rows, shape[1]).to(dtype)
+        expected = x.double() @ rounded.T
+        assert packed.linear(x, None).shape == expected.shape
+        if num_rows:
+            close(packed.linear(x, None), expected)
+            close(packed.linear(x, bias), expected + bias.double())
+
+
+def test_it_is_near_the_product_of_the_weight_itself(kind):
+    weight, x = torch.randn(64, 1024), torch.randn(9, 1024)
+    expected = x.double() @ weight.double().T
+    assert (kind.of(weight).linear(x, None) - expected).norm() < 1e-2 * expected.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CPU_FLAGS)
+def test_every_cpus_loop_is_right(name, monkeypatch):
+    """Compiled for this machine as if it had less, and without a warning."""
+    monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
+    found = build.load(Path(quantized_linear.__file__).with_name("int8.cpp"))
+    monkeypatch.setattr(quantized_linear, "library", lambda: found)
+    weight = torch.randn(70, 1100)
+    packed, rounded = Panels.of(weight), by_definition(weight)
+    torch.testing.assert_close(packed.rows(torch.arange(70)).double(), rounded)
+    for n in (1, 5, 19, 50):
+        x = torch.randn(n, 1100)
+        close(packed.linear(x, None), x.double() @ rounded.T)
+
+
+def test_a_row_does_not_depend_on_the_others(kind):
+    packed, x = kind.of(torch.randn(50, 700)), torch.randn(40, 700)
+    together = packed.linear(x, None)
+    for i in (0, 16, 39):
+        alone = packed.linear(x[i:i + 1], None)[0]
+        if kind is Panels:
+            assert torch.equal(alone, together[i])
+        else:
+            torch.testing.assert_close(alone, together[i], rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_one_large_activation_spoils_no_other_block():
+    """A block of 512 with an outlier a hundred times as large as the rest keeps of the rest what
+    bfloat16 would; other blocks don't know of it."""
+    x = torch.randn(3, 1024)
+    x[:, 5] = 300
+    for block, tolerance in ((slice(0, 512), 4e-3), (slice(512, 1024), 1e-4)):
+        weight = torch.zeros(32, 1024)
+        weight[:, block] = torch.randn(32, 512)
+        weight[:, 5] = 0  # so that the outlier itself is not in the sum
+        got, expected = Panels.of(weight).linear(x, None), x.double() @ by_definition(weight).T
+        assert (got - expected).norm() < tolerance * expected.norm()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_stays_one_in_its_own_row(bad):
+    packed, x = Panels.of(torch.randn(20, 600)), torch.randn(17, 600)
+    expected = packed.linear(x, None)
+    x[3, 590] = bad
+    got = packed.linear(x, None)
+    assert got[3].isnan().all()
+    assert torch.equal(got[torch.arange(17) != 3], expected[torch.arange(17) != 3])
+
+
+def test_rounding_by_hand():
+    values, scales = round_rows(torch.tensor([[1.27, -0.634, 0.0], [0.0, 0.0, 0.0], [-5, 2, 1]]))
+    assert values.tolist() == [[127, -63, 0], [0, 0, 0], [-127, 51, 25]]
+    torch.testing.assert_close(scales, torch.tensor([0.01, 0.0, 5 / 127]))
+
+
+def test_large_matrices_are_rounded_in_portions(kind, monkeypatch):
+    weight, ids = torch.randn(100, 24), torch.tensor([99, 0, 17, 17, 64])
+    whole = kind.of(weight)
+    monkeypatch.setattr(quantized_linear, "PORTION", 24 * 40)  # 32 rows, whole panels
+    for one in (whole, kind.of(weight)):
+        torch.testing.assert_close(one.rows(ids).double(), by_definition(weight)[ids])
+        close(one.linear(torch.eye(24), None), by_definition(weight).T)
