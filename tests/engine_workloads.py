@@ -33,7 +33,7 @@ ENGINES = [
     dict(num_gpu_blocks_override=5, block_size=8, max_num_batched_tokens=64, max_num_seqs=8,
          enable_prefix_caching=False, async_scheduling=True),
     dict(num_gpu_blocks_override=6, block_size=16, max_num_batched_tokens=64, max_num_seqs=8,
-         async_scheduling=True),
+         async_scheduling=True, scheduling_policy="shortest"),
 ]
 SHARED = [len(ENGINES)]  # on two ranks: one engine for all workloads
 ENGINES.append(ENGINES[1] | dict(tensor_parallel_size=2))

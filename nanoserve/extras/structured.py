@@ -257,15 +257,16 @@ class Grammar:
     def _mask_here(self) -> np.ndarray:
         """A matcher that has failed allows END alone: the text ends there, and a warning says why.
         (It fails where a grammar is so ambiguous that the library's limits are met.)"""
+        every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         if self.matcher.is_error():
             warnings.warn("structured_outputs: a text ends early, because llguidance gave up: "
                           + self.matcher.get_error().partition("\n")[0], stacklevel=2)
-        every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        mask = every[:-(-self.made_by.vocab_size // 8)].copy()
-        byte, bit = divmod(self.made_by.end_id, 8)
+        vocab_size, (byte, bit) = self.made_by.vocab_size, divmod(self.made_by.end_id, 8)
+        mask = every[:-(-vocab_size // 8)].copy()
         may_end = every[byte] >> bit & 1
         if byte < len(mask):  # in a padded vocabulary END's place is one of the model's, too
             mask[byte] &= 255 - (1 << bit)
+        mask[-1] &= 255 >> -vocab_size % 8  # 260 tokens: of the last 8 bits only 4 are theirs
         if may_end:
             for token_id in self.end_ids:
                 mask[token_id // 8] |= 1 << token_id % 8
@@ -311,7 +312,8 @@ class ForcedTokens:
         self.forced.discard(seq)
         limit = min(most, self.num_drafts or self.num_free)
         if seq.grammar is not None and limit > 0 and (drafts := seq.grammar.forced(seq, limit)):
-            self.forced.add(seq)
+            if self.inner is not None:
+                self.forced.add(seq)
             self.num_free -= len(drafts)
             return drafts
         return self.inner.propose(seq, most) if self.inner is not None else []

@@ -127,6 +127,15 @@ def test_a_mask_for_each_position_of_the_drafts():
     assert allowed(seq) == set(TOKENIZER.encode("0123456789")) and not seq.grammar.forced(seq, 9)
 
 
+@pytest.mark.parametrize("vocab_size", [256, 257, 259, 260, 261, 263, 264, 265])
+def test_nothing_beyond_the_models_vocabulary_is_allowed(vocab_size):
+    """The tokenizer has 260 tokens, and END behind them: the model may have fewer, or room."""
+    grammar = Grammars(TOKENIZER, vocab_size).compile({"grammar": "start: /a*/ <pad>? /a*/"},
+                                                      frozenset({255}))
+    a, pad = TOKENIZER.encode("a<pad>")
+    assert allowed(sequence(grammar)) == {a, 255} | ({pad} if pad < vocab_size else set())
+
+
 def test_samples_have_parsers_of_their_own():
     grammar = Grammars(TOKENIZER, PADDED).compile({"regex": "ab"}, frozenset(ENDS))
     a, b = TOKENIZER.encode("ab")

@@ -86,6 +86,7 @@ def test_every_mode_writes_the_naive_text(folder, expected, options):
         assert ask(llm) == expected
         if options.get("num_gpu_blocks_override"):
             assert llm.metrics.num_preemptions
+        assert not llm.scheduler.propose.__self__.forced, "who has ended is forgotten"
 
 
 @pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["", "preempted"])
