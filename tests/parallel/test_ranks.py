@@ -129,15 +129,15 @@ def test_no_rank_holds_the_whole(checkpoints, monkeypatch, name, size, expert_pa
     heads where they are too few. While loading, one tensor of the file is in memory at a time."""
     folder, alive = checkpoints[name], []
     config = ModelConfig.from_folder(folder, None)
-    tensors = loader._tensors
+    tensors = loader.stored_tensors
 
-    def counted(folder, show_progress):
-        for file, tensor_name, tensor in tensors(folder, show_progress):
+    def counted(*arguments):
+        for file, tensor_name, tensor in tensors(*arguments):
             alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(tensor)]
             assert len(alive) <= 2  # the last one is let go when the next one comes
             yield file, tensor_name, tensor
 
-    monkeypatch.setattr(loader, "_tensors", counted)
+    monkeypatch.setattr(loader, "stored_tensors", counted)
 
     def load(rank: int, size: int) -> dict[str, torch.Tensor]:
         placement = Placement(torch.float32, torch.device("cpu"), Ranks(rank, size))
