@@ -11,7 +11,9 @@ packages that a plain installation has not.
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 
+HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
 # A word, and the module with its `main`.
 COMMANDS = {"about": "nanoserve.tools.about", "serve": "nanoserve.server.cli"}
 
@@ -25,20 +27,19 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else "python -m nanoserve lists what there is"
         print(f"nanoserve has no command {name!r}: {hint}", file=sys.stderr)
         return 2
+    module = COMMANDS[name]
+    if not HOME.joinpath(*module.split(".")).with_suffix(".py").exists():
+        print(f"{module} is not there: it belongs to an annex, which may be deleted",
+              file=sys.stderr)
+        return 2
     try:
-        command = import_module(COMMANDS[name])
+        command = import_module(module)
     except ModuleNotFoundError as error:
-        print(_what_is_missing(name, error), file=sys.stderr)
+        room = module.split(".")[1]  # an extra has its annex's name
+        print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
+              f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
         return 2
     return command.main(rest) or 0
-
-
-def _what_is_missing(command: str, error: ModuleNotFoundError) -> str:
-    if (error.name or "").startswith("nanoserve"):
-        return f"{error.name} is not there: it belongs to an annex, which may be deleted"
-    room = COMMANDS[command].split(".")[1]  # an extra has its annex's name
-    return (f"nanoserve {command} needs {error.name}, which is not installed: pip install "
-            f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def test_a_log_file_gets_lines_and_no_bars(checkpoints, capsys):
     shown = capsys.readouterr()
     assert "\r" not in shown.err + shown.out
     started, summary = shown.err.splitlines()
-    assert started.startswith("nanoserve: qwen3-sharded: cpu")
+    assert started.startswith("nanoserve: qwen3-sharded: Qwen3ForCausalLM by nanoserve, cpu")
     assert summary.startswith("nanoserve: 2 requests in ")
 
 

@@ -90,7 +90,7 @@ def test_no_body_is_a_500(server):
     for path in POOLING if server.llm.runner.pooler else GENERATING:
         statuses = try_bodies(server, path)
         server.wait_for_rest()
-        assert statuses[200] > NUM_CASES // 6, (path, statuses)  # not everything is refused
+        assert statuses[200] >= NUM_CASES // 8, (path, statuses)  # not everything is refused
 
 
 def try_bodies(server, path: str) -> dict[int, int]:
