@@ -28,7 +28,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 # What the design asks of each room: (files, lines) at most.
-GOALS = {"spine": (13, 3500)}
+GOALS = {"spine": (14, 3500)}
 # The spine from the bottom up, as it is read.
 READING_ORDER = ("config", "sequence", "block_manager", "waiting", "scheduler", "batch", "ops",
                  "layers", "model", "controls", "sampler", "model_runner", "engine", "llm")
