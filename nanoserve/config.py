@@ -8,13 +8,13 @@ place where a value is checked; what concerns two fields at once stands behind i
               └───► ValueError: the field, what it must be, the value
 
 What a user left open is `None`. `EngineConfig.resolved()` settles what depends on the device or the
-model; what is `None` after that is not wanted (a trace), the checkpoint's own (tokenizer), or
-measured elsewhere (the KV cache's size). What a checkpoint *is* can't be chosen: that is
-`model_config.ModelConfig`.
+model. A field that is still `None` then is switched off (a trace), has the checkpoint's own value
+(tokenizer), or is measured elsewhere (the KV cache's size). What the checkpoint's files fix is not
+chosen here: see `model_config.ModelConfig`.
 
 Invariants: a value that can't be honoured raises; a field without a rule can't exist, and a control
-that no code applies is an error (`CONTROLS`). An `EngineConfig` is never written to: what is only
-known later is a return value of whoever measured it, and a *new* config is made.
+that no code applies is an error (`CONTROLS`). An `EngineConfig` is never written to: a
+value that is only known later is returned by what measured it, and a *new* config is made.
 
 Not known here: torch, devices, memory, vocabularies. What only the tokenizer can tell (how is this
 bad word spelt?) is checked in frontend/request.py. Road not taken: groups of options as in larger

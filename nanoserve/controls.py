@@ -14,8 +14,8 @@ All of them are lists of (row, token) pairs, so that the batch is edited in one 
 for the tokens it names, not for the vocabulary. A grammar allows too many tokens for that: it is a
 mask of one bit a token, in which the row's other constraints are counted in (extras/structured.py).
 
-Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. That
-something is left of every row is checked when the request is made (`frontend/request.py`).
+Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. When
+a request is made, `frontend/request.py` checks that some token stays possible in every row.
 
 The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
 that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not

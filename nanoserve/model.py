@@ -1,8 +1,8 @@
 """One decoder, driven by `ModelConfig`: eight families differ in flags, not in code.
 
 Read it top-down like the figure in a paper: tokens are embedded, pass a stack of identical layers
-(each adds what attention and an MLP have to say to the residual stream), are normalised, and become
-logits:
+(each adds the outputs of attention and of an MLP to the residual stream), are normalised, and
+become logits:
 
     ids ─ embed ─► hidden ─┬─ norm ─ attention ─ + ─┬─ norm ─ MLP ─ + ─► ... ─ norm ─ logits
                            └────────────────────────┘└──────────────┘    × layers

@@ -7,17 +7,17 @@
                                                             one of 10 that came 0.99 seconds later
 
 `shortest` is shortest job first with aging: a short prompt's first token comes sooner, on average,
-if long ones stand back for it, and who has waited long becomes urgent. As all that wait grow older
-at the same rate, "how long it has waited minus its length" never changes who is before whom; so the
-time of asking drops out of the key, and nobody is passed by prompts that come later than its own
-length in seconds: nobody starves.
+if long ones wait for it, and a sequence that has waited long becomes urgent. All that wait grow
+older at the same rate, so the difference between two keys never changes, and the key needs no
+clock. A prompt of 3,000 tokens is never passed by one that comes 3 seconds later or more, so no
+sequence starves.
 
 Invariant: **a sequence's key never changes.** So the queue can be a heap, the running ones can be a
 sorted list of the same order, and one that is preempted comes back to where it stood. (A key that
 counts what is *left* to compute would need a new heap in every step.)
 
-Not known here: blocks, budgets, steps. What comes first is not computed sooner in any other way,
-and no key changes which token comes out.
+Not known here: blocks, budgets, steps. The order decides when a sequence is computed, never
+which token comes out.
 """
 
 from collections.abc import Iterator

@@ -5,7 +5,7 @@
     RequestOutput ◄──────────── output ───────────┴─────── add_tokens ◄────────────────┘
 
 A request is checked completely on its way in, so that the engine only ever meets requests that can
-run: an error names the field, its value and the remedy, and costs nothing but itself.
+run: an error names the field, its value and the remedy, and no other request is affected.
 
 Invariant: nothing here touches the engine's state. An `InputProcessor` holds a tokenizer and limits
 that never change, so a server can have one of its own, with its own tokenizer, and check requests
