@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "structured.md").read_text(encoding="utf-8")
 
 
-def block_after(marker: str) -> str:
-    return re.search(r"^```\w*\n(.*?)^```", PAGE[PAGE.index(marker):], re.S | re.M)[1]
+def block_after(marker: str, page: str = PAGE) -> str:
+    return re.search(r"^```\w*\n(.*?)^```", page[page.index(marker):], re.S | re.M)[1]
 
 
 def test_the_example_prints_what_is_shown():
@@ -23,6 +23,9 @@ def test_the_example_prints_what_is_shown():
                             capture_output=True, text=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert result.stdout == block_after("<!-- printed by the example above -->")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert result.stdout == block_after(
+        "<!-- printed by the example of docs/structured.md -->", readme)
 
 
 def test_the_table_of_steps_is_real():
