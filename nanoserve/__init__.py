@@ -25,7 +25,8 @@ _HOME = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "config",
 _ALIASES = {"EngineArgs": "EngineConfig", "LLMEngine": "LLM"}
 _IN_EXTRAS = dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "PoolingOutput",
                             "EmbeddingOutput", "ClassificationOutput", "ScoringOutput"), "pooling")
-_IN_EXTRAS |= {"PoolerConfig": "pooler", "StructuredOutputsParams": "structured"}
+_IN_EXTRAS |= {"PoolerConfig": "pooler", "StructuredOutputsParams": "structured",
+               "LoRARequest": "lora"}
 _HOME |= {name: f"extras.{file}" for name, file in _IN_EXTRAS.items()
           if (Path(__file__).parent / "extras" / f"{file}.py").exists()}  # extras may be deleted
 __all__ = [*_HOME, *_ALIASES]

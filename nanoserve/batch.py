@@ -42,7 +42,7 @@ from nanoserve.sequence import Sequence, Step
 # have to begin at an even place.
 SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "positions",
             "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices", "sample_rows",
-            "prompt_logprob_indices", "block_tables")
+            "prompt_logprob_indices", "block_tables", "adapters")
 NUM_DECODES = len(SECTIONS)  # two more entries: rows with a single new token ...
 NUM_UNKNOWN = NUM_DECODES + 1  # ... and inputs that only the device knows
 NETWORK = NUM_UNKNOWN + 1
@@ -70,6 +70,7 @@ class Batch:
     sample_rows: torch.Tensor  # (s,) the rows, as in `Sequence.row`, that they belong to
     prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
     block_tables: torch.Tensor  # (b, w) the widest row's width
+    adapters: torch.Tensor  # (b,) 0 for none; empty where no row has one
     host: dict[str, np.ndarray]  # the same by name, as the host has them
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
@@ -121,9 +122,9 @@ class BatchBuilder:
         self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
         # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
-        # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index and sample
-        # row. A draft is another sample: 8 of these.
-        size = HEADER + 4 * max_num_batched_tokens + 10 * max_num_seqs + 1 + max_num_seqs * width
+        # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index, sample row
+        # and adapter. A draft is another sample: 8 of these.
+        size = HEADER + 4 * max_num_batched_tokens + 11 * max_num_seqs + 1 + max_num_seqs * width
         size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
         size = max(size, MIN_BUFFER)
         pin = device.type == "cuda"
@@ -209,6 +210,7 @@ class BatchBuilder:
             (sample_rows, self.max_num_seqs, padding),  # a row that nobody has
             (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
             (self.tables[rows, :width].reshape(-1), 0, padding * width),
+            ([seq.adapter for seq in seqs] if any(seq.adapter for seq in seqs) else [], 0, 0),
         )
         at = HEADER
         for i, (section, filling, num_filled) in enumerate(sections):

@@ -40,7 +40,7 @@ import xxhash
 
 from nanoserve.sequence import CacheEntry, Sequence
 
-ROOT_KEY = b""  # parent of a first block; an adapter or image id would be mixed in here
+ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
 
 
 class BlockManager:
@@ -80,7 +80,7 @@ class BlockManager:
         """
         keys, size = seq.block_keys, self.block_size
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else ROOT_KEY
+            parent = keys[-1] if keys else seq.root.key if seq.root else ROOT_KEY
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
             keys.append(xxhash.xxh3_128_digest(parent + tokens))
         return keys
@@ -101,7 +101,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         hits: list[CacheEntry] = []
-        parent, size, token_ids, cached = None, self.block_size, seq.token_ids, self.cached
+        parent, size, token_ids, cached = seq.root, self.block_size, seq.token_ids, self.cached
         keys = self.keys(seq)
         for i in range(self.max_hits(seq)):
             entry = cached.get(keys[i])
@@ -159,7 +159,7 @@ class BlockManager:
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
         for i in range(seq.num_committed_blocks, num_full):
             seq.num_committed_blocks = i + 1
-            parent = seq.cache_entry
+            parent = seq.cache_entry if i > 0 else seq.root
             if i > 0 and parent is None:
                 continue  # our chain lost its place in the cache: nobody could reach this block
             block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]

@@ -220,6 +220,9 @@ class EngineConfig:
     runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
     convert: str = option("auto", CONVERSION)  # what a generator's checkpoint becomes when it pools
     pooler_config: object = option(None, ANYTHING)  # a dict, or extras.pooling.PoolerConfig
+    enable_lora: bool = option(False, FLAG)  # requests may name an adapter: extras/lora.py
+    max_loras: int = option(1, COUNT)  # adapters that are there at the same time
+    max_lora_rank: int = option(16, COUNT)
     speculative_config: dict | None = option(None, DRAFTS)  # who guesses: extras/speculative.py
     trace: str | None = option(None, TRACE)  # the file in which every step is recorded
 
@@ -230,6 +233,9 @@ class EngineConfig:
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
                              f"{num_seqs}: raise the first or lower the second")
+        if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
+            raise ValueError(f"max_loras={self.max_loras} and max_lora_rank={self.max_lora_rank} "
+                             "have no effect without enable_lora=True: set it, or leave them out")
 
     @property
     def num_drafts(self) -> int:

@@ -66,14 +66,21 @@ class LLMEngine:
     # ---------------------------------------------------------- requests in
 
     def make_request(self, request_id: str, prompt: Prompt,
-                     params: SamplingParams | None = None, priority: int = 0) -> Request:
-        """Tokenise and check a request without touching the engine's state.
+                     params: SamplingParams | None = None, priority: int = 0,
+                     lora_request: Any = None) -> Request:
+        """Tokenise and check a request without touching the engine's state (an adapter is loaded).
 
         Raises `ValueError` for whatever `InputProcessor.process` refuses. What passes fits in the
         KV cache, because `max_model_len` does.
         """
         self.check_open()
-        return self.inputs.process(request_id, prompt, params, priority)
+        request = self.inputs.process(request_id, prompt, params, priority)
+        if lora_request is not None:
+            if self.runner.adapters is None:
+                raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
+                                 "enable_lora=True")
+            self.runner.adapters.assign(request, lora_request)
+        return request
 
     def submit(self, request: Request, inbox: Any) -> None:
         """Queue a request. Its outputs go to `inbox`, which may be anything with `append`. Raises
@@ -104,10 +111,12 @@ class LLMEngine:
         return str(self.num_named)
 
     def add_request(self, request_id: str, prompt: Prompt,
-                    sampling_params: SamplingParams | None = None, priority: int = 0) -> None:
+                    sampling_params: SamplingParams | None = None, priority: int = 0,
+                    lora_request: Any = None) -> None:
         """Queue one request; `step()` works on it. Raises `ValueError` and queues nothing if it is
         wrong (see `make_request`) or its id is in use."""
-        self.submit(self.make_request(request_id, prompt, sampling_params, priority), self.inbox)
+        self.submit(self.make_request(request_id, prompt, sampling_params, priority, lora_request),
+                    self.inbox)
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several; unknown ids are ignored. See `abort`."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig, UnknownArchitecture
@@ -66,6 +67,10 @@ class LLM(LLMEngine):
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
+        if config.enable_lora:
+            from nanoserve.extras.lora import Adapters
+            from nanoserve.extras.lora import prepare as with_adapters
+            layers = with_adapters(config, self.model_config, layers)
         pooler, make_inputs = None, InputProcessor
         if config.runner == "pooling":
             from nanoserve.extras.pooling import prepare  # here: the core runs without extras
@@ -79,6 +84,8 @@ class LLM(LLMEngine):
         try:
             runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler,
                                  make_network=make_network, layers=layers)
+            if config.enable_lora:
+                runner.adapters = Adapters(config, runner.model, runner.device)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)
@@ -109,17 +116,18 @@ class LLM(LLMEngine):
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
-                 summarize: bool = False) -> list[RequestOutput]:
+                 summarize: bool = False, lora_request: Any = None) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
         priority: one for each, the lowest first. use_tqdm: whether to show a bar, or what makes it.
-        summarize: end with a line of what it took.
+        summarize: end with a line of what it took. lora_request: a `LoRARequest` for all, or one or
+        None for each.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
         self.inputs.check_generates()
-        requests = self.make_requests(prompts, sampling_params, priority)
+        requests = self.make_requests(prompts, sampling_params, priority, lora_request)
         for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         results = {}
@@ -133,7 +141,8 @@ class LLM(LLMEngine):
     @takes_vllms_words("stream()", CALLS)
     def stream(self, prompts: Prompt | list[Prompt],
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
-               priority: list[int] | None = None) -> Iterator[RequestOutput]:
+               priority: list[int] | None = None,
+               lora_request: Any = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields each request's outputs while they grow.
 
         The text of an output never ends in half a character, nor shows the beginning of a stop
@@ -141,14 +150,14 @@ class LLM(LLMEngine):
         aborts what is left.
         """
         self.inputs.check_generates()
-        return self.drive(self.make_requests(prompts, sampling_params, priority))
+        return self.drive(self.make_requests(prompts, sampling_params, priority, lora_request))
 
     @takes_vllms_words("chat()", CALLS)
     def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
              use_tqdm: bool | Callable = True, *, stream: bool = False,
              chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
-             ) -> list[RequestOutput] | Iterator[RequestOutput]:
+             lora_request: Any = None) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
         messages: dicts with "role" and "content". stream: return the iterator of `stream`, which
@@ -163,19 +172,21 @@ class LLM(LLMEngine):
         prompts = [self.inputs.render_chat(conversation, **options)
                    for conversation in (messages if many else [messages])]
         if stream:
-            return self.stream(prompts, sampling_params)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+            return self.stream(prompts, sampling_params, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    def make_requests(self, prompts, params, priority=None) -> list[Request]:
-        """Check everything first: a list of params or priorities must match the prompts."""
+    def make_requests(self, prompts, params, priority=None, lora_request=None) -> list[Request]:
+        """Check everything first: a list of params, say, must match the prompts."""
         self.check_open()
         prompts = self.inputs.tokenize(as_list(prompts))
         params = one_for_each(params, len(prompts), "sampling_params")
         priorities = one_for_each(priority, len(prompts), "priority")
+        adapters = one_for_each(lora_request, len(prompts), "lora_request")
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
-                requests.append(self.make_request("", prompt, param, priorities[i] or 0))
+                requests.append(self.make_request("", prompt, param, priorities[i] or 0,
+                                                  adapters[i]))
             except ValueError as error:
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from error

@@ -105,6 +105,7 @@ class ModelRunner:
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see record_graphs
+        self.adapters: Any = None  # told of each step's adapters, see extras/lora.py
 
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
@@ -200,7 +201,7 @@ class ModelRunner:
         been tried in a graph: neither is recorded."""
         return (not self.config.enforce_eager and self.pooler is None
                 and self.config.kernels == "triton" and self.ranks.size == 1
-                and self.config.model_impl != "transformers"
+                and self.config.model_impl != "transformers" and not self.config.enable_lora
                 and (self.device.type == "cuda" or self.graph_class is not CudaGraph))
 
     @torch.inference_mode()
@@ -260,6 +261,8 @@ class ModelRunner:
             kv_cache = kv_cache[len(self.model.kv_shapes):]
         wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
         ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
+        if self.adapters is not None:
+            self.adapters.choose(batch, wanted)
         hidden = model(ids, batch.positions, kv_cache, batch, wanted)
         num_samples = len(batch.logits_indices)
         if self.pooler is not None:

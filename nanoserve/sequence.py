@@ -58,6 +58,8 @@ class Sequence:
     late_ids: frozenset[int] = frozenset()  # what may not come before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # tokens that may not come together
     grammar: Any = None  # what its output must match, see extras/structured.py
+    adapter: int = 0  # which one changes the weights for it, 0 for none: extras/lora.py
+    root: "CacheEntry | None" = None  # parent of its first block: the adapter's content
     max_num_tokens: int = 0  # prompt plus output never grow beyond this
     arrival_time: float = 0.0  # in seconds, by any clock that all sequences share
     num_prompt_tokens: int = field(init=False)

@@ -48,7 +48,8 @@ NOTHING: dict[str, tuple] = {
 
 # ----------------------------------------------------------- what is refused
 
-LORA = "merge the adapter into the weights (peft's merge_and_unload) and load the merged folder"
+LORA = ("give generate(), stream(), chat() or add_request() a lora_request=, or merge the adapter "
+        "into the weights (peft's merge_and_unload) and load the merged folder")
 ONE_COPY = ("all ranks serve one copy of the model with tensor_parallel_size; for several copies "
             "start several processes")
 PATTERNS = "use SamplingParams(structured_outputs={'json': ...}), see docs/structured.md"
@@ -63,7 +64,7 @@ TEMPLATES = "options of a tokenizer are not handed on: tokenize first, and pass 
 OPTIONS: dict[str, str] = {
     "kv_cache_dtype": "the KV cache has the dtype of the model, which the option dtype chooses",
     "calculate_kv_scales": "the KV cache is not quantized: leave it out",
-    "enable_lora": LORA, "max_loras": LORA, "max_lora_rank": LORA, "max_cpu_loras": LORA,
+    "max_cpu_loras": "adapters are read from their folders again: leave it out, or raise max_loras",
     "fully_sharded_loras": LORA, "lora_dtype": LORA, "lora_modules": LORA,
     "pipeline_parallel_size": "use tensor_parallel_size, which shares out every layer",
     "data_parallel_size": ONE_COPY, "data_parallel_backend": ONE_COPY, "enable_eplb": ONE_COPY,
@@ -206,7 +207,9 @@ METHODS: dict[str, str] = {
     "has_unfinished_requests() is False",
     "get_num_unfinished_requests": "use has_unfinished_requests()",
     "is_sleeping": "an engine here never sleeps", "reset_mm_cache": IMAGES,
-    "add_lora": LORA, "remove_lora": LORA, "list_loras": LORA, "pin_lora": LORA}
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"),
+                    "an adapter is loaded when a request names it (lora_request=), and the least "
+                    "recently used one makes room")}
 
 
 # --------------------------------------------------------------- how it is used

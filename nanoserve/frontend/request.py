@@ -49,6 +49,7 @@ class Request:
     bad_word_ids: list[list[int]]
     grammar: Any  # what the output must match, or None
     tokenizer: Tokenizer | None  # None: no text is made
+    adapter: Any = None  # which one speaks, see extras/lora.py
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
@@ -74,6 +75,8 @@ class Request:
                 stop_ids=self.eos_ids | frozenset(params.stop_token_ids), eos_ids=self.eos_ids,
                 late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
                 grammar=self.grammar and self.grammar.fresh(),
+                adapter=self.adapter.slot if self.adapter else 0,
+                root=self.adapter.root if self.adapter else None,
                 max_num_tokens=self.max_num_tokens, arrival_time=self.stats.arrival_time))
             if params.detokenize and self.tokenizer is not None:
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))

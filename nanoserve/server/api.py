@@ -60,19 +60,23 @@ COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what r
 
 class Server:
     """What the endpoints share. names: what clients may call the model; the first stands in the
-    answers. chat_template: in the place of the tokenizer's own."""
+    answers. chat_template: in the place of the tokenizer's own. adapters: a `LoRARequest` for each
+    further name."""
 
-    def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None):
+    def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
+                 adapters: dict[str, Any] | None = None):
         self.engine, self.llm = engine, engine.llm
         self.names, self.chat_template = names, chat_template
+        self.adapters = adapters or {}
         self.started = int(time.time())
         self.collector = Collector(self.llm, names[0])
         self.tracer = Tracer(self.llm)
 
     def check_model(self, body: Body) -> None:
-        if body.model is not None and body.model not in self.names:
+        names = [*self.names, *self.adapters]
+        if body.model is not None and body.model not in names:
             raise BadRequest(f"the model {body.model!r} does not exist: this server has "
-                             f"{', '.join(self.names)}", "model", 404, "model_not_found")
+                             f"{', '.join(names)}", "model", 404, "model_not_found")
 
     async def generate(self, body: GenerationBody, http: Request) -> Response:
         """A completion or a chat."""
@@ -83,7 +87,8 @@ class Server:
         http.scope["ticket"].widen(len(prompts) * body.num_samples)
         requests = [await self._prepare(body, prompt, f"{name}-{i}")
                     for i, prompt in enumerate(prompts)]
-        answer = kind(body, requests, self.names[0], name)
+        model = body.model if body.model in self.adapters else self.names[0]
+        answer = kind(body, requests, model, name)
         if body.stream:
             self.engine.check_health()  # from here on there is no other status than 200
             return StreamingResponse(self._events(answer), media_type="text/event-stream",
@@ -101,7 +106,8 @@ class Server:
                 self.llm.inputs.check_generates()
                 prompt = await self.engine.tokenize(self.llm.inputs.render_chat,
                                                     body.conversation(), **options)
-            request = await self.engine.prepare(prompt, params, request_id, body.priority or 0)
+            request = await self.engine.prepare(prompt, params, request_id, body.priority or 0,
+                                                self.adapters.get(body.model))
             count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
             if body.limit() is not None and count + body.limit() > limit:
                 raise BadRequest(
@@ -144,9 +150,9 @@ class Server:
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
-               **limits) -> Guard:
+               adapters: dict[str, Any] | None = None, **limits) -> Guard:
     """The whole application. The engine is shut down with it. limits: those of `Guard`."""
-    server = Server(engine, names, chat_template)
+    server = Server(engine, names, chat_template, adapters)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -193,7 +199,8 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
     async def models():
         return {"object": "list", "data": [
             {"id": name, "object": "model", "created": server.started, "owned_by": "nanoserve",
-             "max_model_len": server.llm.config.max_model_len} for name in server.names]}
+             "max_model_len": server.llm.config.max_model_len}
+            for name in [*server.names, *server.adapters]]}
 
     @app.get("/health")
     async def health():

@@ -84,13 +84,14 @@ class AsyncLLM:
     # ------------------------------------------------------------- requests
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
-                       request_id: str = "", priority: int = 0) -> AsyncIterator[RequestOutput]:
+                       request_id: str = "", priority: int = 0, lora_request: Any = None,
+                       ) -> AsyncIterator[RequestOutput]:
         """Yield a request's outputs while it grows; `output_kind` says what each of them carries.
 
         Closing or cancelling the generator aborts the request. Raises `ValueError` for whatever
         `LLM.generate` refuses and for an id in use, `EngineGenerateError` when a step fails.
         """
-        request = await self.prepare(prompt, sampling_params, request_id, priority)
+        request = await self.prepare(prompt, sampling_params, request_id, priority, lora_request)
         async with aclosing(self.outputs([request])) as outputs:
             async for output in outputs:
                 yield output
@@ -104,11 +105,12 @@ class AsyncLLM:
                 yield output
 
     async def prepare(self, prompt: Prompt, params: Any = None, request_id: str = "",
-                      priority: int = 0) -> Request:
+                      priority: int = 0, lora_request: Any = None) -> Request:
         """Tokenise and check a request, off the event loop. It runs when `outputs` gets it. Raises
         `ValueError`."""
         self.check_health()
-        return await self.tokenize(self.llm.make_request, request_id, prompt, params, priority)
+        return await self.tokenize(self.llm.make_request, request_id, prompt, params, priority,
+                                   lora_request)
 
     async def tokenize(self, work: Callable, *args, **options) -> Any:
         """Call something that uses the tokenizer, in the thread that may."""

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 from dataclasses import MISSING, Field, fields
+from typing import Any
 
 import uvicorn
 
@@ -48,6 +49,9 @@ def make_parser() -> argparse.ArgumentParser:
                       help=f"clients must send it; may be repeated. {KEY_VARIABLE} is one more")
     door.add_argument("--chat-template", metavar="FILE", help="a file with a template, or the "
                       "template; the tokenizer's own if left out")
+    door.add_argument("--lora-modules", nargs="+", type=lora_module, default=[],
+                      metavar="NAME=FOLDER", help="adapters, each a model of its own name for "
+                      "clients; with --enable-lora")
     door.add_argument("--max-requests", type=positive, default=1024,
                       help="sequences that may be open, running or waiting; more get a 429")
     door.add_argument("--max-body-bytes", type=positive, default=4 * 2 ** 20,
@@ -101,6 +105,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def lora_module(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, got {text!r}")
+    return name, folder
+
+
 def engine_options(args: argparse.Namespace) -> dict:
     return {field.name: getattr(args, field.name) for field in engine_fields()}
 
@@ -115,16 +126,29 @@ def main(argv: list[str] | None = None) -> int:
         if args.skip_tokenizer_init and args.runner != "pooling":
             raise ValueError("--skip-tokenizer-init leaves a generator without text: leave it out")
         llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
+        adapters = load_adapters(llm, args.lora_modules)
     except (ValueError, OSError) as error:
         parser.exit(2, f"nanoserve: {error}\n")
     names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
     keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
-    app = create_app(AsyncLLM(llm), names, template, api_keys=keys,
+    app = create_app(AsyncLLM(llm), names, template, adapters, api_keys=keys,
                      max_requests=args.max_requests, max_body_bytes=args.max_body_bytes)
     config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)
     run(Door(config, greeting(names[0], listening, keys)), listening)
     return 0
+
+
+def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
+    """A `LoRARequest` by its name. Each is loaded once, to hear now what is wrong with it; those
+    that don't fit into `max_loras` are loaded again when a client asks for them."""
+    if not modules:
+        return {}
+    from nanoserve.extras.lora import LoRARequest  # here: an annexe that may be deleted
+    adapters = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
+    for adapter in adapters.values():
+        llm.make_request("", [0], lora_request=adapter)
+    return adapters
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -52,7 +52,7 @@ def test_words_that_are_taken(given, same):
 
 
 @pytest.mark.parametrize("given", [
-    dict(enable_lora=True), dict(pipeline_parallel_size=2),
+    dict(max_cpu_loras=4), dict(pipeline_parallel_size=2),
     dict(data_parallel_size=2), dict(kv_transfer_config={"kv_connector": "x"}), dict(swap_space=4),
     dict(cpu_offload_gb=10), dict(tokenizer_mode="mistral"), dict(kv_cache_dtype="fp8"),
     dict(mm_processor_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),

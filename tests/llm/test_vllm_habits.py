@@ -164,10 +164,10 @@ def test_chat_takes_use_tqdm_by_position(llm, capsys):
 
 
 @pytest.mark.parametrize(("call", "given"), [
-    ("generate", dict(lora_request="adapter")), ("generate", dict(prompt_token_ids=[[1, 2]])),
+    ("generate", dict(prompt_adapter_request="x")), ("generate", dict(prompt_token_ids=[[1, 2]])),
     ("generate", dict(mm_processor_kwargs={"x": 1})),
-    ("stream", dict(lora_request="adapter")), ("chat", dict(tools=[{"type": "function"}])),
-    ("chat", dict(lora_request="adapter")), ("chat", dict(chat_template_content_format="openai")),
+    ("stream", dict(tools=[{}])), ("chat", dict(tools=[{"type": "function"}])),
+    ("chat", dict(chat_template_content_format="openai")),
 ], ids=str)
 def test_keywords_that_are_missing_here(llm, call, given):
     [word] = given

@@ -1,0 +1,306 @@
+"""LoRA: many small adapters over one model, mixed in one batch.
+
+An adapter (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models") changes a weight
+W by a product of two thin matrices: y = x W^T + scaling * (x A^T) B^T, where A is (rank, inputs)
+and B is (outputs, rank). All loaded adapters stand side by side in one A and one B, and a mask of
+zeros and ones keeps, for each token, the columns of its own adapter:
+
+    x A^T    (tokens, slots * rank)     slot 1   slot 2   slot 3
+    mask     a token of adapter 2     [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
+             a token without one      [ 0 0 0 0  0 0 0 0  0 0 0 0 ]     y += ((x A^T) * mask) B^T
+
+So one step serves any mixture, and no operator asks which adapters are in it. The scaling is
+multiplied into B when an adapter is loaded.
+
+**Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
+from a root, and the root is a hash of the adapter's *content*: never of its name, number or path,
+behind which other weights may lie tomorrow. A hit also compares the root's identity.
+
+Not known here: requests' text, the queue, KV bytes. The mask is a hidden input of the layers, the
+only one in this project: the runner has it set before a step, and every `LoraLinear` reads it.
+Confessed: the product is computed for all slots, with zeros for the others. With 64 columns in all
+it adds 8% to the multiplications of a 0.6B model's layers. Road not taken: kernels that gather each
+token's own adapter (Punica, S-LoRA), which compute less and are another twin to keep.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.layers import Linear, beside
+from nanoserve.sequence import CacheEntry
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # what PEFT writes in front of the names of the model's modules
+# What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
+REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bias": False,
+           "fan_in_fan_out": False, "alora_invocation_tokens": None, "target_parameters": None,
+           "layer_replication": None, "trainable_token_indices": None, "use_qalora": False}
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Which adapter a request speaks with; the names are vLLM's.
+
+    lora_name and lora_int_id are the caller's own and decide nothing. lora_path: a folder in PEFT's
+    format. Raises `ValueError` for a wrong field.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self):
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ValueError(f"lora_name={self.lora_name!r} must be a text")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id={self.lora_int_id!r} must be a whole number of at "
+                             "least 1")
+        if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
+            raise ValueError(f"lora_path={self.lora_path!r} must be the folder of an adapter")
+
+
+@dataclass(eq=False)
+class Adapter:
+    """A loaded adapter. slot: from 1 on. root: parent of its sequences' first blocks."""
+
+    name: str
+    slot: int
+    root: CacheEntry
+    requests: WeakSet = field(default_factory=WeakSet)
+
+    @property
+    def in_use(self) -> bool:
+        """A request that has not been submitted yet has no sequences, and will need it."""
+        return any(not request.sequences or not request.finished for request in self.requests)
+
+
+class LoraLinear(Linear):
+    """A `Linear` with the adapters' products added. `adapted` is filled by `Adapters`."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.adapters: Adapters | None = None  # None: no adapter may change this layer
+        self.adapted: dict[str, tuple[slice, torch.Tensor, torch.Tensor]] = {}
+        self.sees_wanted = False  # behind the last attention only the wanted tokens are left
+
+    def make_room(self, adapters: "Adapters", sees_wanted: bool) -> None:
+        """For all slots: A (slots * rank, inputs) and B (outputs, slots * rank) of each matrix."""
+        self.adapters, self.sees_wanted, start = adapters, sees_wanted, 0
+        width, make = adapters.num_columns, adapters.zeros
+        for name, rows in self.matrices.items():
+            self.adapted[name] = (slice(start, start + rows.size), make(width, self.inputs.size),
+                                  make(rows.size, width))
+            start += rows.size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        mask = self.adapters and self.adapters.mask(self.sees_wanted)
+        if mask is not None:
+            for rows, a, b in self.adapted.values():
+                out[:, rows] += F.linear(F.linear(x, a) * mask, b)
+        return out
+
+
+class Adapters:
+    """The adapters of an engine: reads them, gives them slots, and masks them in a step.
+
+    Least recently used ones make room. One that a request needs stays until the request has ended.
+    """
+
+    def __init__(self, config: EngineConfig, model: nn.Module, device: torch.device):
+        self.max_loras, self.max_rank = config.max_loras, config.max_lora_rank
+        self.num_columns = self.max_loras * self.max_rank
+        self.device, self.dtype = device, getattr(torch, config.dtype)
+        self.slot_of_column = torch.arange(self.num_columns, device=device) // self.max_rank + 1
+        self.loaded: OrderedDict[bytes, Adapter] = OrderedDict()  # by content, oldest use first
+        self.roots: dict[bytes, CacheEntry] = {}  # kept: a block may outlive its adapter's slot
+        self.known: dict[tuple, bytes] = {}  # content of files that have been read
+        self.masks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.lock = Lock()  # requests are made in any thread
+        self.layers: dict[str, tuple[LoraLinear, str]] = {}  # by the checkpoint's name
+        last = f"layers.{len(model.layers) - 1}."
+        for path, layer in model.named_modules():
+            if isinstance(layer, LoraLinear) and path.startswith("layers."):
+                layer.make_room(self, path.startswith(last) and "q_proj" not in layer.matrices)
+                for name in layer.matrices:
+                    self.layers[beside(path, name)] = layer, name
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    # ----------------------------------------------------------------- a step
+
+    def choose(self, batch: Batch, wanted: torch.Tensor) -> None:
+        """Set the masks of a step: for all of its tokens, and for the wanted ones."""
+        self.masks = None
+        if len(batch.adapters):
+            lengths = (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).long()
+            slots = batch.adapters.repeat_interleave(lengths)
+            mask = (slots[:, None] == self.slot_of_column).to(self.dtype)
+            self.masks = mask, mask[wanted]
+
+    def mask(self, of_wanted: bool) -> torch.Tensor | None:
+        """(tokens, slots * rank); None where no token of the step has an adapter."""
+        return self.masks and self.masks[of_wanted]
+
+    # -------------------------------------------------------------- requests
+
+    def assign(self, request: Any, asked: LoRARequest) -> None:
+        """Load what is asked for, if it isn't yet, and keep it while `request` needs it.
+
+        Raises `ValueError` for an adapter that can't be used, or when all slots are in use.
+        """
+        if not isinstance(asked, LoRARequest):
+            raise ValueError(f"lora_request={asked!r:.80} must be a LoRARequest(lora_name, "
+                             "lora_int_id, lora_path)")
+        with self.lock:
+            content = self._content(asked)
+            adapter = self.loaded.get(content) or self._load(content, asked)
+            self.loaded.move_to_end(content)
+            adapter.requests.add(request)
+            request.adapter = adapter
+
+    def _content(self, asked: LoRARequest) -> bytes:
+        """A hash of the two files. A file that has not changed is hashed once."""
+        try:
+            files = [Path(asked.lora_path) / name for name in ("adapter_config.json", WEIGHTS)]
+            stats = [file.stat() for file in files]
+            seen = tuple((str(file), s.st_ino, s.st_size, s.st_mtime_ns)
+                         for file, s in zip(files, stats, strict=True))
+            if seen not in self.known:
+                parts = [hashlib.sha256(file.read_bytes()).digest() for file in files]
+                self.known[seen] = hashlib.sha256(b"".join(parts)).digest()
+        except OSError as error:
+            raise ValueError(f"lora_path={str(asked.lora_path)!r}: {error.strerror or error}: it "
+                             f"must be a folder with adapter_config.json and {WEIGHTS}") from error
+        return self.known[seen]
+
+    def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
+        tensors = read_adapter(Path(asked.lora_path), self.max_rank, self.layers)
+        slot = self._free_slot(asked)
+        columns = slice((slot - 1) * self.max_rank, slot * self.max_rank)
+        for path, (layer, name) in self.layers.items():
+            _, a, b = layer.adapted[name]
+            a[columns], b[:, columns] = 0, 0
+            if path in tensors:
+                low, high = tensors[path]
+                a[columns][:len(low)] = low
+                b[:, columns][:, :len(low)] = high
+        root = self.roots.setdefault(content, CacheEntry(content, -1, [], None))
+        self.loaded[content] = adapter = Adapter(asked.lora_name, slot, root)
+        return adapter
+
+    def _free_slot(self, asked: LoRARequest) -> int:
+        taken = {adapter.slot for adapter in self.loaded.values()}
+        for slot in range(1, self.max_loras + 1):
+            if slot not in taken:
+                return slot
+        for content, adapter in self.loaded.items():
+            if not adapter.in_use:
+                return self.loaded.pop(content).slot
+        names = ", ".join(repr(adapter.name) for adapter in self.loaded.values())
+        raise ValueError(f"lora_request={asked.lora_name!r}: requests use {names}, and "
+                         f"max_loras={self.max_loras}: raise it, or wait for one of them")
+
+
+def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[LoraLinear, str]],
+                 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
+    adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
+    settings = _read_settings(folder)
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / WEIGHTS} can't be read: {error}") from error
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.removesuffix(".weight").rpartition(".")
+        path = path.removeprefix(PREFIX).removeprefix("model.")
+        if kind not in ("lora_A", "lora_B") or path not in layers:
+            raise ValueError(f"{folder}: {name} changes what no adapter can change here: only the "
+                             "projections of attention and of a dense MLP (q_proj, k_proj, ..., "
+                             "down_proj); merge the adapter instead (peft's merge_and_unload)")
+        pairs.setdefault(path, {})[kind] = tensor
+    if not pairs:
+        raise ValueError(f"{folder / WEIGHTS} has no tensors")
+    return {path: _scaled(folder, path, pair, settings, max_rank, *layers[path])
+            for path, pair in pairs.items()}
+
+
+def _read_settings(folder: Path) -> dict:
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} can't be read: {error}") from error
+    if not isinstance(settings, dict) or settings.get("peft_type", "LORA") != "LORA":
+        raise ValueError(f"{folder / 'adapter_config.json'}: peft_type must be LORA")
+    for name, nothing in REFUSED.items():
+        if settings.get(name, nothing) not in (nothing, None, [], {}):
+            raise ValueError(f"{folder / 'adapter_config.json'}: {name}={settings[name]!r} is not "
+                             "supported: merge the adapter (peft's merge_and_unload) and load "
+                             "the merged folder")
+    return settings
+
+
+def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
+            layer: LoraLinear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """One module's two matrices, checked, with `scaling` in the second.
+
+    scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).
+    """
+    if len(pair) < 2:
+        raise ValueError(f"{folder}: {path} has only {next(iter(pair))}, both are needed")
+    a, b = pair["lora_A"].float(), pair["lora_B"].float()
+    rank = len(a)
+    if rank > max_rank:
+        raise ValueError(f"{folder}: {path} has rank {rank}, max_lora_rank={max_rank}: raise it")
+    expected = (rank, layer.inputs.total), (layer.matrices[name].total, rank)
+    if (tuple(a.shape), tuple(b.shape)) != expected or not rank:
+        raise ValueError(f"{folder}: {path} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
+                         f"{expected[0]} and {expected[1]} expected: is it made for this model?")
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise ValueError(f"{folder}: {path} has numbers that are not finite")
+    alpha = _of_module(settings.get("alpha_pattern"), path, settings.get("lora_alpha", 8))
+    return a, b * (alpha / (rank ** 0.5 if settings.get("use_rslora") else rank))
+
+
+def _of_module(pattern: dict | None, path: str, default: float) -> float:
+    """PEFT's patterns: the first key that matches the end of a module's path, whole names only, and
+    may be a regular expression. `rank_pattern` needs none of this: a tensor shows its rank."""
+    import re  # here: most adapters have no patterns
+
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", f"model.{path}"):
+            return value
+    return default
+
+
+def prepare(config: EngineConfig, model_config: ModelConfig, layers: dict[str, Any],
+            ) -> dict[str, Any]:
+    """For `LLM`: the entries of `Placement`, with a `Linear` that takes adapters. Raises
+    `ValueError` for what adapters don't go together with."""
+    conflicts = {"tensor_parallel_size": config.tensor_parallel_size > 1,
+                 "runner": config.runner == "pooling",
+                 "model_impl": config.model_impl == "transformers",
+                 "quantization": "linear" in layers}
+    for name, conflict in conflicts.items():
+        if conflict:
+            raise ValueError(f"enable_lora=True does not go together with {name}="
+                             f"{getattr(config, name)!r} yet: leave one of them out, or merge the "
+                             "adapter into the weights (peft's merge_and_unload)")
+    return layers | {"linear": LoraLinear}

@@ -1,0 +1,249 @@
+"""LoRA: one batch, many adapters, and nobody is told another one's text.
+
+The oracle is transformers on a checkpoint into which the adapter was merged here, by the formula of
+the paper: W + scaling * B A.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Reference, assert_same_text
+from loading import stored_tensors
+from safetensors.torch import save_file
+
+from nanoserve import LLM, LoRARequest, SamplingParams
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+SETTINGS = dict(peft_type="LORA", r=4, lora_alpha=8, bias="none")
+PROMPTS = [list(range(5, 25)), [7, 3, 9], list(range(5, 25)), list(range(40, 45)),
+           list(range(5, 40))]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
+SMALL = dict(dtype="float32", device="cpu", enable_lora=True, max_loras=2, max_lora_rank=8,
+             max_model_len=64, block_size=4, num_gpu_blocks_override=64)
+
+
+class Adapters:
+    """Adapters of a checkpoint, by a number, and what transformers says with each merged."""
+
+    def __init__(self, base: Path, root: Path):
+        self.base, self.root = base, root
+        self.texts = {}
+
+    def write(self, seed: int, targets=ALL, rank=4, scaling=2.0, **settings) -> Path:
+        folder, merged = self.root / f"adapter-{seed}", self.root / f"merged-{seed}"
+        folder.mkdir()
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        weights = stored_tensors(self.base)
+        for name, weight in weights.items():
+            if any(name.endswith(f"{target}.weight") for target in targets):
+                a = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
+                b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+                path = f"base_model.model.{name.removesuffix('.weight')}"
+                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+                weights[name] = weight.float() + scaling * (b @ a)
+        assert tensors
+        save_file(tensors, folder / "adapter_model.safetensors")
+        entries = SETTINGS | dict(r=rank, target_modules=targets) | settings
+        (folder / "adapter_config.json").write_text(json.dumps(entries))
+        shutil.copytree(self.base, merged)
+        save_file(weights, merged / "model.safetensors", {"format": "pt"})
+        return folder
+
+    def request(self, seed: int | None) -> LoRARequest | None:
+        return None if seed is None else LoRARequest(
+            f"voice {seed}", seed, str(self.root / f"adapter-{seed}"))
+
+    def check(self, llm: LLM, seeds: list[int | None], where: str = "") -> list[list[int]]:
+        """A call with these adapters, one for each of the first prompts."""
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[:len(seeds)]]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False,
+                               lora_request=[self.request(seed) for seed in seeds])
+        for ids, seed, output in zip(PROMPTS, seeds, outputs, strict=False):
+            key = (seed, tuple(ids))
+            if key not in self.texts:
+                folder = self.base if seed is None else self.root / f"merged-{seed}"
+                self.texts[key] = Reference(folder).generate(ids, GREEDY.max_tokens)
+            assert_same_text(output.outputs[0].token_ids, *self.texts[key], f"{where} {seed}")
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def voices(checkpoints, tmp_path_factory):
+    voices = Adapters(checkpoints["qwen3"], tmp_path_factory.mktemp("voices"))
+    voices.write(1, ["q_proj", "v_proj"])
+    voices.write(2, ALL, rank=8, scaling=1.0)
+    voices.write(3, ["up_proj", "down_proj", "k_proj"], rank=2, scaling=8 / 2 ** 0.5,
+                 use_rslora=True)
+    return voices
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(max_num_batched_tokens=7, max_num_seqs=3), dict(num_gpu_blocks_override=18),
+    dict(enable_prefix_caching=False), dict(kernels="torch"), dict(async_scheduling=True),
+    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))], ids=str)
+def test_each_adapter_and_the_bare_model_in_one_batch(voices, options):
+    with LLM(voices.base, **SMALL | options) as llm:
+        for seeds in ([1, 2, None, 1, 2], [2, None, 1, 2, 1], [1] * 5, [None] * 5, [2] * 5):
+            texts = voices.check(llm, seeds, str(options))
+        assert texts[0] != voices.check(llm, [1])[0]
+
+
+def test_the_same_prompt_under_two_adapters_and_none_shares_no_block(voices):
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    asked = [voices.request(seed) for seed in (1, 2, None)]
+    with LLM(voices.base, **SMALL) as llm:
+        first = llm.generate([prompt] * 3, GREEDY, use_tqdm=False, lora_request=asked)
+        assert [output.num_cached_tokens for output in first] == [0, 0, 0]
+        again = llm.generate([prompt] * 3, GREEDY, use_tqdm=False, lora_request=asked)
+        assert [output.num_cached_tokens for output in again] == [16, 16, 16]
+        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
+
+
+def test_an_adapter_that_was_written_anew_finds_no_old_block(voices, tmp_path):
+    """Its name, number and path are the same, its weights are not."""
+    fresh = Adapters(voices.base, tmp_path)
+    fresh.write(1), fresh.write(2)
+    with LLM(voices.base, **SMALL) as llm:
+        fresh.check(llm, [1])
+        shutil.copytree(tmp_path / "adapter-2", tmp_path / "adapter-1", dirs_exist_ok=True)
+        request = fresh.request(1)
+        [output] = llm.generate({"prompt_token_ids": PROMPTS[0]}, GREEDY, use_tqdm=False,
+                                lora_request=request)
+        expected, gaps = Reference(tmp_path / "merged-2").generate(PROMPTS[0], GREEDY.max_tokens)
+        assert_same_text(output.outputs[0].token_ids, expected, gaps, "written anew")
+        assert output.num_cached_tokens == 0
+
+
+def test_two_roots_that_hash_alike_share_no_block(voices):
+    """The identity of the root is compared, not its key alone."""
+    with LLM(voices.base, **SMALL) as llm:
+        for seed in (1, 2):
+            adapter = voices.check(llm, [seed]) and llm.runner.adapters.loaded
+            for loaded in adapter.values():
+                loaded.root.key = b"the same"
+        voices.check(llm, [1], "collided")
+        voices.check(llm, [2], "collided")
+
+
+def test_the_least_recently_used_adapter_makes_room(voices):
+    with LLM(voices.base, **SMALL) as llm:
+        for seed in (1, 2, 1, 3):
+            voices.check(llm, [seed])
+        names = [adapter.name for adapter in llm.runner.adapters.loaded.values()]
+        assert names == ["voice 1", "voice 3"]
+        voices.check(llm, [2, 3, None], "loaded again, into another's place")
+
+
+def test_an_adapter_that_a_request_needs_stays(voices):
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    with LLM(voices.base, **SMALL | dict(max_loras=1)) as llm:
+        llm.add_request("one", prompt, GREEDY, lora_request=voices.request(1))
+        llm.step()
+        with pytest.raises(ValueError, match="'voice 2'.*'voice 1'.*max_loras=1: raise it"):
+            llm.add_request("two", prompt, GREEDY, lora_request=voices.request(2))
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+        assert outputs[0].outputs[0].token_ids == voices.check(llm, [1])[0]
+        voices.check(llm, [2])  # and now there is room
+
+
+def test_streams_and_chats_take_an_adapter(voices):
+    with LLM(voices.base, **SMALL) as llm:
+        *_, last = llm.stream({"prompt_token_ids": PROMPTS[1]}, GREEDY,
+                              lora_request=voices.request(2))
+        assert last.outputs[0].token_ids == voices.check(llm, [None, 2])[1]
+        talk = [{"role": "user", "content": "hello"}]
+        texts = {seed: llm.chat(talk, GREEDY, use_tqdm=False, chat_template="{{ messages }}",
+                                lora_request=voices.request(seed))[0].outputs[0].token_ids
+                 for seed in (1, 2)}
+        assert texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("name", ["llama-bias", "mistral", "gemma2", "qwen2-window"])
+def test_other_families(checkpoints, tmp_path, name):
+    voices = Adapters(checkpoints[name], tmp_path)
+    voices.write(1), voices.write(2, ATTENTION, rank=8, scaling=1.0)
+    with LLM(voices.base, **SMALL) as llm:
+        voices.check(llm, [1, 2, None, 2, 1], name)
+
+
+def test_patterns_give_modules_ranks_and_scalings_of_their_own(voices, tmp_path):
+    """A key of a pattern is the end of a module's path, whole names only."""
+    other = Adapters(voices.base, tmp_path)
+    other.write(1, ["q_proj"], scaling=4.0, lora_alpha=8, alpha_pattern={"q_proj": 16})
+    other.write(2, ["q_proj"], scaling=2.0, lora_alpha=8, alpha_pattern={"proj": 16})
+    with LLM(voices.base, **SMALL) as llm:
+        other.check(llm, [1, 2])
+
+
+@pytest.mark.parametrize("entries, words", [
+    (dict(use_dora=True), "use_dora=True is not supported"),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
+    (dict(bias="all"), "bias='all' is not supported"),
+    (dict(fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
+    (dict(peft_type="IA3"), "peft_type must be LORA")])
+def test_settings_that_are_refused(voices, tmp_path, entries, words):
+    other = Adapters(voices.base, tmp_path)
+    other.write(1, ["q_proj"], **entries)
+    refused(voices, other.request(1), words)
+
+
+@pytest.mark.parametrize("name, shape, words", [
+    ("model.embed_tokens.lora_embedding_A", (4, 8), "embed_tokens.* no adapter can change"),
+    ("lm_head.lora_A.weight", (4, 64), "lm_head.* no adapter can change"),
+    ("model.layers.0.mlp.experts.0.up_proj.lora_A.weight", (4, 64), "experts.* can change"),
+    ("model.layers.9.self_attn.q_proj.lora_A.weight", (4, 64), "layers.9.* can change"),
+    ("model.layers.0.self_attn.k_proj.lora_A.weight", (4, 64), "has only lora_A"),
+    ("model.layers.0.self_attn.q_proj.lora_A.weight", (9, 64), "rank 9, max_lora_rank=8"),
+    ("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 7), r"shapes \(4, 7\)")])
+def test_tensors_that_are_refused(voices, tmp_path, name, shape, words):
+    other = Adapters(voices.base, tmp_path)
+    folder = other.write(1, ["q_proj"])
+    tensors = stored_tensors(folder)
+    tensors[f"base_model.model.{name}"] = torch.ones(shape)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    refused(voices, other.request(1), words)
+
+
+def refused(voices: Adapters, asked: object, words: str) -> None:
+    """Before anything starts, the good request beside it included; and the engine goes on."""
+    with LLM(voices.base, **SMALL) as llm:
+        with pytest.raises(ValueError, match=words):
+            llm.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, GREEDY, use_tqdm=False,
+                         lora_request=[None, asked])
+        assert not llm.has_unfinished_requests()
+        voices.check(llm, [1, None])
+
+
+def test_requests_that_are_refused(voices, tmp_path):
+    refused(voices, LoRARequest("no", 1, str(tmp_path)), "adapter_config.json")
+    refused(voices, "voice", "must be a LoRARequest")
+    (tmp_path / "adapter_config.json").write_text("{")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
+    refused(voices, LoRARequest("no", 1, str(tmp_path)), "can't be read")
+    for fields in (("", 1, "x"), ("x", 0, "x"), ("x", True, "x"), ("x", 1, "")):
+        with pytest.raises(ValueError, match="lora_"):
+            LoRARequest(*fields)
+    with LLM(voices.base, dtype="float32", device="cpu", num_gpu_blocks_override=8) as llm:
+        with pytest.raises(ValueError, match="make the engine with enable_lora=True"):
+            llm.generate("a", lora_request=voices.request(1))
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
+    (dict(quantization="int8"), "quantization='int8'"),
+    (dict(runner="pooling"), "runner='pooling'"),
+    (dict(model_impl="transformers"), "model_impl='transformers'")])
+def test_what_adapters_do_not_go_together_with(voices, options, words):
+    with pytest.raises(ValueError, match=re.escape(f"together with {words} yet")):
+        LLM(voices.base, **SMALL | options)
+
+
+def test_options_without_adapters_have_no_effect_and_say_so(voices):
+    with pytest.raises(ValueError, match="max_loras=2.*without enable_lora=True"):
+        LLM(voices.base, max_loras=2)

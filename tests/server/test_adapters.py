@@ -1,0 +1,60 @@
+"""Adapters behind the door: each is a model of its own name."""
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import NAME, Serving  # noqa: E402
+from test_lora import SMALL, Adapters  # noqa: E402
+
+from nanoserve import LLM, SamplingParams  # noqa: E402
+from nanoserve.server import cli  # noqa: E402
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def voices(checkpoints, tmp_path_factory):
+    voices = Adapters(checkpoints["qwen3"], tmp_path_factory.mktemp("voices"))
+    voices.write(1), voices.write(2)
+    return voices
+
+
+def test_a_model_by_an_adapters_name_speaks_with_it(voices):
+    with LLM(voices.base, **SMALL) as llm:
+        texts = {seed: llm.generate("hello", use_tqdm=False, sampling_params=GREEDY,
+                                    lora_request=voices.request(seed))[0].outputs[0].text
+                 for seed in (None, 1, 2)}
+    assert len(set(texts.values())) == 3
+    llm = LLM(voices.base, **SMALL)
+    modules = [("one", str(voices.root / "adapter-1")), ("two", str(voices.root / "adapter-2"))]
+    serving = Serving(llm, adapters=cli.load_adapters(llm, modules))
+    try:
+        for seed, name in ((None, NAME), (1, "one"), (2, "two"), (1, "one")):
+            body = dict(model=name, prompt="hello", temperature=0, max_tokens=8)
+            status, answer = serving.ask("/v1/completions", body)
+            assert status == 200 and answer["model"] == name
+            assert answer["choices"][0]["text"] == texts[seed], name
+        status, models = serving.ask("/v1/models")
+        assert [model["id"] for model in models["data"]] == [NAME, "other-name", "one", "two"]
+        status, answer = serving.ask("/v1/completions", dict(model="three", prompt="a"))
+        assert status == 404 and "one, two" in answer["error"]["message"]
+    finally:
+        serving.close()
+
+
+@pytest.mark.parametrize("modules, words", [
+    (["voice"], "must be NAME=FOLDER"), (["=x"], "must be NAME=FOLDER"),
+    (["voice=/nowhere"], "lora_path='/nowhere'")])
+def test_adapters_that_are_wrong_are_found_before_the_door_opens(voices, modules, words, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([str(voices.base), "--port", "0", "--enable-lora", "--num-gpu-blocks-override",
+                  "16", "--lora-modules", *modules])
+    assert words in capsys.readouterr().err
+
+
+def test_an_adapter_without_enable_lora_says_what_is_missing(voices, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([str(voices.base), "--port", "0", "--num-gpu-blocks-override", "16",
+                  "--lora-modules", f"one={voices.root / 'adapter-1'}"])
+    assert "enable_lora=True" in capsys.readouterr().err
