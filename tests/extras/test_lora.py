@@ -247,3 +247,21 @@ def test_what_adapters_do_not_go_together_with(voices, options, words):
 def test_options_without_adapters_have_no_effect_and_say_so(voices):
     with pytest.raises(ValueError, match="max_loras=2.*without enable_lora=True"):
         LLM(voices.base, max_loras=2)
+
+
+def test_peft_says_the_same(voices):
+    """The library that writes these folders, on transformers: each adapter as it reads it."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    with LLM(voices.base, **SMALL | dict(max_loras=3)) as llm:
+        texts = {seed: [voices.check(llm, [seed] * 5), voices.check(llm, [seed] * 5)]
+                 for seed in (1, 2, 3)}
+    for seed, (fresh, cached) in texts.items():
+        assert fresh == cached
+        reference = Reference(voices.base)
+        reference.model = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(voices.base, dtype=torch.float32),
+            str(voices.root / f"adapter-{seed}")).eval()
+        for ids, text in zip(PROMPTS, fresh, strict=True):
+            assert_same_text(text, *reference.generate(ids, GREEDY.max_tokens), f"peft, {seed}")
