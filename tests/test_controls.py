@@ -6,6 +6,8 @@ order of vLLM's documentation. It knows of no batches, blocks or steps. What com
 """
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -154,3 +156,13 @@ def test_rows_without_controls_get_no_edits():
     seqs[1].token_ids.pop()  # one more to come
     edits = sampling_inputs(seqs, 9).edits
     assert (edits.rows.tolist(), edits.banned.tolist()) == ([1], [[0], [3]])
+
+
+def test_a_control_that_nobody_applies_is_an_error():
+    """No engine starts with it: the import of whoever should apply it fails."""
+    result = subprocess.run([sys.executable, "-c", """
+import nanoserve.config
+nanoserve.config.CONTROLS["dry_multiplier"] = 0
+import nanoserve.controls
+"""], capture_output=True, text=True, check=False)
+    assert "NotImplementedError: controls without code: ['dry_multiplier']" in result.stderr
