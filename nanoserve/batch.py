@@ -31,6 +31,7 @@ Not known here: the model, how a token is chosen, whose turn it is.
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -42,13 +43,15 @@ from nanoserve.sequence import Sequence, Step
 # have to begin at an even place.
 SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "positions",
             "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices", "sample_rows",
-            "prompt_logprob_indices", "block_tables", "adapters")
+            "prompt_logprob_indices", "block_tables", "adapters", "block_saves",
+            "block_loads")
 NUM_DECODES = len(SECTIONS)  # two more entries: rows with a single new token ...
 NUM_UNKNOWN = NUM_DECODES + 1  # ... and inputs that only the device knows
 NETWORK = NUM_UNKNOWN + 1
 HEADER = NETWORK + 2 - NETWORK % 2  # even
 NOT_INTEGERS = {"seeds": torch.int64, "temperature": torch.float32, "top_p": torch.float32,
                 "min_p": torch.float32}
+MAX_MOVES = 2 ** 12  # blocks that a step saves, or loads, at most
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
 
 
@@ -71,6 +74,8 @@ class Batch:
     prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
     block_tables: torch.Tensor  # (b, w) the widest row's width
     adapters: torch.Tensor  # (b,) 0 for none; empty where no row has one
+    block_saves: torch.Tensor  # (m * 2,) a block and a slot of the store's pool, and so on
+    block_loads: torch.Tensor  # (m * 2,)
     host: dict[str, np.ndarray]  # the same by name, as the host has them
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
@@ -114,11 +119,12 @@ class BatchBuilder:
     copy is still on its way is waited for. staged: the numbers are copied to a buffer of the
     device's, always the same one; on a CPU only a stand-in for graphs needs it.
     num_drafts: the most that a row can have, each of which is one more sample.
+    moves: whether blocks are saved and loaded.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, num_buffers: int = 2,
-                 staged: bool = False, num_drafts: int = 0):
+                 staged: bool = False, num_drafts: int = 0, moves: bool = False):
         self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
         # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
@@ -126,7 +132,7 @@ class BatchBuilder:
         # and adapter. A draft is another sample: 8 of these.
         size = HEADER + 4 * max_num_batched_tokens + 11 * max_num_seqs + 1 + max_num_seqs * width
         size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
-        size = max(size, MIN_BUFFER)
+        size = max(size + moves * 4 * MAX_MOVES, MIN_BUFFER)
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]
@@ -211,6 +217,8 @@ class BatchBuilder:
             (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
             (self.tables[rows, :width].reshape(-1), 0, padding * width),
             ([seq.adapter for seq in seqs] if any(seq.adapter for seq in seqs) else [], 0, 0),
+            (list(chain.from_iterable(step.block_saves)), 0, 0),
+            (list(chain.from_iterable(step.block_loads)), 0, 0),
         )
         at = HEADER
         for i, (section, filling, num_filled) in enumerate(sections):

@@ -60,7 +60,9 @@ class BlockManager:
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
-        self.on_evict: Callable[[bytes], None] | None = None  # told each key that is forgotten
+        # Told of each entry that is about to be forgotten, and of each that is new.
+        self.on_evict: Callable[[CacheEntry], None] | None = None
+        self.on_commit: Callable[[CacheEntry], None] | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -170,6 +172,8 @@ class BlockManager:
                     self._forget(entry.block_id)
                 entry = CacheEntry(keys[i], block_id, tokens, parent)
                 self.cached[entry.key] = self.entry_of[block_id] = entry
+                if self.on_commit:
+                    self.on_commit(entry)
             elif entry.tokens != tokens:
                 entry = None  # a collision: the first one stays
             seq.cache_entry = entry
@@ -215,7 +219,7 @@ class BlockManager:
             if block_id in self.free_blocks:
                 self.free_blocks.move_to_end(block_id, last=False)
             if self.on_evict:
-                self.on_evict(entry.key)
+                self.on_evict(entry)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block (after new weights, say). False, and no change, while any block

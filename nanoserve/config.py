@@ -209,6 +209,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(None, COUNT)  # the same in blocks, on any device
     block_size: int = option(16, COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, FLAG)
+    kv_offload_bytes: int = option(0, TOKEN_COUNT)  # of a pool for blocks that the cache forgets
+    kv_store: str | None = option(None, FOLDER)  # a folder of blocks that outlives the engine ...
+    kv_store_bytes: int = option(8 * 2 ** 30, COUNT)  # ... and what it may hold: block_store.py
     enable_chunked_prefill: bool = option(True, FLAG)
     scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see waiting.py
     enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
@@ -236,6 +239,9 @@ class EngineConfig:
         if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
             raise ValueError(f"max_loras={self.max_loras} and max_lora_rank={self.max_lora_rank} "
                              "have no effect without enable_lora=True: set it, or leave them out")
+        if (self.kv_offload_bytes or self.kv_store) and not self.enable_prefix_caching:
+            raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
+                             "enable_prefix_caching=True")
 
     @property
     def num_drafts(self) -> int:

@@ -55,6 +55,7 @@ class LLMEngine:
         self.observers: list[Observer] = [self.metrics]
         self.trace: Any = None  # tools.recorder's, an observer that is written when work has ended
         self.drafter: Any = None  # extras.speculative's, which puts guesses into a step
+        self.store: Any = None  # extras.block_store's, which a step may have blocks for
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
@@ -127,8 +128,11 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
         whoever aborted it need not wait for it)."""
-        return bool(self.requests or self.in_flight) or any(
+        return bool(self.requests or self.in_flight or self._has_saves()) or any(
             not output.aborted for output in self.inbox)
+
+    def _has_saves(self) -> bool:
+        return self.store is not None and bool(self.store.leaving)
 
     # ---------------------------------------------------------------- the loop
 
@@ -170,11 +174,13 @@ class LLMEngine:
                 step = self.scheduler.schedule()
                 for observer in self.observers:
                     observer.scheduled(step)
-            if step.num_new_tokens:
+            if step.has_work:
                 # Ranks that are stopped in the middle of a step would be out of step for good.
                 with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
                     self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
-            if len(self.in_flight) > self.depth or not step.num_new_tokens:
+            if step.sitting_out and not (step.has_work or self.in_flight):
+                self.store.wait()  # its thread reads blocks that they wait for
+            elif len(self.in_flight) > self.depth or not step.has_work:
                 self._take_result()
         except BaseException:
             self._drop_in_flight()
@@ -278,6 +284,8 @@ class LLMEngine:
         try:
             while self.in_flight:
                 self._take_result()
+            while self._has_saves() or self.in_flight:
+                self._advance()
         except BaseException:
             self._drop_in_flight()
             raise
@@ -302,9 +310,11 @@ class LLMEngine:
             if self.trace is not None:
                 self.trace.close()
         finally:  # also when Ctrl-C comes while it writes
+            if self.store is not None:
+                self.store.close()
             if self.runner is not None:
                 self.runner.close()
-            self.runner = self.scheduler = None
+            self.runner = self.scheduler = self.store = None
 
     def check_open(self) -> None:
         """Raises `RuntimeError` after `shutdown`, or when a rank has died."""
@@ -318,13 +328,17 @@ class LLMEngine:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self.check_open()
         return self.metrics.read(self.scheduler, self.config.model) + (
-            self.drafter.read_metrics() if self.drafter else [])
+            self.drafter.read_metrics() if self.drafter else []) + (
+            self.store.read_metrics() if self.store else [])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
         with self.turns, ctrl_c_held():
             self.check_open()
-            return self.scheduler.blocks.reset_prefix_cache()
+            done = self.scheduler.blocks.reset_prefix_cache()
+            if done and self.store is not None:
+                self.store.clear()
+            return done
 
 
 def take_all(inbox: list) -> list:

@@ -35,7 +35,7 @@ from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor, Request
-from nanoserve.model_runner import LAST_WORD, ModelRunner, Pooler, serve_rank
+from nanoserve.model_runner import LAST_WORD, ModelRunner, serve_rank
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import Ranks
 
@@ -78,7 +78,11 @@ class LLM(LLMEngine):
         if config.speculative_config is not None:
             from nanoserve.extras.speculative import check
             config = check(config, self.model_config, self.tokenizer, say)
-        ranks = _start_ranks(config, folder, pooler, layers)
+        make_pool = None
+        if config.kv_offload_bytes or config.kv_store is not None:
+            from nanoserve.extras.block_store import prepare as with_store
+            config, make_pool = with_store(config)
+        ranks = _start_ranks(config, (config, folder, pooler, layers, make_pool))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
@@ -92,11 +96,15 @@ class LLM(LLMEngine):
             runner.agree_on_cache(num_blocks, config.max_model_len)
             runner.allocate_kv_cache(num_blocks, config.max_model_len)
             runner.record_graphs()
+            runner.pool = make_pool and make_pool(runner)
         except BaseException:
             ranks.abort("the engine could not be made")
             raise
         inputs = make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, inputs)
+        if make_pool is not None:
+            from nanoserve.extras.block_store import attach as attach_store
+            attach_store(self, folder, say)
         if config.trace is not None:
             from nanoserve.tools.recorder import attach  # here: the core runs without it
             self.trace = attach(self, config.trace, say)
@@ -272,17 +280,16 @@ def read_model(asked: EngineConfig, folder: Path,
     return read_foreign(replace(asked, model_impl="transformers"), folder)
 
 
-def _start_ranks(config: EngineConfig, folder: Path, pooler: Pooler | None,
-                 layers: dict) -> Ranks:
+def _start_ranks(config: EngineConfig, payload: tuple) -> Ranks:
     """Rank 0, with the others started or joined.
 
     Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
     down, and then their script ends: what follows in it is rank 0's to do.
     """
     ranks = start_ranks(config.tensor_parallel_size, config.device,
-                        "nanoserve.model_runner:serve_rank", (config, folder, pooler, layers))
+                        "nanoserve.model_runner:serve_rank", payload)
     if ranks.rank > 0:
         with closing(ranks):
-            serve_rank(ranks, (config, folder, pooler, layers))
+            serve_rank(ranks, payload)
         raise SystemExit(0)
     return ranks

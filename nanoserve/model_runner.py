@@ -106,6 +106,7 @@ class ModelRunner:
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see record_graphs
         self.adapters: Any = None  # told of each step's adapters, see extras/lora.py
+        self.pool: Any = None  # where blocks are saved, see extras/block_store.py
 
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
@@ -185,7 +186,8 @@ class ModelRunner:
         try:
             self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                         max_model_len, config.block_size, self.device,
-                                        staged=self.wants_graphs, num_drafts=config.num_drafts)
+                                        staged=self.wants_graphs, num_drafts=config.num_drafts,
+                                        moves=bool(config.kv_offload_bytes or config.kv_store))
         except (RuntimeError, MemoryError) as error:  # torch's and numpy's
             raise ValueError(
                 f"no memory for what steps are packed into: lower max_num_batched_tokens="
@@ -221,13 +223,13 @@ class ModelRunner:
         wanted, on their way to the host; of a pooler, hidden states in their place."""
         size = None
         only_decodes = len(step.sampling) == step.num_tokens
-        if self.graphs is not None and only_decodes and not step.network:
+        if self.graphs is not None and only_decodes and step.sampling and not step.network:
             size = self.graphs.size_for(len(step.sampling))
         buffer = self.builder.take_buffer()
         self.builder.pack(step, buffer, size)
         with self.ranks.together():
             self._broadcast(buffer)
-            batch = self.builder.unpack(buffer)
+            batch = self._unpack(buffer)
             inputs = None if self.pooler is not None else (
                 SamplingInputs.of(step, batch, self.model_config.vocab_size))
             output = (self._run(batch, inputs) if size is None
@@ -242,8 +244,15 @@ class ModelRunner:
             self._broadcast(buffer)
             if buffer[0] == STOP:
                 return False
-            self._run(self.builder.unpack(buffer), None)
+            self._run(self._unpack(buffer), None)
         return True
+
+    def _unpack(self, buffer: torch.Tensor) -> Batch:
+        """The step's batch, and its blocks moved before anything reads or writes them."""
+        batch = self.builder.unpack(buffer)
+        if self.pool is not None:
+            self.pool.move(batch.host)
+        return batch
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         """Rank 0's packed step to all. Its length stands in its header, so that a long one takes a
@@ -256,6 +265,8 @@ class ModelRunner:
     def _run(self, batch: Batch, inputs: SamplingInputs | None) -> SamplerOutput:
         """What a step computes, on every rank. inputs: what the rows ask of the sampler, which only
         rank 0 knows; the others' output is a stand-in for rank 0's tokens."""
+        if not batch.num_tokens:  # it only saved blocks
+            return SamplerOutput(batch.logits_indices.long())
         model, kv_cache = self.networks[batch.network], self.kv_cache
         if batch.network:
             kv_cache = kv_cache[len(self.model.kv_shapes):]
@@ -338,18 +349,19 @@ class ModelRunner:
         if self.ranks.broken is None:
             self.synchronize()
         self.ranks.close(LAST_WORD)
-        self.networks, self.kv_cache = [], []
+        self.networks, self.kv_cache, self.pool = [], [], None
         self.builder = self.last_tokens = self.graphs = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def serve_rank(ranks: Ranks, payload: tuple[EngineConfig, Path, Pooler | None, dict]) -> None:
+def serve_rank(ranks: Ranks, payload: tuple) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder, pooler, layers = payload
+    config, folder, pooler, layers, make_pool = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
     runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler, layers=layers)
     runner.count_kv_blocks()
     runner.allocate_kv_cache(*runner.agree_on_cache())
+    runner.pool = make_pool and make_pool(runner)
     while runner.serve_one():
         pass

@@ -28,6 +28,8 @@ moves more bytes than recomputing the few blocks that the prefix cache lost.
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
@@ -59,6 +61,7 @@ class Scheduler:
         self.draining: set[Sequence] = set()  # ended, but a step in flight still uses their blocks
         self.num_steps = 0
         self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
+        self.store: Any = None  # a second place for blocks: extras/block_store.py
 
     @property
     def num_waiting(self) -> int:
@@ -106,7 +109,9 @@ class Scheduler:
             self._schedule_waiting(step, budget)
         if self.propose is not None and not step.preempted:
             self._add_drafts(step, self.propose)
-        if step.num_new_tokens:
+        if self.store is not None:
+            self.store.plan(step)
+        if step.has_work:
             self.in_flight.append(step)
         return step
 
@@ -193,8 +198,9 @@ class Scheduler:
             if self._next_block_is_pending(seq, len(hits)):
                 sitting_out.append(self.waiting.pop())
                 continue
+            slots = self.store.find(step, seq, len(hits)) if self.store is not None else []
             # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
-            num_cached = len(hits) * self.blocks.block_size
+            num_cached = (len(hits) + len(slots)) * self.blocks.block_size
             num_new = min(len(seq.token_ids) - num_cached, budget)
             whole = num_cached + num_new == len(seq.token_ids)
             may_be_cut = self.enable_chunked_prefill and not sitting_out
@@ -206,6 +212,8 @@ class Scheduler:
             self._admit(seq, hits, num_cached)
             step.admitted.append(seq)
             self.blocks.allocate(seq, num_cached + num_new)
+            if slots:
+                self._add_loads(step, seq, slots)
             self._add_row(step, seq, num_cached, num_new)
             budget -= num_new
         for seq in sitting_out:
@@ -229,16 +237,31 @@ class Scheduler:
                 budget -= len(drafts)
 
     def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
-        return bool(self.pending_keys) and num_hits < self.blocks.max_hits(seq) and (
-            self.blocks.keys(seq)[num_hits] in self.pending_keys)
+        """Whether a step in flight computes it, or the store reads its file right now."""
+        if num_hits >= self.blocks.max_hits(seq):
+            return False
+        return (bool(self.pending_keys) and self.blocks.keys(seq)[num_hits] in self.pending_keys
+                ) or (self.store is not None and self.store.is_reading(seq))
 
     def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
         self.blocks.share(seq, hits)
-        seq.num_computed_tokens = num_cached
+        seq.num_computed_tokens = len(hits) * self.blocks.block_size
         if seq.num_cached_tokens is None:  # not again after a preemption: that's no saving
             seq.num_cached_tokens = num_cached
         seq.row = self.free_rows.pop()
         insort(self.running, seq, key=self.order)
+
+    def _add_loads(self, step: Step, seq: Sequence, slots: list[int]) -> None:
+        """Have the step bring these blocks from the store, behind those that were hit. Like tokens
+        that it computes, they are in flight, and count when it has finished."""
+        size = self.blocks.block_size
+        first = seq.num_computed_tokens // size
+        step.block_loads += zip(seq.block_table[first:], slots, strict=False)  # the table is longer
+        step.num_loaded[seq] = len(slots) * size
+        seq.num_inflight_tokens += len(slots) * size
+        keys = self.blocks.keys(seq)[first:first + len(slots)]
+        step.pending_keys += keys
+        self.pending_keys.update(keys)
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int) -> None:
         step.num_new_tokens[seq] = num_new
@@ -271,7 +294,9 @@ class Scheduler:
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
         self.pending_keys.difference_update(step.pending_keys)
-        for seq, num_new in step.num_new_tokens.items():
+        if self.store is not None:
+            self.store.finished(step)
+        for seq, num_new in chain(step.num_new_tokens.items(), step.num_loaded.items()):
             seq.num_inflight_tokens -= num_new
             seq.num_computed_tokens += num_new
         grown: dict[Sequence, list[int]] = {}
@@ -322,6 +347,8 @@ class Scheduler:
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C: their tokens are asked for again."""
         for step in self.in_flight:
+            if self.store is not None:
+                self.store.dropped(step)
             for seq in step.num_new_tokens:
                 seq.num_inflight_tokens = seq.num_unknown_tokens = seq.num_draft_tokens = 0
                 if seq.finish_reason is not None:
@@ -363,6 +390,7 @@ class Scheduler:
         inflight: Counter[Sequence] = Counter()
         for step in self.in_flight:
             inflight.update(step.num_new_tokens)
+            inflight.update(step.num_loaded)
         for seq in self.sequences():
             assert seq.num_inflight_tokens == inflight[seq], (
                 f"sequence {seq.name} counts {seq.num_inflight_tokens} tokens in flight, the steps "

@@ -134,6 +134,7 @@ class CacheEntry:
     block_id: int
     tokens: list[int]
     parent: "CacheEntry | None"
+    digest: bytes = b""  # proves the prefix to other processes: see extras/block_store.py
 
 
 @dataclass(eq=False)
@@ -150,7 +151,14 @@ class Step:
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # and for whom, maybe itself
     sitting_out: list[Sequence] = field(default_factory=list)  # wait for blocks being computed
-    pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have computed
+    pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have filled
+    block_saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
+    block_loads: list[tuple[int, int]] = field(default_factory=list)  # done after the saves
+    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that are loaded so
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.num_new_tokens or self.block_saves)
 
     @property
     def num_tokens(self) -> int:

@@ -165,7 +165,7 @@ class Drive:
                 self.scheduler.drop_in_flight()
                 self.scheduler.check()
             if now in self.workload.resets:
-                self.seen["reset"] += self.scheduler.blocks.reset_prefix_cache()
+                self.reset()
             self.step()
             now += 1
             assert now < 3000, "stuck"
@@ -173,6 +173,9 @@ class Drive:
         assert blocks.num_free_blocks == blocks.num_blocks, "blocks were lost"
         assert len(self.scheduler.free_rows) == self.workload.max_num_seqs, "rows were lost"
         self.compare()
+
+    def reset(self) -> None:
+        self.seen["reset"] += self.scheduler.blocks.reset_prefix_cache()
 
     def guess(self, seq: Sequence, most: int) -> list[int]:
         """What the twin says, with a mistake here and there."""
@@ -215,14 +218,14 @@ class Drive:
         self.seen["preemption"] += len(step.preempted)
         self.seen["interruption"] += bool(step.admitted and step.preempted)
         self.seen["draft"] += sum(map(len, step.drafts.values()))
-        if step.num_new_tokens:
+        if step.has_work:
             held = [block for seq, start in zip(step.num_new_tokens, step.starts, strict=True)
                     for block in seq.block_table[self.first_block_read(start):]]
             self.seen["released"] += any(seq.num_released_blocks for seq in step.num_new_tokens)
             self.in_flight.append((step, self.device.launch(step), held))
         self.check_blocks_in_flight()
         if self.in_flight and (len(self.in_flight) > self.workload.depth
-                               or not step.num_new_tokens):
+                               or not step.has_work):
             step, sampled, _ = self.in_flight.popleft()
             for seq, tokens in self.scheduler.update(step, sampled).items():
                 self.seen["accepted"] += len(tokens) - 1

@@ -78,11 +78,11 @@ OPTIONS: dict[str, str] = {
     "swap_space": NO_SWAP, "preemption_mode": NO_SWAP,
     "cpu_offload_gb": "weights stay on the device: use a smaller model, a narrower dtype or "
                       "tensor_parallel_size",
-    "kv_transfer_config": "blocks stay in this process: a common beginning is shared by requests "
-                          "of one engine (enable_prefix_caching)",
+    "kv_transfer_config": "say kv_store='folder': engines that name the same folder find each "
+                          "other's blocks there",
     "kv_events_config": "an observer (LLM.observers) is told what each step does",
-    "kv_offloading_size": "blocks that are evicted are dropped: raise kv_cache_memory_bytes",
-    "kv_offloading_backend": "blocks that are evicted are dropped: raise kv_cache_memory_bytes",
+    "kv_offloading_size": "say kv_offload_bytes, in bytes",
+    "kv_offloading_backend": "say kv_offload_bytes or kv_store: blocks go to memory or a folder",
     "prefix_caching_hash_algo": "keys are 128 bits of xxhash, and a hit compares the tokens, too: "
                                 "leave it out",
     "enable_sleep_mode": "shutdown() gives the memory back, and a new LLM takes it again",

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CacheEntry, Sequence, Step
 from nanoserve.tools.reasons import explain
 
 MAX_STEPS = 20_000
@@ -203,12 +203,12 @@ class Trace:
                 self._change(block_id, True)
         lane.num_committed = max(lane.num_committed, num_full)
 
-    def _evicted(self, key: bytes) -> None:
-        block_id = self.block_of.pop(key, None)
+    def _evicted(self, entry: CacheEntry) -> None:
+        block_id = self.block_of.pop(entry.key, None)
         if block_id is not None:
             self._change(block_id, False)
         if self.next_in_line is not None:
-            self.next_in_line(key)
+            self.next_in_line(entry)
 
     def _change(self, block_id: int, findable: bool) -> None:
         """Twice in one frame is no change: committed, given back and taken by the next one."""

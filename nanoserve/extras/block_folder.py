@@ -1,0 +1,163 @@
+"""KV blocks on disk: a folder with a file for each block, which engines share and find again.
+
+    kv_store/   1f3a...9c.kv   header    the fingerprint, the parent, the tokens: one line of JSON
+                               checksum  of the bytes, xxh3
+                               bytes     the block's KV, layer by layer
+                b07e...41.kv   ...       the name is the block's digest: see block_store.py
+
+A file is written under a temporary name and renamed, so it is there as a whole or not at all. A
+reader knows the header that it must find, byte for byte, and compares. Whatever else stands in a
+file (damage, the end of a disk, another version's format) makes it a miss, and never an error.
+
+Invariant: trouble with files costs time, never an answer. A folder that can't be written is said
+once, and not written to again; requests go on. Whoever can write to the folder is trusted: the
+checksum finds damage, not malice. Hence its mode, 0700.
+
+Not known here: slots, sequences, threads. Road not taken: one large file with an index, which needs
+locks between processes, and repair after one of them was killed.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.config import EngineConfig
+
+VERSION = 1  # of the files
+OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes:
+    """What KV depends on beside tokens and adapter: weights by their content, and options.
+
+    Reads all weights once more, some seconds for 10 GB that the system still has in memory: two
+    fine-tuned models differ in nothing but their bytes.
+    """
+    options = {name: getattr(config, name) for name in (
+        "dtype", "kernels", "model_impl", "quantization", "block_size", "hf_overrides",
+        "load_format", "seed", "speculative_config")}
+    if config.load_format != "dummy":
+        del options["seed"]  # of random weights
+    about = json.dumps([VERSION, sys.byteorder, options, shapes], sort_keys=True, default=str)
+    digest = hashlib.sha256(about.encode())
+    folders = [model_folder] + ([find_model(config.draft_model)] if config.draft_model else [])
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in WEIGHTS or path.name == "config.json":
+                digest.update(path.name.encode() + _hash_file(path))
+    return digest.digest()
+
+
+def _hash_file(path: Path) -> bytes:
+    content = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while chunk := file.read(2 ** 24):
+            content.update(chunk)
+    return content.digest()
+
+
+class Folder:
+    """A file for each block: a header, a checksum of the bytes, and the bytes.
+
+    path: made with mode 0700 if it isn't there. limit: of all files together, in bytes; the least
+    recently used ones are deleted. base: of whom the blocks are. say: hears of what switches the
+    store off. Raises `ValueError` if there is no such folder and none can be made.
+    """
+
+    def __init__(self, path: Path, limit: int, base: bytes, say: Callable[[str], None]):
+        self.path, self.limit, self.base, self.say = path, limit, base, say
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"kv_store={str(path)!r} must be a folder, or one that can be made: "
+                             f"{error}") from None
+        for left in path.glob("*.tmp"):
+            if time.time() - _stat(left)[0] > OLD_SECONDS:
+                left.unlink(missing_ok=True)
+        self.num_bytes = sum(size for _, size in map(_stat, path.glob("*.kv")))
+        self.writes = True
+        self.is_damaged = False  # one file was: any other may be, and is written anew
+
+    def _path_of(self, digest: bytes) -> Path:
+        return self.path / f"{digest.hex()}.kv"
+
+    def _header(self, parent: bytes, tokens: list[int], num_bytes: int) -> bytes:
+        """A line of JSON, the same whoever writes it: a reader knows what must stand there."""
+        return b"nanoserve " + json.dumps({
+            "version": VERSION, "fingerprint": self.base.hex(), "parent": parent.hex(),
+            "tokens": tokens, "bytes": num_bytes}).encode() + b"\n"
+
+    def has(self, digest: bytes) -> bool:
+        return self._path_of(digest).exists()
+
+    def read(self, digest: bytes, parent: bytes, tokens: list[int],
+             num_bytes: int) -> bytearray | None:
+        """The block's bytes; None for a file that is missing, or not what it must be. Such a file
+        is deleted, to make room for a right one."""
+        path, header = self._path_of(digest), self._header(parent, tokens, num_bytes)
+        try:
+            data = path.read_bytes()
+            checksum, bytes_ = data[len(header):len(header) + 16], data[len(header) + 16:]
+            if (data.startswith(header) and len(bytes_) == num_bytes
+                    and xxhash.xxh3_128_digest(bytes_) == checksum):
+                os.utime(path)  # it was used just now
+                return bytearray(bytes_)
+            self.is_damaged = True
+            path.unlink()
+        except OSError:
+            pass
+        return None
+
+    def write(self, digest: bytes, parent: bytes, tokens: list[int], data: Any) -> None:
+        """Under a name of our own first: a file is there as a whole, or not at all, and of two who
+        write the same block one comes last and changes nothing."""
+        path = self._path_of(digest)
+        if not self.writes or (path.exists() and not self.is_damaged):
+            return
+        own = path.with_suffix(f".{os.getpid()}-{id(self)}.tmp")
+        try:
+            with open(os.open(own, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(self._header(parent, tokens, len(data)))
+                file.write(xxhash.xxh3_128_digest(data))
+                file.write(data)
+            os.replace(own, path)
+            self.num_bytes += _stat(path)[1]
+            if self.num_bytes > self.limit:
+                self._trim()
+        except OSError as error:
+            self.writes = False
+            own.unlink(missing_ok=True)
+            self.say(f"kv_store={str(self.path)!r} can't be written, and saves no more: {error}")
+
+    def _trim(self) -> None:
+        """Delete the oldest until a tenth of the limit is free."""
+        files = sorted((*_stat(path), path) for path in self.path.glob("*.kv"))
+        self.num_bytes = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if self.num_bytes <= 0.9 * self.limit:
+                break
+            path.unlink(missing_ok=True)
+            self.num_bytes -= size
+
+    def clear(self) -> None:
+        for path in self.path.glob("*.kv"):
+            path.unlink(missing_ok=True)
+        self.num_bytes = 0
+
+
+def _stat(path: Path) -> tuple[float, int]:
+    """When it was last used, and its size; zeros if another process has deleted it."""
+    try:
+        stat = path.stat()
+        return stat.st_mtime, stat.st_size
+    except OSError:
+        return 0.0, 0

@@ -1,0 +1,403 @@
+"""A second place for KV blocks: a pool in host memory, and a folder that outlives the engine.
+
+The prefix cache forgets a block when its memory is needed. Then its KV must be computed again, at
+the price of a prefill. Here such blocks are kept: in a pool beside the KV cache, of
+`kv_offload_bytes`, and in a folder of files, `kv_store` (block_folder.py), where a new engine, or
+one beside this one, finds them again. Others call it KV offloading and connectors (vLLM),
+hierarchical caching (SGLang), or LMCache.
+
+    KV cache ──save: forgotten, or new──► pool ──a thread writes──► folder
+        ▲                                 │  ▲                        │
+        └──load: found by its digest──────┘  └──a thread reads what a queued request may need
+
+**Invariant: a block is used for exactly those tokens that it was computed from.** In memory a hit
+compares the identity of the parent's entry. Between processes there is no identity. So a block's
+name here is a *digest*: SHA-256 over the parent's digest and the block's tokens. The chain begins
+with a fingerprint of the weights and of all options that KV depends on, then an adapter's content.
+
+All copies between cache and pool happen inside a step, on the step's own stream, before anything
+is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
+counts when its step has finished, so a step that fails takes its loads with it. Threads touch files
+alone, and no step waits for them: a request whose blocks are being read sits out, others go on.
+
+Not known here: layers, what the bytes mean. Confessed: a block goes to the folder through the pool,
+one copy more than needed; the folder is for one rank. Road not taken: copies on a stream of their
+own, which hide their time and have corrupted KV in silence in two public engines.
+"""
+
+import hashlib
+import queue
+import time
+from array import array
+from collections import Counter as Bag
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoserve.batch import MAX_MOVES
+from nanoserve.config import EngineConfig
+from nanoserve.extras.block_folder import Folder, fingerprint
+from nanoserve.frontend.metrics import Counter
+from nanoserve.sequence import CacheEntry, Sequence, Step
+
+POOL_BYTES = 2 ** 29  # of a pool that only stands before a folder
+MAX_ARRIVALS = 32  # blocks that were read and have no slot yet
+TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
+
+
+# ------------------------------------------------------------------ at the start
+
+
+def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
+    """The config with the pool's size filled in, and what makes each rank's pool.
+
+    Raises `ValueError` for options that don't go together.
+    """
+    if config.kernels == "cpu" and config.block_size % TILE:
+        raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be saved "
+                         f"if it is a multiple of {TILE}; choose one, or kernels='torch'")
+    if config.kv_store is not None and config.tensor_parallel_size > 1:
+        raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
+                         f"{config.tensor_parallel_size}: files hold one rank's blocks; use "
+                         "kv_offload_bytes, which works on several ranks")
+    return config, partial(HostPool, num_bytes=config.kv_offload_bytes or POOL_BYTES)
+
+
+def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
+    """Hang a store on an engine, which has its pool already."""
+    config, blocks = llm.config, llm.scheduler.blocks
+    folder, base = None, b""
+    if config.kv_store is not None:
+        base = fingerprint(config, model_folder, llm.runner.pool.shapes)
+        folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
+    store = BlockStore(llm.runner.pool, blocks, base, folder, {"model_name": str(config.model)})
+    llm.store = llm.scheduler.store = store
+    llm.observers.append(store)
+
+
+# ---------------------------------------------------------------- bytes in memory
+
+
+class HostPool:
+    """One rank's slots, each with room for a block's KV over all layers; made behind the cache.
+
+    memory: (num_slots, block_bytes) uint8, pinned where there is a GPU. Raises `ValueError` if it
+    has no room for a block.
+    """
+
+    def __init__(self, runner: Any, num_bytes: int):
+        caches = [cache for pair in runner.kv_cache for cache in pair]
+        self.shapes = [[*cache.shape[1:], str(cache.dtype)] for cache in caches]
+        self.caches = [cache.flatten(1).view(torch.uint8) for cache in caches]  # (blocks, bytes)
+        block_bytes = sum(cache.shape[1] for cache in self.caches)
+        self.num_slots = runner.ranks.least(num_bytes // block_bytes)
+        if not self.num_slots:
+            raise ValueError(f"kv_offload_bytes={num_bytes:,} has no room for a block of "
+                             f"{block_bytes:,} bytes: raise it")
+        try:
+            self.memory = torch.empty(self.num_slots, block_bytes, dtype=torch.uint8,
+                                      pin_memory=runner.device.type == "cuda")
+        except RuntimeError as error:
+            raise ValueError(f"no memory for a pool of {self.num_slots:,} blocks of {block_bytes:,}"
+                             " bytes: lower kv_offload_bytes") from error
+
+    def move(self, host: dict[str, Any]) -> None:
+        """Queue a step's copies. host: the batch's sections. A block that is saved may be loaded
+        over, never the other way round."""
+        for block_id, slot in host["block_saves"].reshape(-1, 2).tolist():
+            for cache, there in self._parts(slot):
+                there.copy_(cache[block_id], non_blocking=True)
+        for block_id, slot in host["block_loads"].reshape(-1, 2).tolist():
+            for cache, there in self._parts(slot):
+                cache[block_id].copy_(there, non_blocking=True)
+
+    def _parts(self, slot: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each cache, and its part of the slot."""
+        return zip(self.caches, self.memory[slot].split([one.shape[1] for one in self.caches]),
+                   strict=True)
+
+
+# ------------------------------------------------------------------ what is where
+
+
+def digest_of(parent: bytes, content: bytes | list[int]) -> bytes:
+    """The name of what stands behind `parent`: a block of tokens, or an adapter's key."""
+    content = content if isinstance(content, bytes) else array("i", content).tobytes()
+    return hashlib.sha256(parent + content).digest()
+
+
+@dataclass
+class Moves:
+    """What a step in flight does here. epoch: see `BlockStore.clear`."""
+
+    epoch: int
+    loads: list[int]  # slots
+    saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # slots by digest
+
+
+class BlockStore:
+    """Knows which slot holds which block. Asked and told by the scheduler, and an observer.
+
+    pool: rank 0's. blocks: whose entries are saved. base: the digest that all others begin with.
+    folder: None for no files, and then only what the cache forgets is saved.
+    """
+
+    def __init__(self, pool: HostPool, blocks: Any, base: bytes, folder: Folder | None,
+                 labels: dict[str, str]):
+        self.pool, self.blocks, self.base, self.folder = pool, blocks, base, folder
+        self.labels = labels
+        self.slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
+        self.held: list[bytes | None] = [None] * pool.num_slots  # the same from the other side
+        self.free = list(range(pool.num_slots))[::-1]
+        self.pins: Bag[int] = Bag()  # slots that a step or the writing thread still reads
+        self.leaving: dict[bytes, CacheEntry] = {}  # to be saved by the next step
+        self.in_flight: dict[Step, Moves] = {}
+        self.epoch = 0
+        self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
+        self.reading: dict[Sequence, Future] = {}
+        self.arrivals: queue.Queue = queue.Queue(MAX_ARRIVALS)  # (epoch, digest, bytes)
+        self.written: deque[int] = deque()  # slots that the writing thread is done with
+        self.num_queries = self.num_hits = self.num_saved = self.num_lost = 0
+        self.closed = False
+        blocks.on_evict = self.leave
+        if folder is not None:
+            blocks.on_commit = self.leave
+            self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def leave(self, entry: CacheEntry) -> None:
+        """Have the next step save this block, before anything is written to it."""
+        digest = self._digest_entry(entry)
+        if digest in self.slots:
+            self.slots.move_to_end(digest)
+        else:
+            self.leaving[digest] = entry
+
+    def _digest_entry(self, entry: CacheEntry) -> bytes:
+        """Computed once for each entry, from the first ancestor that has one."""
+        chain, ancestor = [], entry
+        while ancestor is not None and not ancestor.digest:
+            chain.append(ancestor)
+            ancestor = ancestor.parent
+        for one in reversed(chain):  # a root has no tokens, but a key that is a hash of content
+            parent = one.parent.digest if one.parent is not None else self.base
+            one.digest = digest_of(parent, one.tokens or one.key)
+        return entry.digest
+
+    def _digest_blocks(self, seq: Sequence) -> list[bytes]:
+        """The digests of all full blocks of known tokens, extended as the sequence grows."""
+        digests, size = self.digests.setdefault(seq, []), self.blocks.block_size
+        for start in range(len(digests) * size, len(seq.token_ids) - size + 1, size):
+            root = self._digest_entry(seq.root) if seq.root is not None else self.base
+            digests.append(digest_of(digests[-1] if digests else root,
+                                     seq.token_ids[start:start + size]))
+        return digests
+
+    # ------------------------------------------------- what the scheduler asks
+
+    def is_reading(self, seq: Sequence) -> bool:
+        """Whether blocks of a waiting sequence are on their way from the folder."""
+        return seq in self.reading
+
+    def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
+        """The slots of the blocks that follow those found in memory; takes nothing."""
+        slots: list[int] = []
+        most = min(self.blocks.max_hits(seq), num_hits + MAX_MOVES - len(step.block_loads))
+        for digest in self._digest_blocks(seq)[num_hits:most]:
+            slot = self.slots.get(digest)
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def plan(self, step: Step) -> None:
+        """Give the step its saves. Called when the rest of it is planned: from here on until it has
+        finished, the slots that it loads from keep their bytes."""
+        moves = Moves(self.epoch, [slot for _, slot in step.block_loads])
+        for slot in reversed(moves.loads):  # a chain's tail is given up before its head
+            self.slots.move_to_end(self.held[slot])
+        self.pins.update(moves.loads)
+        self._take_arrivals()
+        in_flight = [digest for one in self.in_flight.values() for digest in one.saves]
+        for digest, entry in self.leaving.items():
+            if digest in self.slots or digest in in_flight:
+                continue
+            slot = self._take_slot() if len(moves.saves) < MAX_MOVES else None
+            if slot is None:
+                self.num_lost += 1
+                continue
+            moves.saves[digest] = slot, entry
+            step.block_saves.append((entry.block_id, slot))
+        self.leaving.clear()
+        if moves.loads or moves.saves:
+            self.in_flight[step] = moves
+        for seq in step.admitted:
+            self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
+
+    def finished(self, step: Step) -> None:
+        """A step's saves can be found from now on."""
+        moves = self.in_flight.pop(step, None)
+        if moves is None:
+            return
+        self._unpin(moves.loads)
+        self.num_hits += len(moves.loads) * self.blocks.block_size
+        for digest, (slot, entry) in reversed(moves.saves.items()):
+            if moves.epoch != self.epoch:
+                self.free.append(slot)
+                continue
+            self._put(digest, slot)
+            self.num_saved += 1
+            if self.folder is not None and self.folder.writes:
+                self.pins[slot] += 1
+                self.writer.submit(self._write, slot, digest, entry)
+
+    def dropped(self, step: Step) -> None:
+        """A step that never was: what it should have saved is lost, which costs time alone."""
+        moves = self.in_flight.pop(step, None)
+        if moves is not None:
+            self._unpin(moves.loads)
+            self.free += [slot for slot, _ in moves.saves.values()]
+
+    def wait(self) -> None:
+        """Nothing else can be scheduled: give the reading thread a moment."""
+        if self.reading:
+            time.sleep(0.0005)
+
+    def clear(self) -> None:
+        """Forget everything, and delete the folder's blocks. What is on its way belongs to an epoch
+        that has passed, and is thrown away when it arrives."""
+        self.epoch += 1
+        self.leaving.clear()
+        for slot in self.slots.values():
+            self.held[slot] = None
+            if not self.pins[slot]:
+                self.free.append(slot)
+        self.slots.clear()
+        if self.folder is not None:
+            self.writer.submit(self.folder.clear).result()  # behind all writes before it
+
+    # ------------------------------------------------------------------- slots
+
+    def _put(self, digest: bytes, slot: int) -> None:
+        self.slots[digest], self.held[slot] = slot, digest
+
+    def _take_slot(self) -> int | None:
+        """A free one, or the least recently used; none while all of them are being read."""
+        if self.free:
+            return self.free.pop()
+        for digest, slot in self.slots.items():
+            if not self.pins[slot]:
+                del self.slots[digest]
+                self.held[slot] = None
+                return slot
+        return None
+
+    def _unpin(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.pins[slot] -= 1
+            if not self.pins[slot] and self.held[slot] is None:
+                self.free.append(slot)  # it was cleared meanwhile
+
+    # ----------------------------------------------------------------- threads
+
+    def _take_arrivals(self) -> None:
+        """Give slots to what the reading thread has brought."""
+        done = [seq for seq, future in self.reading.items() if future.done()]
+        while not self.arrivals.empty():
+            epoch, digest, data = self.arrivals.get()
+            if epoch == self.epoch and digest not in self.slots and (
+                    slot := self._take_slot()) is not None:
+                self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
+                self._put(digest, slot)
+        for seq in done:  # everything that it brought has been taken
+            self.reading.pop(seq, None)
+        while self.written:
+            self._unpin([self.written.popleft()])
+
+    def _read(self, epoch: int, chain: list[tuple[bytes, bytes, list[int]]]) -> None:
+        """The reading thread: bring a chain's blocks, up to the first that isn't there."""
+        for digest, parent, tokens in chain:
+            if digest in self.slots:
+                continue
+            data = self.folder.read(digest, parent, tokens, self.pool.memory.shape[1])
+            while data is not None and not self.closed:
+                try:
+                    self.arrivals.put((epoch, digest, data), timeout=0.1)
+                    break
+                except queue.Full:
+                    pass
+            if data is None or self.closed:
+                return
+
+    def _write(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
+        """The writing thread, for a slot that is pinned."""
+        try:
+            parent = entry.parent.digest if entry.parent is not None else self.base
+            self.folder.write(digest, parent, entry.tokens, self.pool.memory[slot].numpy())
+        finally:
+            self.written.append(slot)
+
+    def flush(self) -> None:
+        """Wait until all that was saved is in the folder."""
+        if self.folder is not None:
+            self.writer.submit(int).result()
+
+    def close(self) -> None:
+        """Write what is to be written, and end the threads."""
+        if self.folder is not None and not self.closed:
+            self.closed = True
+            self.reader.shutdown(cancel_futures=True)
+            self.writer.shutdown()
+
+    # ------------------------------------------------------------- an observer
+
+    def added(self, sequences: list[Sequence], stats: Any, prompt: str | None) -> None:
+        """Begin to read what a queued request will look for."""
+        if self.folder is None:
+            return
+        seq = sequences[0]  # the others have the same prompt, and will hit its blocks
+        digests, size = self._digest_blocks(seq), self.blocks.block_size
+        first = len(self.blocks.find_prefix(seq))
+        while first < len(digests) and digests[first] in self.slots:
+            first += 1
+        most = min(self.blocks.max_hits(seq), first + self.pool.num_slots)
+        if first < most and self.folder.has(digests[first]):
+            root = self._digest_entry(seq.root) if seq.root is not None else self.base
+            chain = [(digests[i], digests[i - 1] if i else root,
+                      seq.token_ids[i * size:(i + 1) * size]) for i in range(first, most)]
+            self.reading[seq] = self.reader.submit(self._read, self.epoch, chain)
+
+    def scheduled(self, step: Step) -> None:
+        """No observer's business: the scheduler has told."""
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        """Neither is this."""
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.digests.pop(seq, None)
+            self.reading.pop(seq, None)
+
+    def read_metrics(self) -> list[Counter]:
+        """Tokens asked for beyond the KV cache, and found: vLLM's names. And blocks that were
+        saved, and that found no slot."""
+        counts = {"external_prefix_cache_queries": self.num_queries,
+                  "external_prefix_cache_hits": self.num_hits,
+                  "kv_store_saved_blocks": self.num_saved, "kv_store_lost_blocks": self.num_lost}
+        return [Counter(f"vllm:{name}", self.labels, value) for name, value in counts.items()]
+
+    # ------------------------------------------------------------- the audit
+
+    def check(self) -> None:
+        """Audit the slots: each is free, held, being saved to, or pinned after a `clear`."""
+        saving = [slot for one in self.in_flight.values() for slot, _ in one.saves.values()]
+        known = [*self.free, *self.slots.values(), *saving]
+        known += [slot for slot, count in self.pins.items() if count and self.held[slot] is None]
+        assert sorted(known) == list(range(len(self.held))), f"a slot is lost or doubled: {known}"
+        for digest, slot in self.slots.items():
+            assert self.held[slot] == digest, f"slot {slot} has another block than it is found by"

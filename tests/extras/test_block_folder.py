@@ -1,0 +1,168 @@
+"""A folder of blocks: whatever happens to its files, a reader gets the right bytes or none."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanoserve.extras.block_folder import Folder
+
+BASE, PARENT = b"base", b"parent"
+TOKENS = [5, 6, 7, 8]
+SIZE = 1000  # bytes of a block
+NAMES = [bytes([i]) * 32 for i in range(40)]
+
+
+def content(name: bytes) -> bytes:
+    return random.Random(name).randbytes(SIZE)
+
+
+def open_folder(path: Path, limit: int = 2 ** 20, base: bytes = BASE, said: list | None = None):
+    return Folder(path, limit, base, (said if said is not None else []).append)
+
+
+def fill(folder: Folder, names=NAMES) -> None:
+    for name in names:
+        folder.write(name, PARENT, TOKENS, content(name))
+
+
+def found(folder: Folder, name: bytes) -> bool:
+    """Whether it is there, and then it is right."""
+    data = folder.read(name, PARENT, TOKENS, SIZE)
+    assert data is None or bytes(data) == content(name)
+    return data is not None
+
+
+def test_what_was_written_is_read_again_by_another_folder_object(tmp_path):
+    path = tmp_path / "a" / "b"
+    fill(open_folder(path))
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {one.stat().st_mode & 0o777 for one in path.iterdir()} == {0o600}
+    again = open_folder(path)
+    assert all(found(again, name) for name in NAMES)
+    assert again.num_bytes == sum(one.stat().st_size for one in path.iterdir())
+    assert not found(again, b"x" * 32)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:len(data) // 2], lambda data: b"", lambda data: data + b"x",
+    lambda data: data[:-5] + b"?" + data[-4:], lambda data: b"?" + data[1:],
+    lambda data: data.replace(b"[5, 6", b"[5, 9"), lambda data: os.urandom(len(data))],
+    ids=["half", "empty", "longer", "one byte", "header", "tokens", "noise"])
+def test_a_damaged_file_is_a_miss_and_makes_room_for_a_right_one(tmp_path, damage):
+    folder, name = open_folder(tmp_path), NAMES[0]
+    fill(folder, [name])
+    path, = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    assert not found(folder, name)
+    fill(folder, [name])
+    assert found(folder, name)
+
+
+def test_what_another_model_or_another_prefix_left_under_this_name_is_a_miss(tmp_path):
+    """Only a forger can bring this about: the name is a hash of all of it."""
+    name = NAMES[0]
+    fill(open_folder(tmp_path), [name])
+    assert open_folder(tmp_path, base=b"other").read(name, PARENT, TOKENS, SIZE) is None
+    for parent, tokens, size in ((b"other", TOKENS, SIZE), (PARENT, [5, 6, 7, 9], SIZE),
+                                 (PARENT, TOKENS, SIZE - 1)):
+        fill(open_folder(tmp_path), [name])
+        assert open_folder(tmp_path).read(name, parent, tokens, size) is None
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_switches_writing_off_and_says_so_once(tmp_path, monkeypatch,
+                                                                        error):
+    said: list[str] = []
+    folder = open_folder(tmp_path, said=said)
+    fill(folder, NAMES[:3])
+
+    def fail(*args):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "replace", fail)
+    fill(folder, NAMES[3:])
+    monkeypatch.undo()
+    fill(folder, NAMES[3:])
+    assert len(said) == 1 and os.strerror(error) in said[0] and str(tmp_path) in said[0]
+    assert [found(folder, name) for name in NAMES] == [True] * 3 + [False] * 37
+    assert len(list(tmp_path.iterdir())) == 3, "nothing half-written is left"
+
+
+def test_the_least_recently_used_files_go_when_the_limit_is_reached(tmp_path):
+    folder = open_folder(tmp_path, limit=20 * 1250)
+    for i, name in enumerate(NAMES):
+        fill(folder, [name])
+        os.utime(tmp_path / f"{name.hex()}.kv", (i, i))
+        assert found(folder, NAMES[0]), "it is used all the time"
+        assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 20 * 1250
+    kept = [i for i, name in enumerate(NAMES) if found(folder, name)]
+    assert kept == [0, *range(40 - len(kept) + 1, 40)] and 15 <= len(kept) <= 20
+
+
+def test_a_path_that_can_be_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="kv_store=.*file.*must be a folder"):
+        open_folder(tmp_path / "file")
+
+
+def test_clearing_leaves_what_is_not_ours(tmp_path):
+    folder = open_folder(tmp_path)
+    fill(folder)
+    (tmp_path / "notes.txt").write_text("mine")
+    folder.clear()
+    assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"] and folder.num_bytes == 0
+
+
+# ------------------------------------------------------------------ other processes
+
+WRITE = """
+import sys; from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_block_folder import NAMES, fill, open_folder
+folder = open_folder(Path({path!r}))
+print("ready", flush=True)
+while True:
+    fill(folder)
+    if {once}: break
+    folder.clear()
+"""
+
+
+def writer(path: Path, once: bool) -> subprocess.Popen:
+    code = WRITE.format(here=str(Path(__file__).parent), path=str(path), once=once)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+
+
+def test_a_process_killed_while_it_writes_leaves_whole_files_and_nothing_else_that_is_read(
+        tmp_path):
+    rng = random.Random(0)
+    process = writer(tmp_path, once=False)
+    for _ in range(4):
+        process.stdout.readline()
+        time.sleep(0.05 * rng.random())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        whole = list(tmp_path.glob("*.kv"))
+        assert [found(open_folder(tmp_path), name) for name in NAMES].count(True) == len(whole)
+        process = writer(tmp_path, once=False)
+    process.kill()
+    process.wait()
+    left = tmp_path / "0123.1-2.tmp"  # an old one goes when the folder is opened again
+    left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    open_folder(tmp_path)
+    assert not left.exists()
+
+
+def test_two_processes_write_the_same_blocks(tmp_path):
+    processes = [writer(tmp_path, once=True) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert all(found(open_folder(tmp_path), name) for name in NAMES)
+    assert len(list(tmp_path.iterdir())) == len(NAMES), "no temporary file is left"

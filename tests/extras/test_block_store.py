@@ -1,0 +1,144 @@
+"""A second place for blocks, beside the scheduler alone: random workloads on a fake device."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Workload, workloads
+
+from nanoserve import SamplingParams
+from nanoserve.block_manager import BlockManager
+from nanoserve.extras.block_store import BlockStore
+from nanoserve.sequence import CacheEntry, Sequence, Step
+
+
+class DeviceWithPool(FakeDevice):
+    """Moves blocks as a step says, before it reads anything; a slot keeps what a block had."""
+
+    def __init__(self, blocks: BlockManager, window: int | None):
+        super().__init__(blocks, window)
+        self.pool: dict[int, list] = {}
+
+    def launch(self, step: Step) -> list[int]:
+        size = self.blocks.block_size
+        for block, slot in step.block_saves:
+            self.pool[slot] = [self.slots.get(block * size + i) for i in range(size)]
+        for block, slot in step.block_loads:
+            self.check_may_write(block)
+            self.slots |= {block * size + i: kv for i, kv in enumerate(self.pool[slot])}
+        return super().launch(step)
+
+
+class StoredDrive(Drive):
+    """A workload with a pool of 16 blocks, audited after every step."""
+
+    def __init__(self, workload: Workload, seen: Counter, num_slots: int = 16):
+        super().__init__(workload, seen)
+        blocks = self.scheduler.blocks
+        self.store = BlockStore(SimpleNamespace(num_slots=num_slots), blocks, b"", None, {})
+        self.scheduler.store = self.store
+        self.device = DeviceWithPool(blocks, workload.window)
+
+    def reset(self) -> None:
+        before = self.seen["reset"]
+        super().reset()
+        if self.seen["reset"] > before:
+            self.store.clear()
+
+    def check_blocks_in_flight(self) -> None:
+        super().check_blocks_in_flight()
+        self.store.check()
+
+    def run(self) -> None:
+        super().run()
+        self.seen["loaded"] += self.store.num_hits
+        self.seen["saved"] += self.store.num_saved
+        self.seen["lost"] += self.store.num_lost
+        assert not any(self.store.pins.values()) and not self.store.in_flight
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 16])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_workloads_with_a_pool(depth, num_slots):
+    """Every finished sequence's tokens are those of a list without any engine. With drafts, wrong
+    and right, with windows, aborts, failing steps and resets."""
+    seen = Counter()
+
+    @settings(derandomize=True, deadline=None, max_examples=120)
+    @given(workloads(depth, [0, 0, 2]))
+    def run_one(workload):
+        StoredDrive(workload, seen, num_slots).run()
+
+    run_one()
+    expected = ["preemption", "hit", "abort", "reset", "loaded", "saved", "released"]
+    assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_eight_blocks_and_a_pool_of_sixteen_serve_three_conversations(depth):
+    """Each turn finds in the pool what the cache has lost to the others."""
+    prompts = [[first, *FAMILIES[0][:15]] for first in (2, 3, 4)]
+    asks = [Ask(prompt, 4, arrival=20 * (3 * turn + i), ignore_eos=True)
+            for turn in range(3) for i, prompt in enumerate(prompts)]
+    for num_slots, loaded in ((16, 6 * 12), (1, 0)):
+        seen: Counter = Counter()
+        StoredDrive(Workload(asks, num_blocks=5, block_size=4, depth=depth), seen, num_slots).run()
+        assert seen["loaded"] >= loaded, seen
+        assert num_slots > 1 or seen["loaded"] < 12, seen
+
+
+def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
+    """A child block matched the other chain although its own tokens were equal. In memory the
+    parent's identity tells them apart; here the digest does, whatever xxh3 says."""
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: b"the same for all")
+    store = BlockStore(SimpleNamespace(num_slots=4), BlockManager(4, 4), b"", None, {})
+    child = [9, 9, 9, 9]
+    first, second = (CacheEntry(b"key", 0, tokens, None) for tokens in ([1] * 4, [2] * 4))
+    for parent in (first, second):
+        for entry in (parent, CacheEntry(b"key", 1, child, parent)):
+            store.leave(entry)
+    assert len(store.leaving) == 4
+    step = Step(0)
+    store.plan(step)
+    store.finished(step)
+    found = [store.find(Step(1), Sequence("0", tokens + child + [5], SamplingParams()), 0)
+             for tokens in (first.tokens, second.tokens, [3] * 4)]
+    assert [len(slots) for slots in found] == [2, 2, 0]
+    assert not set(found[0]) & set(found[1])
+
+
+def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
+    """One slot, whose block is on its way into the cache while another block is forgotten: there is
+    no room for that one, and the bytes that are being read stay as they are."""
+    blocks = BlockManager(4, 4)
+    store = BlockStore(SimpleNamespace(num_slots=1), blocks, b"", None, {})
+    store.leave(CacheEntry(b"a", 0, [1] * 4, None))
+    first, second = Step(0), Step(1)
+    store.plan(first)
+    store.finished(first)
+    slot, = store.find(second, Sequence("0", [1] * 5, SamplingParams()), 0)
+    second.block_loads.append((2, slot))
+    store.leave(CacheEntry(b"b", 1, [2] * 4, None))
+    store.plan(second)
+    assert second.block_saves == [] and store.num_lost == 1
+    store.finished(second)
+    third = Step(2)
+    store.leave(CacheEntry(b"b", 1, [2] * 4, None))
+    store.plan(third)
+    assert third.block_saves == [(1, slot)]
+    store.dropped(third)
+    store.check()
+    assert store.find(Step(3), Sequence("0", [1] * 5, SamplingParams()), 0) == []
+
+
+def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
+    store = BlockStore(SimpleNamespace(num_slots=2), BlockManager(4, 4), b"", None, {})
+    store.leave(CacheEntry(b"a", 0, [1] * 4, None))
+    step = Step(0)
+    store.plan(step)
+    store.clear()
+    store.finished(step)
+    store.check()
+    assert store.find(Step(1), Sequence("0", [1] * 5, SamplingParams()), 0) == []

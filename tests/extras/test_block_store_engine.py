@@ -1,0 +1,258 @@
+"""A second place for blocks, in the engine: whatever it brings back, no token changes."""
+
+import threading
+
+import engine_workloads as fuzz
+import pytest
+from checkpoints import assert_same_text
+
+from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.extras.block_folder import Folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SMALL = dict(dtype="float32", device="cpu", num_gpu_blocks_override=12, max_model_len=128)
+LONG = [(37 * i + 11) % 251 for i in range(100)]
+OTHER = [(41 * i + 7) % 251 for i in range(100)]
+
+
+def counts(llm: LLM) -> dict[str, int]:
+    return {one.name.removeprefix("vllm:"): one.value for one in llm.store.read_metrics()}
+
+
+def num_loaded(llm: LLM) -> int:
+    return counts(llm)["external_prefix_cache_hits"]
+
+
+def ask(llm: LLM, *prompts, **options) -> list[list[int]]:
+    """The texts; and nothing may be lost behind them."""
+    outputs = llm.generate(list(prompts), GREEDY, use_tqdm=False, **options)
+    llm.scheduler.check()
+    llm.store.check()
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+    assert not llm.store.leaving
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def expect(references):
+    """Compares texts with transformers'."""
+    def compare(name, prompts, texts):
+        for prompt, text in zip(prompts, texts, strict=True):
+            expected, gaps = references(name, prompt, 12)
+            assert_same_text(text, expected, gaps, name)
+    return compare
+
+
+@pytest.fixture
+def qwen3(checkpoints):
+    return checkpoints["qwen3"]
+
+
+@pytest.mark.parametrize("name, changes, max_examples, least", [
+    ("qwen3", dict(kernels="torch"), 40, 100),
+    ("qwen3", dict(kernels="torch", async_scheduling=True), 40, 100),
+    ("qwen3", dict(num_gpu_blocks_override=3, block_size=16), 25, 30),
+    ("qwen3", dict(kernels="torch", tensor_parallel_size=2), 20, 5),
+    ("mistral", dict(kernels="torch"), 25, 20)],
+    ids=["plain", "overlap", "compiled", "ranks", "window"])
+def test_random_workloads_with_a_pool(checkpoints, references, name, changes, max_examples, least):
+    """The engine's random workloads and their oracles: a tiny cache and a pool, so that blocks go
+    to and fro. The cache's memory is filled with NaN first: a block that was never loaded, or
+    loaded too late, would show."""
+    first = len(fuzz.ENGINES)
+    fuzz.ENGINES.append(fuzz.ENGINES[0] | changes | dict(kv_offload_bytes=2 ** 18))
+    try:
+        fuzz.run_random_workloads(checkpoints, references, name, [first], max_examples, enough=1)
+        llm = fuzz.engines[checkpoints[name], first]
+        llm.store.check()
+        assert num_loaded(llm) >= least, counts(llm)
+    finally:
+        for key in [key for key in fuzz.engines if key[1] in (first, "plain")]:
+            fuzz.engines.pop(key).shutdown()
+        del fuzz.ENGINES[first:]
+
+
+def test_a_prompt_that_the_cache_has_lost_comes_back_from_the_pool(qwen3, expect):
+    prompts = [LONG, OTHER, LONG, OTHER]
+    with LLM(qwen3, **SMALL | dict(num_gpu_blocks_override=8), kv_offload_bytes=2 ** 22) as llm:
+        texts = [ask(llm, prompt)[0] for prompt in prompts]
+        assert num_loaded(llm) >= 96, counts(llm)
+        assert counts(llm)["kv_store_saved_blocks"] >= 6
+    expect("qwen3", prompts, texts)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(async_scheduling=True), dict(max_num_batched_tokens=33),
+    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))],
+    ids=["plain", "overlap", "chunks", "lookup"])
+def test_an_engine_that_starts_again_finds_its_prompts_in_the_folder(qwen3, expect, tmp_path,
+                                                                     changes):
+    options = SMALL | dict(kv_store=str(tmp_path)) | changes
+    with LLM(qwen3, **options) as llm:
+        expect("qwen3", [LONG, OTHER], ask(llm, LONG, OTHER))
+    with LLM(qwen3, **options) as llm:
+        longer = LONG + [1, 2, 3]
+        expect("qwen3", [longer, OTHER, LONG], ask(llm, longer, OTHER, LONG))
+        assert num_loaded(llm) >= 96 + 96
+
+
+def test_decoded_blocks_are_kept_as_well(qwen3, expect, tmp_path):
+    """12 tokens behind 100: block 6 is 96 to 111."""
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        text, = ask(llm, LONG)
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        longer = LONG + text + [9, 9]
+        expect("qwen3", [longer], ask(llm, longer))
+        assert num_loaded(llm) >= 96
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_blocks_come_back_bit_for_bit(qwen3, tmp_path, dtype, kernels):
+    def run() -> dict[bytes, list[bytes]]:
+        with LLM(qwen3, **SMALL | dict(dtype=dtype), kernels=kernels,
+                 kv_store=str(tmp_path)) as llm:
+            ask(llm, LONG)
+            return {key: [bytes(cache[entry.block_id]) for cache in llm.runner.pool.caches]
+                    for key, entry in llm.scheduler.blocks.cached.items()}, num_loaded(llm)
+
+    (before, none), (after, loaded) = run(), run()
+    assert none == 0 and loaded == 96 and len(before) >= 6
+    assert before == after
+
+
+def test_another_model_dtype_or_block_size_finds_nothing(checkpoints, noisy, expect, tmp_path):
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(checkpoints["qwen3"], **options) as llm:
+        ask(llm, LONG)
+    for folder, changes in ((noisy("qwen3"), {}), (checkpoints["qwen3"], dict(dtype="bfloat16")),
+                            (checkpoints["qwen3"], dict(block_size=32)),
+                            (checkpoints["qwen3"], dict(hf_overrides=dict(rope_theta=500.0)))):
+        with LLM(folder, **options | changes) as llm:
+            ask(llm, LONG)
+            assert num_loaded(llm) == 0
+    with LLM(checkpoints["qwen3"], **options | dict(max_num_seqs=3)) as llm:
+        expect("qwen3", [LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 96, "how many run together changes no KV"
+
+
+def test_an_adapter_finds_its_own_blocks_alone(tmp_path):
+    """The prefix must be keyed by the adapter's content, not by its name (five engines had this
+    bug): the same name for no adapter, and the same adapter under another name."""
+    voice, options = LoRARequest("a", 1, "nanoserve/assets/detective"), dict(
+        enable_lora=True, kv_store=str(tmp_path), max_model_len=256, num_gpu_blocks_override=64)
+    with LLM(**options) as llm:
+        with_voice, = ask(llm, LONG, lora_request=LoRARequest("b", 2, voice.lora_path))
+    with LLM(**options) as llm:
+        bare, = ask(llm, LONG)
+        assert num_loaded(llm) == 0
+        again, = ask(llm, LONG, lora_request=voice)
+        assert num_loaded(llm) == 96
+        assert again == with_voice
+    with LLM(max_model_len=256) as llm:
+        plain = llm.generate([LONG], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert bare == plain
+
+
+def test_forgetting_the_prefixes_empties_pool_and_folder(qwen3, tmp_path):
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        ask(llm, LONG)
+        assert list(tmp_path.glob("*.kv"))
+        assert llm.reset_prefix_cache()
+        assert not list(tmp_path.glob("*.kv"))
+        ask(llm, LONG)
+        assert num_loaded(llm) == 0
+        assert len(list(tmp_path.glob("*.kv"))) >= 6, "and it goes on"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monkeypatch, overlap):
+    """At the load, and at each step around it: what was lost is computed again."""
+    with LLM(qwen3, **SMALL, kv_offload_bytes=2 ** 22, async_scheduling=overlap) as llm:
+        move, number = llm.runner.pool.move, 0
+        for failing in range(12):
+            texts = [ask(llm, prompt)[0] for prompt in (LONG, OTHER)]
+            number = 0
+
+            def fail(host, failing=failing):
+                nonlocal number
+                number += 1
+                if number == failing:
+                    raise RuntimeError("a step fails")
+                move(host)
+
+            monkeypatch.setattr(llm.runner.pool, "move", fail)
+            llm.add_request("again", LONG, GREEDY)
+            outputs = []
+            while llm.has_unfinished_requests():
+                try:
+                    outputs += llm.step()
+                except RuntimeError:
+                    pass
+            monkeypatch.undo()
+            llm.scheduler.check()
+            llm.store.check()
+            texts.append(outputs[-1].outputs[0].token_ids)
+            expect("qwen3", [LONG, OTHER, LONG], texts)
+        assert num_loaded(llm) > 200
+
+
+def test_a_request_whose_blocks_are_being_read_sits_out_and_others_go_on(qwen3, expect, tmp_path,
+                                                                         monkeypatch):
+    options = SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32)
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+    go, read = threading.Event(), Folder.read
+    monkeypatch.setattr(Folder, "read", lambda *args: go.wait(60) and read(*args))
+    with LLM(qwen3, **options) as llm:
+        llm.add_request("slow", LONG, GREEDY)
+        llm.add_request("quick", OTHER[:20], GREEDY)
+        texts = {}
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                texts[output.request_id] = output.outputs[0].token_ids
+                if output.finished:
+                    assert "slow" in texts or not go.is_set()
+                    go.set()
+        assert list(texts) == ["quick", "slow"] and num_loaded(llm) == 96
+        expect("qwen3", [OTHER[:20], LONG], texts.values())
+
+
+def test_a_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing_behind(
+        qwen3, expect, tmp_path, monkeypatch):
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+    go, read = threading.Event(), Folder.read
+    monkeypatch.setattr(Folder, "read", lambda *args: go.wait(60) and read(*args))
+    with LLM(qwen3, **options) as llm:
+        llm.add_request("gone", LONG, GREEDY)
+        llm.step()
+        llm.abort_request("gone")
+        go.set()
+        expect("qwen3", [LONG], ask(llm, LONG))
+
+
+def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tmp_path):
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+    for path in tmp_path.glob("*.kv"):
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    with LLM(qwen3, **options) as llm:
+        expect("qwen3", [LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 0
+    with LLM(qwen3, **options) as llm:
+        expect("qwen3", [LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 96, "they were written anew"
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(kv_offload_bytes=2 ** 20, enable_prefix_caching=False), "enable_prefix_caching=True"),
+    (dict(kv_offload_bytes=100), "kv_offload_bytes=100 has no room for a block"),
+    (dict(kv_offload_bytes=2 ** 20, kernels="cpu", block_size=8), "multiple of 16"),
+    (dict(kv_store="x", tensor_parallel_size=2), "kv_offload_bytes, which works on several ranks"),
+    (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store")])
+def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3, **SMALL | options)
