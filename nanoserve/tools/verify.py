@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
@@ -71,11 +72,13 @@ class Mode:
     n: int = 1  # samples of a prompt; above 1 with top_k=1, which leaves only the greedy text
     rounds: int = 1  # the second one finds its prompts in the prefix cache
     tiny: bool = False  # KV blocks for the longest text and no more: others must make way
+    restarts: bool = False  # then another engine, which finds the first one's blocks in a folder
 
 
 UNCACHED = dict(enable_prefix_caching=False)
 BATCHED = Mode("batched", UNCACHED)
 PREEMPTED = Mode("preempted", tiny=True)
+POOLED = Mode("pool, tiny cache", dict(kv_offload_bytes=2 ** 28), rounds=2, tiny=True)
 MODES = [
     Mode("alone", UNCACHED | dict(max_num_seqs=1)),
     BATCHED,
@@ -89,12 +92,14 @@ MODES = [
     Mode("blocks of 32", dict(block_size=32)),
     Mode("all at once", dict(block_size=5, max_num_batched_tokens=33, async_scheduling=True),
          n=3, rounds=2, tiny=True),
+    POOLED,
+    Mode("restarted from disk", restarts=True),
     Mode("plain operators", dict(kernels="torch"))]  # the specification without a twin
 GPU_MODES = [  # what a GPU has of its own, switched off one after the other
     Mode("no overlap", dict(async_scheduling=False)),
     Mode("no graphs", dict(enforce_eager=True))]
 PARALLEL_MODES = [  # run over several ranks, too
-    BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED,
+    BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED, POOLED,
     Mode("overlap", dict(async_scheduling=True))]
 
 
@@ -220,14 +225,18 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
     greedy = dict(temperature=0) if mode.n == 1 else dict(temperature=1.0, top_k=1, n=mode.n)
     params = SamplingParams(**greedy, max_tokens=max_tokens, detokenize=False,
                             output_kind=RequestOutputKind.FINAL_ONLY)
-    with LLM(folder, skip_tokenizer_init=True, max_model_len=max(needs), **options,
-             num_gpu_blocks_override=max(blocks) if mode.tiny else mode.n * sum(blocks)) as llm:
-        try:
-            for _ in range(mode.rounds):
-                run_texts(llm, row, texts, params)
-        except Exception as error:  # a bug of the engine: the other modes may still tell more
-            traceback.print_exc()
-            row.differ.append(f"failed: {type(error).__name__}: {error}".splitlines()[0][:96])
+    options["num_gpu_blocks_override"] = max(blocks) if mode.tiny else mode.n * sum(blocks)
+    with TemporaryDirectory() as store:
+        options |= dict(kv_store=store) if mode.restarts else {}
+        for _ in range(1 + mode.restarts):
+            with LLM(folder, skip_tokenizer_init=True, max_model_len=max(needs), **options) as llm:
+                try:
+                    for _ in range(mode.rounds):
+                        run_texts(llm, row, texts, params)
+                except Exception as error:  # a bug of the engine: other modes may still tell more
+                    traceback.print_exc()
+                    what = f"failed: {type(error).__name__}: {error}"
+                    row.differ.append(what.splitlines()[0][:96])
     if mode.tiny and not row.num_preemptions:
         row.name += " (never!)"  # it takes more prompts or more tokens
     return row

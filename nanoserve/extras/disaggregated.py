@@ -1,0 +1,173 @@
+"""Prefill and decode apart: one engine computes prompts, another one goes on from their KV.
+
+    python -m nanoserve.extras.disaggregated --prompt "Once upon a time" --max-tokens 40
+
+A long prompt takes a whole step, and everybody who decodes waits for it. So large services compute
+prompts on machines of their own (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise").
+What travels between the two is the prompt's KV. Here it travels through a folder that both engines
+have as `kv_store`, best one in memory:
+
+    prompt ──► prefill engine ──blocks──► /dev/shm/... ──blocks──► decode engine ──► text
+                another process            block_store.py           this process
+
+**Invariant: the first engine can only save time.** The second one gets the same request whatever
+has become of the first. It looks for the prompt's blocks as for any prefix, computes what it does
+not find (always the last tokens: fewer than a block), and goes on. If the first engine dies, the
+second computes everything. There are no leases and no time-outs: the folder owns its copy.
+
+Not known here: blocks, keys, devices. Confessed: two copies through host memory take the place of
+one from GPU to GPU; and two engines on one CPU share its cores, so nothing is gained there but the
+view of how it works. Road not taken: NIXL and its like, which move blocks between machines' GPUs,
+and then must agree on who may free which block, and when.
+"""
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.config import RequestOutputKind
+from nanoserve.frontend.metrics import say
+from nanoserve.frontend.outputs import RequestOutput
+
+PROMPT = ("Once upon a time, in a village by the sea, there was an old fisherman who told "
+          "stories to the children every evening, when the boats had come home. One evening ")
+MODULE = "nanoserve.extras.disaggregated"
+SHARED_MEMORY = Path("/dev/shm")  # where there is one, the folder needs no disk
+
+
+class Prefiller:
+    """The other process. `done` gets the number of each prompt whose blocks are in the folder, and
+    None when the process has ended."""
+
+    def __init__(self, options: dict):
+        self.process = subprocess.Popen([sys.executable, "-m", MODULE, "--prefill"], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.done: queue.Queue[int | None] = queue.Queue()
+        self.send(options)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, message: object) -> None:
+        try:
+            print(json.dumps(message), file=self.process.stdin, flush=True)
+        except OSError:
+            pass  # it has died: `done` says so
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            self.done.put(json.loads(line))
+        self.done.put(None)
+
+    def close(self) -> None:
+        try:
+            self.process.stdin.close()  # which ends it, when it has computed what it was sent
+        except OSError:
+            pass
+        self.process.wait()
+
+
+class Disaggregated:
+    """Two engines of one model. options: of both; prefill_options: what the first has otherwise,
+    `device` for example. The folder is deleted when they are closed; with `kv_store` it is yours.
+
+    Raises `ValueError` for what either engine refuses.
+    """
+
+    def __init__(self, model: str = "storyteller", prefill_options: dict | None = None, **options):
+        self.folder = None
+        if options.get("kv_store") is None:
+            place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+            self.folder = TemporaryDirectory(prefix="nanoserve-", dir=place)
+            options["kv_store"] = self.folder.name
+        self.decoder = LLM(model, **options)  # first: it refuses what both would
+        self.prefiller: Prefiller | None = Prefiller(
+            dict(options, model=model, **(prefill_options or {})))
+
+    def generate(self, prompts: str | list, sampling_params: SamplingParams | list | None = None,
+                 ) -> list[RequestOutput]:
+        """`LLM.generate`: each prompt is decoded here as soon as it was computed there."""
+        llm = self.decoder
+        requests = llm.make_requests(prompts, sampling_params)
+        waiting, inbox, results = dict(enumerate(requests)), [], {}
+        for i, request in waiting.items():
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
+            if self.prefiller is not None:
+                self.prefiller.send([i, request.prompt_token_ids])
+        try:
+            while waiting or llm.has_unfinished_requests():
+                for i in self._computed(waiting, wait=not llm.has_unfinished_requests()):
+                    llm.submit(waiting.pop(i), inbox)
+                llm.step()
+            results = {output.request_id: output for output in inbox}
+        finally:
+            llm.abort_request([request.request_id for request in requests])
+        return [results[request.request_id] for request in requests]
+
+    def _computed(self, waiting: dict, wait: bool) -> list[int]:
+        """Which of those waiting may go on; all of them, if nobody computes them any more."""
+        found: list[int] = []
+        while self.prefiller is not None and waiting:
+            try:
+                number = self.prefiller.done.get(block=wait and not found)
+            except queue.Empty:
+                return found
+            if number is None:
+                say("the prefill engine has ended: prompts are computed by the one that decodes")
+                self.prefiller = None
+            elif number in waiting:  # not of a call that was interrupted
+                found.append(number)
+        return list(waiting)
+
+    def close(self) -> None:
+        """End both. Calling it twice is fine."""
+        if self.prefiller is not None:
+            self.prefiller.close()
+            self.prefiller = None
+        self.decoder.shutdown()
+        if self.folder is not None:
+            self.folder.cleanup()
+
+    def __enter__(self) -> "Disaggregated":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def prefill() -> None:
+    """The other process: a line of options, then a line for each prompt. One token is asked for,
+    and thrown away: it comes when all of the prompt was computed."""
+    one_token = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    with LLM(**json.loads(sys.stdin.readline())) as llm:
+        for line in sys.stdin:
+            number, token_ids = json.loads(line)
+            llm.generate([token_ids], one_token, use_tqdm=False)
+            llm.store.flush()
+            print(number, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="storyteller")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.prefill:
+        prefill()
+        return
+    with Disaggregated(args.model) as engines:
+        output, = engines.generate(args.prompt, SamplingParams(
+            temperature=0, max_tokens=args.max_tokens))
+        print(args.prompt + output.outputs[0].text)
+        print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens came "
+              "from the prefill engine")
+
+
+if __name__ == "__main__":
+    main()
