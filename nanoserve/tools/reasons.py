@@ -127,12 +127,14 @@ def _explain_sitting_out(scheduler: Scheduler, step: Step, reasons: dict[Sequenc
     size, keys = scheduler.blocks.block_size, scheduler.blocks.keys
     for one in [*scheduler.in_flight, step]:
         for (seq, num_new), start in zip(one.num_new_tokens.items(), one.starts, strict=True):
-            if num_new > 1:  # as in the scheduler: what decoding fills is not waited for
-                for key in keys(seq)[start // size:(start + num_new) // size]:
+            first = start - one.num_loaded.get(seq, 0)
+            if num_new > 1 or first < start:  # as in the scheduler: not for what decoding fills
+                for key in keys(seq)[first // size:(start + num_new) // size]:
                     owners.setdefault(key, seq)
     for seq in step.sitting_out:
         owner = next((owners[key] for key in keys(seq) if key in owners), None)
-        reasons[seq] = f"waits for blocks that {owner.name if owner else 'another'} is computing"
+        reasons[seq] = (f"waits for blocks that {owner.name} is computing" if owner is not None else
+                        "waits for blocks that are being read from the folder")
 
 
 def _of_next_in_line(scheduler: Scheduler, step: Step, budget: int, short: Sequence | None,

@@ -8,6 +8,7 @@ ui.perfetto.dev opens. A frame is a step, with all that has happened since the o
     i, t, d   the step, from 0; when it was scheduled, and how long it took (µs; -1: never finished)
     q         requests that arrived          f   that ended: request, reason, output tokens
     h         prefix hits: request, tokens   p   preempted: request, and for which one
+    l         of those, what the store behind the cache brought: request, tokens
     w         why requests wait: request, what follows its name in a sentence (see reasons.py)
     n         who is next in line: whoever waits and is not in w stands behind it
     x         rows: request, first position, tokens, 1 if a token is sampled
@@ -123,6 +124,8 @@ class Trace:
             lane = self.lanes[seq]
             if seq in admitted and start:
                 self._tell("h", lane.number, start)
+            if seq in step.num_loaded:
+                self._tell("l", lane.number, step.num_loaded[seq])
             samples = seq in sampling
             if num_new != 1 or start != lane.next_start or not samples:
                 self._tell("x", lane.number, start, num_new, int(samples))
@@ -370,7 +373,7 @@ def chrome_trace(stream: dict) -> dict:
             events.append(dict(ph="X", name=f"step {frame['i']}", pid=1, tid=0, ts=begin,
                                dur=end - begin, args=dict(tokens=sum(sums.values()))))
         events.append(dict(ph="C", name="tokens", pid=1, ts=begin, args=sums))
-        for kind, name in (("h", "prefix hit"), ("p", "preempted")):
+        for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
             for request in frame.get(kind, [])[::2]:
                 events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))
         begin = end

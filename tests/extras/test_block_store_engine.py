@@ -1,5 +1,6 @@
 """A second place for blocks, in the engine: whatever it brings back, no token changes."""
 
+import json
 import threading
 
 import engine_workloads as fuzz
@@ -256,3 +257,17 @@ def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tm
 def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, **SMALL | options)
+
+
+def test_the_trace_and_the_counters_tell_what_the_store_brought(qwen3, tmp_path):
+    options = SMALL | dict(kv_store=str(tmp_path / "blocks"))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+    with LLM(qwen3, **options, trace=str(tmp_path / "run.json")) as llm:
+        ask(llm, OTHER[:50], LONG)
+        found = {one.name: getattr(one, "value", None) for one in llm.get_metrics()}
+    assert found["vllm:external_prefix_cache_hits"] == 96
+    assert found["vllm:external_prefix_cache_queries"] == 150
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    loaded = [event["tid"] for event in events if event["name"] == "loaded from the store"]
+    assert loaded == [1], "the second request"

@@ -26,6 +26,8 @@ PARAMS = dict(temperature=0, max_tokens=20, ignore_eos=True)
     ("qwen3", {}), ("qwen3", dict(async_scheduling=True)),
     ("qwen3", dict(async_scheduling=True, num_gpu_blocks_override=16, max_model_len=64)),
     ("qwen3", dict(num_gpu_blocks_override=16, max_model_len=64, max_num_batched_tokens=9)),
+    ("qwen3", dict(num_gpu_blocks_override=16, max_model_len=64, kv_offload_bytes=2 ** 22,
+                   kernels="torch")),
     ("qwen3", dict(enable_prefix_caching=False)), ("mistral", {}),
     ("mistral", dict(async_scheduling=True, max_num_batched_tokens=11))], ids=str)
 def test_a_real_run_can_be_replayed(checkpoints, tmp_path, name, options):

@@ -321,6 +321,31 @@ def test_positions_count_from_the_first_block_that_a_window_left_behind(browser,
         assert browser.js("document.querySelector('#tip').innerText").endswith("positions 4 to 7")
 
 
+def test_a_hit_that_the_store_brought_has_a_colour_of_its_own(browser, tmp_path):
+    """A finds 8 tokens in the cache, B another 4 and 8 in the store."""
+    step = {"i": 0, "t": 0, "d": 1}
+    frames = [step | {"q": [0, 1], "h": [0, 8, 1, 12], "l": [1, 8], "b": [[0, 0, 1, 2], [1, 3, 4]],
+                      "x": [0, 8, 1, 1, 1, 12, 1, 1]}, {"i": -1, "t": 99, "d": 0}]
+    meta = dict(title="", note="", num_blocks=8, block_size=4, budget=8, max_num_seqs=2)
+    requests = [["A", 9, 0, ""], ["B", 13, 0, ""]]
+    (tmp_path / "run.html").write_text(
+        page(dict(meta=meta, requests=requests, frames=frames)), encoding="utf-8")
+    browser.prefer("light")
+    browser.open(tmp_path / "run.html", "#0")
+    tips, colours = [], []
+    for request in (0, 1):
+        x, y = middle_of_cell(browser, request, 0)
+        browser.move(x, y)
+        tips.append(browser.js("document.querySelector('#tip').innerText"))
+        browser.move(5, 5)
+        colours.append({browser.color(x, y + dy) for dy in range(-20, 1)})
+    load = browser.js("getComputedStyle(document.documentElement).getPropertyValue('--load')")
+    wanted = tuple(int(load.strip()[i:i + 2], 16) for i in (1, 3, 5))
+    assert "8 tokens not computed again" in tips[0] and "from the store" not in tips[0]
+    assert "12 tokens not computed again, 8 of them from the store" in tips[1]
+    assert wanted not in colours[0] and wanted in colours[1]
+
+
 def test_nothing_is_fetched_and_nothing_complains(browser, runs):
     for name, (path, _) in runs.items():
         browser.open(path)

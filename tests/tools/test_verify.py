@@ -62,14 +62,16 @@ def test_a_right_engine_passes_in_every_mode(capsys, qwen3):
     assert list(rows) == list(MODES)
     for name, row in rows.items():
         mode = MODES[name]
-        assert row["texts"] == str(12 * mode.n * mode.rounds)
-        assert int(row["tokens"]) == mode.n * mode.rounds * int(rows["alone"]["tokens"])
+        times = mode.n * mode.rounds * (1 + mode.restarts)
+        assert row["texts"] == str(12 * times)
+        assert int(row["tokens"]) == times * int(rows["alone"]["tokens"])
         assert (row["equal"], row["near-ties"], row["differ"]) == ("all", "0", "0")
         assert bool(int(row["preempted"])) == mode.tiny
         assert not row["found"]
     assert 280 < int(rows["alone"]["tokens"]) <= 12 * 24  # a text or two may end with an EOS
     assert int(rows["prefix-cached"]["cached"]) > 300 and rows["batched"]["cached"] == "0"
-    assert out.endswith(f"{qwen3}, float32: none of 12 modes differ from transformers; "
+    assert int(rows["restarted from disk"]["cached"]) > 300
+    assert out.endswith(f"{qwen3}, float32: none of 14 modes differ from transformers; "
                         "near-ties: 0\n")
 
 
@@ -245,9 +247,9 @@ def test_rows_for_several_ranks(capsys, monkeypatch, qwen3):
     monkeypatch.setattr(verify, "EngineConfig", lambda model, **options: config(model=model))
     code, rows, _ = run(capsys, qwen3, "--tensor-parallel-size", 2, "--num-prompts", 8,
                         "--max-tokens", 16)
-    assert code == 0 and asked == [1, 2, 2, 2, 2]
+    assert code == 0 and asked == [1, 2, 2, 2, 2, 2]
     assert list(rows) == ["alone", "batched, 2 ranks", "chunked, cached, 2 ranks",
-                          "preempted, 2 ranks", "overlap, 2 ranks"]
+                          "preempted, 2 ranks", "pool, tiny cache, 2 ranks", "overlap, 2 ranks"]
     assert int(rows["preempted, 2 ranks"]["preempted"]) > 0
 
 
