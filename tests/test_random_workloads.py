@@ -371,11 +371,21 @@ def workloads(draw, depth: int, drafts: tuple[int, ...] = (0,)) -> Workload:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_workloads_of_the_scheduler(depth):
+    run_random_workloads(depth, 100, enough=3)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_workloads_with_drafts(depth):
+    run_random_drafts(depth, 50, enough=2)
+
+
+def run_random_workloads(depth: int, max_examples: int, enough: int) -> None:
     """Every finished sequence's tokens are the twin's, every aborted one's a beginning of them;
-    every block comes back; the audit holds after every step."""
+    every block comes back; the audit holds after every step. (test_random_workloads_longer.py has
+    more examples.)"""
     seen = Counter()
 
-    @settings(derandomize=True, deadline=None, max_examples=400)
+    @settings(derandomize=True, deadline=None, max_examples=max_examples)
     @given(workloads(depth))
     def run_one(workload):
         Drive(workload, seen).run()
@@ -385,16 +395,15 @@ def test_random_workloads_of_the_scheduler(depth):
                 "stop 1", "stop ###", "length None", "released"]
     if depth:  # at depth 0 nothing is in flight when something else can happen
         expected += ["abort in flight", "ended in flight", "failure"]
-    assert all(seen[what] >= 10 for what in expected), f"too harmless: {seen}"
+    assert all(seen[what] >= enough for what in expected), f"too harmless: {seen}"
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_random_workloads_with_drafts(depth):
+def run_random_drafts(depth: int, max_examples: int, enough: int) -> None:
     """Right guesses save steps, wrong ones leave no trace: their numbers stay in the slots, and
     whoever read them, or found them in the prefix cache, would get other tokens than its twin."""
     seen = Counter()
 
-    @settings(derandomize=True, deadline=None, max_examples=200)
+    @settings(derandomize=True, deadline=None, max_examples=max_examples)
     @given(workloads(depth, [1, 2, 5]))
     def run_one(workload):
         Drive(workload, seen).run()
@@ -403,4 +412,4 @@ def test_random_workloads_with_drafts(depth):
     seen["rejected"] = seen["draft"] - seen["accepted"]
     expected = ["preemption", "hit", "abort", "stop None", "stop 1", "stop ###", "length None",
                 "accepted", "rejected"]
-    assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
+    assert all(seen[what] >= enough for what in expected), f"too harmless: {seen}"

@@ -162,6 +162,7 @@ class BlockStore:
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
         self.reading: dict[Sequence, Future] = {}
         self.arrivals: queue.Queue = queue.Queue(MAX_ARRIVALS)  # (epoch, digest, bytes)
+        self.arriving: set[bytes] = set()  # digests of these
         self.written: deque[int] = deque()  # slots that the writing thread is done with
         self.num_queries = self.num_hits = self.num_saved = self.num_lost = 0
         self.closed = False
@@ -310,6 +311,7 @@ class BlockStore:
         done = [seq for seq, future in self.reading.items() if future.done()]
         while not self.arrivals.empty():
             epoch, digest, data = self.arrivals.get()
+            self.arriving.discard(digest)
             if epoch == self.epoch and digest not in self.slots and (
                     slot := self._take_slot()) is not None:
                 self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
@@ -322,12 +324,13 @@ class BlockStore:
     def _read(self, epoch: int, chain: list[tuple[bytes, bytes, list[int]]]) -> None:
         """The reading thread: bring a chain's blocks, up to the first that isn't there."""
         for digest, parent, tokens in chain:
-            if digest in self.slots:
+            if digest in self.slots or digest in self.arriving:
                 continue
             data = self.folder.read(digest, parent, tokens, self.pool.memory.shape[1])
             while data is not None and not self.closed:
                 try:
                     self.arrivals.put((epoch, digest, data), timeout=0.1)
+                    self.arriving.add(digest)
                     break
                 except queue.Full:
                     pass
@@ -360,7 +363,7 @@ class BlockStore:
         """Begin to read what a queued request will look for."""
         if self.folder is None:
             return
-        seq = sequences[0]  # the others have the same prompt, and will hit its blocks
+        seq = sequences[0]  # the others have the same prompt
         digests, size = self._digest_blocks(seq), self.blocks.block_size
         first = len(self.blocks.find_prefix(seq))
         while first < len(digests) and digests[first] in self.slots:
@@ -370,7 +373,8 @@ class BlockStore:
             root = self._digest_entry(seq.root) if seq.root is not None else self.base
             chain = [(digests[i], digests[i - 1] if i else root,
                       seq.token_ids[i * size:(i + 1) * size]) for i in range(first, most)]
-            self.reading[seq] = self.reader.submit(self._read, self.epoch, chain)
+            future = self.reader.submit(self._read, self.epoch, chain)
+            self.reading.update(dict.fromkeys(sequences, future))
 
     def scheduled(self, step: Step) -> None:
         """No observer's business: the scheduler has told."""
