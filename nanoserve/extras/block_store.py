@@ -248,7 +248,7 @@ class BlockStore:
         self._unpin(moves.loads)
         self.num_hits += len(moves.loads) * self.blocks.block_size
         for digest, (slot, entry) in reversed(moves.saves.items()):
-            if moves.epoch != self.epoch:
+            if moves.epoch != self.epoch or digest in self.slots:  # read from the folder meanwhile
                 self.free.append(slot)
                 continue
             self._put(digest, slot)
@@ -327,15 +327,15 @@ class BlockStore:
             if digest in self.slots or digest in self.arriving:
                 continue
             data = self.folder.read(digest, parent, tokens, self.pool.memory.shape[1])
-            while data is not None and not self.closed:
+            if data is None:
+                return
+            self.arriving.add(digest)
+            while not self.closed:
                 try:
                     self.arrivals.put((epoch, digest, data), timeout=0.1)
-                    self.arriving.add(digest)
                     break
                 except queue.Full:
-                    pass
-            if data is None or self.closed:
-                return
+                    pass  # nobody schedules: there may be nothing to do but to close
 
     def _write(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
         """The writing thread, for a slot that is pinned."""

@@ -4,6 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Workload, workloads
@@ -131,6 +132,21 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     store.dropped(third)
     store.check()
     assert store.find(Step(3), Sequence("0", [1] * 5, SamplingParams()), 0) == []
+
+
+def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_slot():
+    pool = SimpleNamespace(num_slots=2, memory=torch.zeros(2, 8, dtype=torch.uint8))
+    store = BlockStore(pool, BlockManager(4, 4), b"", None, {})
+    entry = CacheEntry(b"a", 0, [1] * 4, None)
+    store.leave(entry)
+    first, second = Step(0), Step(1)
+    store.plan(first)
+    store.arrivals.put((store.epoch, entry.digest, bytearray(b"12345678")))
+    store.plan(second)  # with overlap, before the first one has finished
+    store.finished(first)
+    store.check()
+    slot, = store.find(Step(2), Sequence("0", [1] * 5, SamplingParams()), 0)
+    assert bytes(pool.memory[slot]) == b"12345678"
 
 
 def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
