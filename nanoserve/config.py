@@ -157,6 +157,8 @@ ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
 
 MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
 FOLDER = instance((str, Path), MODEL.must)
+STORE = Rule("the path of a folder", lambda path: only_if(
+    isinstance(path, (str, Path)) and bool(str(path).strip()), path))
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
@@ -210,7 +212,7 @@ class EngineConfig:
     block_size: int = option(16, COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, FLAG)
     kv_offload_bytes: int = option(0, TOKEN_COUNT)  # of a pool for blocks that the cache forgets
-    kv_store: str | None = option(None, FOLDER)  # a folder of blocks that outlives the engine ...
+    kv_store: str | None = option(None, STORE)  # a folder of blocks that outlives the engine ...
     kv_store_bytes: int = option(8 * 2 ** 30, COUNT)  # ... and what it may hold: block_store.py
     enable_chunked_prefill: bool = option(True, FLAG)
     scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see waiting.py

@@ -132,7 +132,7 @@ class LLMEngine:
             not output.aborted for output in self.inbox)
 
     def _has_saves(self) -> bool:
-        return self.store is not None and bool(self.store.leaving)
+        return self.store is not None and self.store.has_saves()
 
     # ---------------------------------------------------------------- the loop
 

@@ -46,7 +46,7 @@ from nanoserve.extras.block_folder import Folder, fingerprint
 from nanoserve.frontend.metrics import Counter
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
-POOL_BYTES = 2 ** 29  # of a pool that only stands before a folder
+POOL_BYTES = 2 ** 29  # of a pool that only stands before a folder, at least
 MAX_ARRIVALS = 32  # blocks that were read and have no slot yet
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
@@ -66,7 +66,7 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
         raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
                          f"{config.tensor_parallel_size}: files hold one rank's blocks; use "
                          "kv_offload_bytes, which works on several ranks")
-    return config, partial(HostPool, num_bytes=config.kv_offload_bytes or POOL_BYTES)
+    return config, partial(HostPool, num_bytes=config.kv_offload_bytes)
 
 
 def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
@@ -87,8 +87,9 @@ def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
 class HostPool:
     """One rank's slots, each with room for a block's KV over all layers; made behind the cache.
 
-    memory: (num_slots, block_bytes) uint8, pinned where there is a GPU. Raises `ValueError` if it
-    has no room for a block.
+    memory: (num_slots, block_bytes) uint8, pinned where there is a GPU. num_bytes: its size; 0 for
+    what a folder needs, which is room for all that one step computes. Raises `ValueError` if it has
+    no room for a block.
     """
 
     def __init__(self, runner: Any, num_bytes: int):
@@ -96,6 +97,8 @@ class HostPool:
         self.shapes = [[*cache.shape[1:], str(cache.dtype)] for cache in caches]
         self.caches = [cache.flatten(1).view(torch.uint8) for cache in caches]  # (blocks, bytes)
         block_bytes = sum(cache.shape[1] for cache in self.caches)
+        full_step = runner.config.max_num_batched_tokens // runner.config.block_size * block_bytes
+        num_bytes = num_bytes or max(POOL_BYTES, full_step)
         self.num_slots = runner.ranks.least(num_bytes // block_bytes)
         if not self.num_slots:
             raise ValueError(f"kv_offload_bytes={num_bytes:,} has no room for a block of "
@@ -205,6 +208,12 @@ class BlockStore:
         """Whether blocks of a waiting sequence are on their way from the folder."""
         return seq in self.reading
 
+    def has_saves(self) -> bool:
+        """Whether a step could save something now, if there is one."""
+        self._take_written()
+        return bool(self.leaving) and (bool(self.free) or any(
+            not self.pins[slot] for slot in self.slots.values()))
+
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory; takes nothing."""
         slots: list[int] = []
@@ -223,18 +232,22 @@ class BlockStore:
         for slot in reversed(moves.loads):  # a chain's tail is given up before its head
             self.slots.move_to_end(self.held[slot])
         self.pins.update(moves.loads)
+        self._take_written()
         self._take_arrivals()
+        later: dict[bytes, CacheEntry] = {}
         in_flight = [digest for one in self.in_flight.values() for digest in one.saves]
         for digest, entry in self.leaving.items():
             if digest in self.slots or digest in in_flight:
                 continue
             slot = self._take_slot() if len(moves.saves) < MAX_MOVES else None
-            if slot is None:
+            if slot is not None:
+                moves.saves[digest] = slot, entry
+                step.block_saves.append((entry.block_id, slot))
+            elif self.blocks.entry_of[entry.block_id] is entry:
+                later[digest] = entry  # it is new, and the cache still has it
+            else:
                 self.num_lost += 1
-                continue
-            moves.saves[digest] = slot, entry
-            step.block_saves.append((entry.block_id, slot))
-        self.leaving.clear()
+        self.leaving = later
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
         for seq in step.admitted:
@@ -318,6 +331,8 @@ class BlockStore:
                 self._put(digest, slot)
         for seq in done:  # everything that it brought has been taken
             self.reading.pop(seq, None)
+
+    def _take_written(self) -> None:
         while self.written:
             self._unpin([self.written.popleft()])
 

@@ -149,6 +149,24 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     assert bytes(pool.memory[slot]) == b"12345678"
 
 
+def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
+    blocks = BlockManager(4, 4)
+    store = BlockStore(SimpleNamespace(num_slots=1), blocks, b"", None, {})
+    new, gone, first = (CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(3))
+    blocks.entry_of[0] = new
+    for entry in (first, new, gone):
+        store.leave(entry)
+    steps = Step(0), Step(1)
+    store.plan(steps[0])
+    assert store.leaving == {new.digest: new} and store.num_lost == 1 and not store.has_saves()
+    store.finished(steps[0])
+    assert store.has_saves()
+    store.plan(steps[1])
+    assert steps[1].block_saves == [(0, 0)] and not store.leaving
+    store.finished(steps[1])
+    store.check()
+
+
 def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
     store = BlockStore(SimpleNamespace(num_slots=2), BlockManager(4, 4), b"", None, {})
     store.leave(CacheEntry(b"a", 0, [1] * 4, None))

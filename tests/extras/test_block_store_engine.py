@@ -253,7 +253,8 @@ def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tm
     (dict(kv_offload_bytes=100), "kv_offload_bytes=100 has no room for a block"),
     (dict(kv_offload_bytes=2 ** 20, kernels="cpu", block_size=8), "multiple of 16"),
     (dict(kv_store="x", tensor_parallel_size=2), "kv_offload_bytes, which works on several ranks"),
-    (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store")])
+    (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store"),
+    (dict(kv_store=""), "kv_store must be the path of a folder")])
 def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, **SMALL | options)
