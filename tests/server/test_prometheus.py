@@ -44,7 +44,7 @@ def read(collector: Collector) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def counted(qwen3):
     """An engine that has served some requests; its numbers, and what the requests were told."""
-    with make(qwen3, num_gpu_blocks_override=6, max_num_seqs=3) as llm:
+    with make(qwen3, num_gpu_blocks_override=6, max_num_seqs=3, kv_offload_bytes=2 ** 20) as llm:
         collector = Collector(llm, "known as")
         params = [SamplingParams(seed=i, n=1 + i % 2, max_tokens=10 + 5 * i, ignore_eos=True)
                   for i in range(6)]
