@@ -71,6 +71,23 @@ def test_graphs_equal_eager_for_every_batch_size(checkpoints, references):
                 assert_texts([graph, eager], references, "qwen3", f"{count} rows")
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, references, overlap):
+    """9 blocks of cache and a pool, to which every prompt is lost before it is asked again: copies
+    between the two stand in the step's own stream, in front of replays of graphs, too."""
+    engine = start(checkpoints["qwen3"], num_gpu_blocks_override=9, max_model_len=128,
+                   kv_offload_bytes=2 ** 24, async_scheduling=overlap)
+    assert engine.runner.pool.memory.is_pinned()
+    prompts = [[(37 * i + 11 * first) % 251 for i in range(100)] for first in range(3)]
+    guard(engine)
+    for _ in range(3):
+        for prompt in prompts:
+            assert_texts(engine.generate([prompt], GREEDY, use_tqdm=False), references, "qwen3",
+                         "pool")
+    engine.store.check()
+    assert engine.store.num_hits >= 6 * 80
+
+
 KINDS = [dict(temperature=0), dict(temperature=0.8), dict(top_k=5, top_p=.7), dict(min_p=.2),
          dict(frequency_penalty=1.5, presence_penalty=.5, repetition_penalty=1.2),
          dict(logit_bias={65: 4.0}, temperature=0), dict(allowed_token_ids=[65, 66, 67]),
