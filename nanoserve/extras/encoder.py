@@ -126,7 +126,7 @@ class Encoder(TransformersModel):
         """Hidden states, (k, hidden_size)."""
         out = self.layers.base_model(
             input_ids=ids.long()[None], position_ids=(positions.long() + self.first_position)[None],
-            nanoserve=pages, **options)
+            use_cache=False, nanoserve=pages, **options)
         return out.last_hidden_state[0, wanted]
 
     @torch.inference_mode()

@@ -89,8 +89,6 @@ class Pooler:
         """Find out from the architecture's name, `config.json`, sentence-transformers' files, and
         what the user overrules. config: resolved. Raises `ValueError` for what can't be pooled."""
         entries = _read(folder / "config.json") | (config.hf_overrides or {})
-        if entries.get("is_causal") is False:
-            raise ValueError("config.json: is_causal=False is not supported: attention is causal")
         asked = config.pooler_config
         if asked is None or isinstance(asked, dict):
             asked = PoolerConfig(**asked or {})

@@ -69,7 +69,7 @@ def test_the_longest_prompt_fills_the_positions(encoders, name):
             llm.embed([prompt + [5]])
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [name for name in ENCODERS if name != "eurobert"])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_classes_equal_transformers(tmp_path, texts, name, num_labels):
     """The class's own head: a pooler, two layers, or one. One number goes through a sigmoid."""
