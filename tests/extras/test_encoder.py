@@ -145,6 +145,33 @@ def test_what_sentence_transformers_files_say(tmp_path, texts, pooling, dense, n
         assert_close(vectors(llm.embed(texts, use_tqdm=False)), expected)
 
 
+@pytest.mark.parametrize("file, content, words", [
+    ("modules.json", {"a": 1}, "modules.json must list modules, each with a type and a path"),
+    ("modules.json", [dict(type="a.Transformer", path=3)], "modules.json must list modules"),
+    ("modules.json", [dict(type="a.Normalize", path=""), dict(type="a.Dense", path="2_Dense")],
+     "Dense behind Normalize is not supported"),
+    ("1_Pooling/config.json", [1], "config.json must hold a JSON object"),
+    ("1_Pooling/config.json", dict(pooling_mode_mean_tokens=True, include_prompt=False),
+     "include_prompt=False is not supported"),
+    ("sentence_bert_config.json", dict(max_seq_length="x"), "max_seq_length='x' must be a whole"),
+    ("config_sentence_transformers.json", dict(prompts=[1]), "prompts=.* a text for each name"),
+    ("config_sentence_transformers.json", dict(prompts=dict(query=1)), "prompts=.* a text for"),
+    ("config_sentence_transformers.json", dict(prompts=dict(query="q"), default_prompt_name="x"),
+     "default_prompt_name='x' is none of its prompts"),
+], ids=str)
+def test_sentence_transformers_files_that_say_something_else_are_refused(tmp_path, file, content,
+                                                                         words):
+    """include_prompt=False leaves a prompt's tokens out of the mean, and was passed over; so was
+    a Dense layer's place behind Normalize."""
+    folder = make("bert", tmp_path / "bert")
+    sentence_transformer(folder, "mean_tokens", True, True)
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps(dict(prompts=dict(query="search: "))))
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        start(folder, runner="auto")
+
+
 def test_texts_begin_with_a_prompt_by_its_name(tmp_path):
     folder = make("bert", tmp_path / "bert")
     named = folder / "config_sentence_transformers.json"
