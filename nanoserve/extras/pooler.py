@@ -342,7 +342,7 @@ def _read_sentence_transformer(folder: Path, more: tuple[str, ...]) -> PoolerCon
         if kind == "Normalize":
             meant.use_activation = True
         elif kind == "Pooling":
-            meant.pooling_type = _read_pooling(part, bool(_read_prompts(folder)[0]))
+            meant.pooling_type = _read_pooling(part, any(_read_prompts(folder)[0].values()))
         elif kind not in ("Transformer", *more):
             raise ValueError(f"{folder / 'modules.json'}: the module {kind} is not supported")
         elif kind == "Dense" and meant.use_activation:
