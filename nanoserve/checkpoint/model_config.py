@@ -291,7 +291,8 @@ def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | No
     if kinds is None:
         kinds = ["full_attention" if i < first or (i + 1) % every == 0 else "sliding_attention"
                  for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers or any(
+            kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
                          f"sliding_attention for each of {num_layers} layers")
     if config.get("sliding_window") is None or (

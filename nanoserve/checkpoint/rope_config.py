@@ -81,9 +81,12 @@ def _rope_entries(config: dict) -> dict:
 
 
 def _read_rope(config: dict, entries: dict) -> RopeConfig:
+    if not isinstance(entries, dict):
+        raise ValueError(f"config.json: RoPE of a kind of layers, {entries!r:.80}, must be an "
+                         "object")
     entries = {name: value for name, value in entries.items() if value is not None}
     rope_type = entries.get("rope_type", entries.get("type", "default"))
-    if rope_type not in NEEDED:
+    if not isinstance(rope_type, str) or rope_type not in NEEDED:
         reason = ("its angles depend on the longest sequence of the batch, and text must not; "
                   if rope_type == "dynamic" else "")
         raise ValueError(f"config.json: RoPE scaling {rope_type!r} is not supported: {reason}"
