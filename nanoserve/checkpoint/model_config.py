@@ -38,24 +38,26 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 # what it never says because it is always so. Everything else about a family is read from the file.
 _GEMMA = dict(hidden_activation="gelu_pytorch_tanh", head_dim=256, norm_offset=True,
               scale_embedding=True, post_norms=True, tie_word_embeddings=True, sliding_window=4096,
-              num_key_value_heads=4, query_pre_attn_scalar=256, attn_logit_softcapping=None,
-              final_logit_softcapping=None)
+              num_key_value_heads=4, query_pre_attn_scalar=256, final_logit_softcapping=None,
+              attention_bias=False, layer_types=None)
+_QWEN = dict(sliding_window=4096, use_sliding_window=False)
 FAMILIES: dict[str, dict] = {
-    "LlamaForCausalLM": dict(max_position_embeddings=2048),
+    "LlamaForCausalLM": dict(max_position_embeddings=2048, attention_bias=False, mlp_bias=False),
     "MistralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
                                sliding_window=4096, layer_types=None),
-    "Qwen2ForCausalLM": dict(max_position_embeddings=32768, qkv_bias=True, sliding_window=4096,
-                             use_sliding_window=False, max_window_layers=28),
-    "Qwen3ForCausalLM": dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
-                             sliding_window=4096, use_sliding_window=False, max_window_layers=28),
+    "Qwen2ForCausalLM": _QWEN | dict(max_position_embeddings=32768, qkv_bias=True,
+                                     max_window_layers=28, layer_types=None),
+    "Qwen3ForCausalLM": _QWEN | dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
+                                     max_window_layers=28, layer_types=None, attention_bias=False),
     "MixtralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
                                sliding_window=None, rms_norm_eps=1e-5, rope_theta=1e6,
-                               num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
-    "Qwen3MoeForCausalLM": dict(max_position_embeddings=32768, qk_norm=True, num_key_value_heads=4,
-                                sliding_window=4096, use_sliding_window=False, num_experts=128,
-                                num_experts_per_tok=8, norm_topk_prob=False,
-                                moe_intermediate_size=768),
-    "Gemma2ForCausalLM": _GEMMA | dict(max_position_embeddings=8192, sliding_window_pattern=2,
+                               num_experts=8, num_experts_per_tok=2),
+    "Qwen3MoeForCausalLM": _QWEN | dict(max_position_embeddings=32768, qk_norm=True,
+                                        num_key_value_heads=4, num_experts=128,
+                                        num_experts_per_tok=8, norm_topk_prob=False,
+                                        moe_intermediate_size=768, decoder_sparse_step=1,
+                                        mlp_only_layers=[], attention_bias=False),
+    "Gemma2ForCausalLM": _GEMMA | dict(max_position_embeddings=8192, full_every=2,
                                        attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     "Gemma3ForCausalLM": dict(_GEMMA, max_position_embeddings=131072, sliding_window_pattern=6,
                               qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
@@ -73,7 +75,10 @@ QUANTIZED = ("quantization_config", "quantization")
 # Entries of some families alone, which have a default for them above; in others' files they mean
 # nothing, as in transformers.
 OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-                    "rope_local_base_freq")
+                    "rope_local_base_freq", "hidden_activation", "attention_bias", "mlp_bias",
+                    "sliding_window", "use_sliding_window", "max_window_layers",
+                    "sliding_window_pattern", "layer_types", "norm_topk_prob",
+                    "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
 
 
 class UnknownArchitecture(ValueError):
@@ -273,7 +278,7 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, Any]) -> dict:
         moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
         num_experts=num_experts, num_experts_per_tok=per_token,
         moe_intermediate_size=_size(config, "moe_intermediate_size", sizes["intermediate_size"]),
-        norm_topk_prob=read_flag("norm_topk_prob", config["norm_topk_prob"]))
+        norm_topk_prob=read_flag("norm_topk_prob", config.get("norm_topk_prob", True)))
 
 
 def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
@@ -281,20 +286,16 @@ def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | No
     everything (Gemma), the first n do (Qwen 2 and 3). Others have one for all layers, or none, and
     what their files say about single layers is ignored, as transformers does. The exception: a
     Mistral's file that names types is a Ministral's, and they count."""
-    kinds, every, first = None, num_layers + 1, 0
-    if "sliding_window_pattern" in family or "max_window_layers" in family:
-        every = _size(config, "sliding_window_pattern", every)
-        first = _size(config, "max_window_layers", first, low=0)
-        kinds = config.get("layer_types")
-    elif "layer_types" in family:
-        kinds = config["layer_types"]
+    every = _size(config, "sliding_window_pattern", family.get("full_every", num_layers + 1))
+    first, kinds = _size(config, "max_window_layers", 0, low=0), config.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if i < first or (i + 1) % every == 0 else "sliding_attention"
                  for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers or any(
+            kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
                          f"sliding_attention for each of {num_layers} layers")
-    if "sliding_window" not in family or config.get("sliding_window") is None or (
+    if config.get("sliding_window") is None or (
             not read_flag("use_sliding_window", config.get("use_sliding_window", True))):
         return (None,) * num_layers
     window = _size(config, "sliding_window")
@@ -352,6 +353,9 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
     if read_flag("use_bidirectional_attention", config.get("use_bidirectional_attention", False)):
         raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
                          "generated causally")
+    if not read_flag("is_causal", config.get("is_causal", True)):
+        raise ValueError("config.json: is_causal=False is not supported: every token would see "
+                         "those behind it, and text is computed causally here")
     if config.get("quantization") is not None:
         raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
                          "quantised checkpoints are not supported, use the unquantised one")

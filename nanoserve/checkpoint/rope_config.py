@@ -55,7 +55,11 @@ def read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
     entries, local = _rope_entries(config), None
     if "rope_local_base_freq" in config:  # in the family's defaults, so always for Gemma 3
         local = {"rope_theta": config["rope_local_base_freq"]}
-    if "full_attention" in entries or "sliding_attention" in entries:
+    kinds = "full_attention" in entries or "sliding_attention" in entries
+    if local is not None and config.get("rope_parameters") and not kinds:
+        raise ValueError(f"config.json: rope_parameters={config['rope_parameters']!r:.80} must "
+                         "have an object for full_attention and one for sliding_attention")
+    if kinds:
         local = (local or {}) | (entries.get("sliding_attention") or {})
         entries = entries.get("full_attention") or {}
     return _read_rope(config, entries), None if local is None else _read_rope(config, local)
@@ -77,9 +81,12 @@ def _rope_entries(config: dict) -> dict:
 
 
 def _read_rope(config: dict, entries: dict) -> RopeConfig:
+    if not isinstance(entries, dict):
+        raise ValueError(f"config.json: RoPE of a kind of layers, {entries!r:.80}, must be an "
+                         "object")
     entries = {name: value for name, value in entries.items() if value is not None}
     rope_type = entries.get("rope_type", entries.get("type", "default"))
-    if rope_type not in NEEDED:
+    if not isinstance(rope_type, str) or rope_type not in NEEDED:
         reason = ("its angles depend on the longest sequence of the batch, and text must not; "
                   if rope_type == "dynamic" else "")
         raise ValueError(f"config.json: RoPE scaling {rope_type!r} is not supported: {reason}"

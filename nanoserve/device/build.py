@@ -47,27 +47,40 @@ def load(source: Path | None = None) -> ctypes.CDLL:
     """The library made of `source`, or of `SOURCE`; compiled if need be. Raises `BuildError`."""
     source = source or SOURCE
     compiler, openmp = find_compiler(), find_openmp()
-    flags = FLAGS + shlex.split(os.environ.get("CXXFLAGS", ""))
+    flags = FLAGS + words("CXXFLAGS")
     info = Path("/proc/cpuinfo")  # a home may be shared by machines with different CPUs
     features = re.search(r"^(?:flags|Features).*", info.read_text() if info.exists() else "", re.M)
     key = hashlib.sha256(repr((
         source.read_bytes(), compiler, flags, run([*compiler, "--version"]), platform.processor(),
         features and features[0], openmp)).encode()).hexdigest()[:24]
-    folder = cache_folder() or Path(tempfile.mkdtemp(prefix="nanoserve-"))
-    path = folder / f"{source.stem}-{key}.so"
+    kept, folder = cache_folder(), None
     try:
         import fcntl  # not on Windows
+        folder = kept or Path(tempfile.mkdtemp(prefix="nanoserve-"))
+        path = folder / f"{source.stem}-{key}.so"
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # given back however this process ends
-            if not is_private(path):
-                build(source, compiler, flags, openmp, path)
+            if is_private(path):
+                try:
+                    return ctypes.CDLL(str(path))
+                except OSError:  # it is damaged, or was copied by half: it is built anew
+                    pass
+            build(source, compiler, flags, openmp, path)
             return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}); on Linux it "
                          "takes g++, whose OpenMP library is torch's") from error
     finally:
-        if folder != cache_folder():
+        if kept is None and folder is not None:
             shutil.rmtree(folder)
+
+
+def words(variable: str) -> list[str]:
+    """Of an environment variable, as a shell takes them. Raises `BuildError` for half a quote."""
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise BuildError(f"{variable}={os.environ[variable]!r}: {error}") from None
 
 
 def build(source: Path, compiler: list[str], flags: list[str], openmp: Path, path: Path) -> None:
@@ -81,6 +94,8 @@ def build(source: Path, compiler: list[str], flags: list[str], openmp: Path, pat
         sanitizers = [flag for flag in flags if flag.startswith("-fsanitize")]
         run([*compiler, "-shared", *sanitizers, str(compiled), str(openmp), "-o", str(linked)])
         linked.chmod(0o700)
+        with open(linked, "rb") as file:  # before its name: a power cut would leave half a library,
+            os.fsync(file.fileno())  # which may end the process that loads it
         os.replace(linked, path)
 
 
@@ -99,11 +114,13 @@ def run(command: list[str]) -> str:
 
 def find_compiler() -> list[str]:
     """The command, as a list. Raises `BuildError` if there is none."""
-    found = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if named := words("CXX"):
+        return named
+    found = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
     if not found:
         raise BuildError("there is no C++ compiler: install one (on Debian and Ubuntu: apt install "
                          "g++; on macOS: xcode-select --install), or set CXX")
-    return shlex.split(found)
+    return [found]
 
 
 def find_openmp() -> Path:
@@ -118,11 +135,11 @@ def find_openmp() -> Path:
 
 def cache_folder() -> Path | None:
     """This user's own folder, made if need be; None if it can't be, or isn't private."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoserve")
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoserve")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder if is_private(folder) and os.access(folder, os.W_OK) else None
-    except OSError:
+    except (OSError, RuntimeError):  # the second: there is no home, as for a container's user
         return None
 
 

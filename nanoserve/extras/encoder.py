@@ -20,7 +20,6 @@ are known for the classes of `class_head`; others are refused. Not known here: r
 Road not taken: padding and sorting by length, which the ragged row makes needless.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +37,7 @@ from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
-from nanoserve.extras.pooler import ACTIVATIONS, Pooler
+from nanoserve.extras.pooler import ACTIVATIONS, Pooler, read_modules
 from nanoserve.extras.transformers_model import (
     TransformersModel,
     describe,
@@ -126,7 +125,7 @@ class Encoder(TransformersModel):
         """Hidden states, (k, hidden_size)."""
         out = self.layers.base_model(
             input_ids=ids.long()[None], position_ids=(positions.long() + self.first_position)[None],
-            nanoserve=pages, **options)
+            use_cache=False, nanoserve=pages, **options)
         return out.last_hidden_state[0, wanted]
 
     @torch.inference_mode()
@@ -208,6 +207,9 @@ def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
     config = describe(architecture, hf_config, {})
     longest = config.max_position_embeddings - first
     limit = read_json(folder / "sentence_bert_config.json").get("max_seq_length") or longest
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"{folder / 'sentence_bert_config.json'}: max_seq_length={limit!r:.80} "
+                         "must be a whole number of at least 1")
     config = replace(config, pools=True, max_position_embeddings=min(limit, longest))
     separator = None
     if classifies and getattr(hf_config, "type_vocab_size", 1) > 1:
@@ -294,14 +296,12 @@ def make_pooler(config: EngineConfig, model_config: ModelConfig, folder: Path,
 
 def read_dense(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, nn.Module]]:
     """The Dense modules of modules.json: weight, bias and activation of each, in float32."""
-    if not (folder / "modules.json").exists():
-        return
-    for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
-        if module["type"].rpartition(".")[2] != "Dense":
+    for kind, part in read_modules(folder):
+        if kind != "Dense":
             continue
-        part = folder / module["path"]
         tensors = {name: tensor.float() for _, name, tensor in stored_tensors(part)}
-        name = read_json(part / "config.json").get("activation_function", "Tanh").rpartition(".")[2]
+        name = read_json(part / "config.json").get("activation_function", "Tanh")
+        name = str(name).rpartition(".")[2]
         if name not in ("Tanh", "Identity", "ReLU", "GELU", "Sigmoid") or (
                 "linear.weight" not in tensors):
             raise ValueError(f"{part}: a Dense layer with {name} and {', '.join(tensors)} is not "

@@ -25,6 +25,7 @@ token's own adapter (Punica, S-LoRA), which compute less and are another twin to
 
 import hashlib
 import json
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,7 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.layers import Linear, beside
+from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
 from nanoserve.sequence import CacheEntry
 
 WEIGHTS = "adapter_model.safetensors"
@@ -48,7 +49,12 @@ PREFIX = "base_model.model."  # what PEFT writes in front of the names of the mo
 # What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
 REFUSED = {"use_dora": False, "modules_to_save": None, "bias": "none", "lora_bias": False,
            "fan_in_fan_out": False, "alora_invocation_tokens": None, "target_parameters": None,
-           "layer_replication": None, "trainable_token_indices": None, "use_qalora": False}
+           "layer_replication": None, "trainable_token_indices": None, "use_qalora": False,
+           "use_bdlora": None, "arrow_config": None, "kasa_config": None,
+           "monteclora_config": None}
+# How A and B may have begun. With the other ways (PiSSA, OLoRA, LoftQ ...) training takes something
+# off the model's own weights as well, and PEFT does so again whenever it loads such an adapter.
+BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ class Adapters:
         try:
             files = [Path(asked.lora_path) / name for name in ("adapter_config.json", WEIGHTS)]
             stats = [file.stat() for file in files]
-            seen = tuple((str(file), s.st_ino, s.st_size, s.st_mtime_ns)
+            seen = tuple((str(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
                          for file, s in zip(files, stats, strict=True))
             if seen not in self.known:
                 parts = [hashlib.sha256(file.read_bytes()).digest() for file in files]
@@ -254,6 +260,14 @@ def _read_settings(folder: Path) -> dict:
             raise ValueError(f"{folder / 'adapter_config.json'}: {name}={settings[name]!r} is not "
                              "supported: merge the adapter (peft's merge_and_unload) and load "
                              "the merged folder")
+    if settings.get("use_rslora") not in (True, False, None):
+        raise ValueError(f"{folder / 'adapter_config.json'}: use_rslora="
+                         f"{settings['use_rslora']!r} must be true or false")
+    if (beginning := settings.get("init_lora_weights", True)) not in BEGINNINGS:
+        raise ValueError(f"{folder / 'adapter_config.json'}: init_lora_weights={beginning!r} is "
+                         "not supported: it changes the model's own weights as well; save the "
+                         "adapter converted (peft's path_initial_model_for_weight_conversion), or "
+                         "merge it")
     return settings
 
 
@@ -266,28 +280,42 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
     if len(pair) < 2:
         raise ValueError(f"{folder}: {path} has only {next(iter(pair))}, both are needed")
     a, b = pair["lora_A"].float(), pair["lora_B"].float()
-    rank = len(a)
+    rank = a.shape[0] if a.dim() else 0
     if rank > max_rank:
         raise ValueError(f"{folder}: {path} has rank {rank}, max_lora_rank={max_rank}: raise it")
     expected = (rank, layer.inputs.total), (layer.matrices[name].total, rank)
     if (tuple(a.shape), tuple(b.shape)) != expected or not rank:
         raise ValueError(f"{folder}: {path} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
                          f"{expected[0]} and {expected[1]} expected: is it made for this model?")
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise ValueError(f"{folder}: {path} has numbers that are not finite")
-    alpha = _of_module(settings.get("alpha_pattern"), path, settings.get("lora_alpha", 8))
-    return a, b * (alpha / (rank ** 0.5 if settings.get("use_rslora") else rank))
+    named = _of_module(folder, settings, "rank_pattern", path, settings.get("r", rank))
+    if rank != named:
+        raise ValueError(f"{folder}: {path} has rank {rank}, and adapter_config.json says {named}")
+    alpha = _of_module(folder, settings, "alpha_pattern", path, settings.get("lora_alpha", 8))
+    b = b * (alpha / (rank ** 0.5 if settings.get("use_rslora") else rank))
+    kinds = {tensor.dtype for tensor in pair.values()} - set(CHECKPOINT_DTYPES)
+    if kinds or not (a.isfinite().all() and b.isfinite().all()):
+        raise ValueError(f"{folder}: {path} has numbers that are not finite, or no floats")
+    return a, b
 
 
-def _of_module(pattern: dict | None, path: str, default: float) -> float:
-    """PEFT's patterns: the first key that matches the end of a module's path, whole names only, and
-    may be a regular expression. `rank_pattern` needs none of this: a tensor shows its rank."""
+def _of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
+    """What a pattern of PEFT's says for a module: the first key that matches the end of its path,
+    whole names only, and may be a regular expression. Raises `ValueError` for anything else."""
     import re  # here: most adapters have no patterns
 
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", f"model.{path}"):
-            return value
-    return default
+    value = default
+    try:
+        for key, of_key in (settings.get(name) or {}).items():
+            if re.match(rf"(.*\.)?({key})$", f"model.{path}"):
+                value = of_key
+                break
+    except (AttributeError, re.error) as error:
+        raise ValueError(f"{folder}: adapter_config.json: {name}={settings[name]!r:.80} must name "
+                         f"modules and their numbers: {error}") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+        raise ValueError(f"{folder}: adapter_config.json: {path} has the rank or alpha {value!r}, "
+                         "which is no number")
+    return value
 
 
 def prepare(config: EngineConfig, model_config: ModelConfig, layers: dict[str, Any],

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.vllm_words import POOLING, takes_vllms_words
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
@@ -88,9 +88,7 @@ class Pooler:
            tokenizer) -> "Pooler":
         """Find out from the architecture's name, `config.json`, sentence-transformers' files, and
         what the user overrules. config: resolved. Raises `ValueError` for what can't be pooled."""
-        entries = _read(folder / "config.json") | (config.hf_overrides or {})
-        if entries.get("is_causal") is False:
-            raise ValueError("config.json: is_causal=False is not supported: attention is causal")
+        entries = read_json(folder / "config.json", True) | (config.hf_overrides or {})
         asked = config.pooler_config
         if asked is None or isinstance(asked, dict):
             asked = PoolerConfig(**asked or {})
@@ -109,10 +107,7 @@ class Pooler:
         if asked.use_activation is not None:
             pooler.use_activation = asked.use_activation
         pooler.check_dimensions(asked.dimensions, model_config.hidden_size)
-        if (named := folder / "config_sentence_transformers.json").exists():
-            entries = _read(named)
-            pooler.prompts = entries.get("prompts") or {}
-            pooler.default_prompt = entries.get("default_prompt_name")
+        pooler.prompts, pooler.default_prompt = _read_prompts(folder)
         return pooler
 
     def _read_head(self, entries: dict, tokenizer) -> None:
@@ -279,11 +274,34 @@ class PooledStep:
 # ------------------------------------------------------- reading a checkpoint
 
 
-def _read(path: Path) -> dict | list:
+def read_modules(folder: Path) -> list[tuple[str, Path]]:
+    """sentence-transformers' `modules.json`: each module's class and its folder. [] where there is
+    no such file. Raises `ValueError` for a file that says something else."""
+    file = folder / "modules.json"
+    if not file.exists():
+        return []
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        modules = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
+        raise ValueError(f"{file} can't be read: {error}") from None
+    if not isinstance(modules, list) or not all(
+            isinstance(one, dict) and isinstance(one.get("type"), str)
+            and isinstance(one.get("path"), str) for one in modules):
+        raise ValueError(f"{file} must list modules, each with a type and a path, got "
+                         f"{modules!r:.80}")
+    return [(one["type"].rpartition(".")[2], folder / one["path"]) for one in modules]
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """What texts begin with, by name, and the name that is meant where none is said."""
+    file = folder / "config_sentence_transformers.json"
+    entries = read_json(file)
+    prompts, default = entries.get("prompts") or {}, entries.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ValueError(f"{file}: prompts={prompts!r:.80} must give a text for each name")
+    if default is not None and (not isinstance(default, str) or default not in prompts):
+        raise ValueError(f"{file}: default_prompt_name={default!r:.80} is none of its prompts")
+    return prompts, default
 
 
 def _find_kind(convert: str, architecture: str, entries: dict) -> str:
@@ -314,28 +332,38 @@ def _token_ids(words: list[str], tokenizer) -> list[int]:
 def _read_sentence_transformer(folder: Path, more: tuple[str, ...]) -> PoolerConfig:
     """What `modules.json` and the pooling module's file say; an empty config where there is none.
     Embeddings are normalised if there is a module for it. more: modules that others read."""
-    if not (folder / "modules.json").exists():
+    if not (modules := read_modules(folder)):
         return PoolerConfig()
     meant = PoolerConfig(use_activation=False)
     text = folder / "sentence_bert_config.json"
-    if text.exists() and _read(text).get("do_lower_case"):
+    if read_json(text).get("do_lower_case"):
         raise ValueError(f"{text}: do_lower_case=True is not supported: leave it to the tokenizer")
-    for module in _read(folder / "modules.json"):
-        kind = module["type"].rpartition(".")[2]
+    for kind, part in modules:
         if kind == "Normalize":
             meant.use_activation = True
         elif kind == "Pooling":
-            entries = _read(folder / module["path"] / "config.json")
-            modes = [name for name, on in entries.items()
-                     if name.startswith("pooling_mode_") and on is True]
-            modes = modes or [f"pooling_mode_{entries.get('pooling_mode')}"]
-            known = {"pooling_mode_cls_token": "CLS", "pooling_mode_cls": "CLS",
-                     "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN",
-                     "pooling_mode_mean": "MEAN"}
-            if len(modes) != 1 or modes[0] not in known:
-                raise ValueError(f"{folder / module['path']}: {', '.join(modes)} is not supported: "
-                                 f"one of {', '.join(known)} is")
-            meant.pooling_type = known[modes[0]]
+            meant.pooling_type = _read_pooling(part, any(_read_prompts(folder)[0].values()))
         elif kind not in ("Transformer", *more):
             raise ValueError(f"{folder / 'modules.json'}: the module {kind} is not supported")
+        elif kind == "Dense" and meant.use_activation:
+            raise ValueError(f"{folder / 'modules.json'}: Dense behind Normalize is not supported")
     return meant
+
+
+def _read_pooling(part: Path, has_prompts: bool) -> str:
+    """The pooling module's type. Raises `ValueError` for another one than ours, or several."""
+    entries = read_json(part / "config.json", True)
+    modes = [name for name, on in entries.items()
+             if name.startswith("pooling_mode_") and on is True]
+    modes = modes or [f"pooling_mode_{entries.get('pooling_mode')}"]
+    known = {"pooling_mode_cls_token": "CLS", "pooling_mode_cls": "CLS",
+             "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN",
+             "pooling_mode_mean": "MEAN"}
+    if len(modes) != 1 or modes[0] not in known:
+        raise ValueError(f"{part}: {', '.join(modes)} is not supported: "
+                         f"one of {', '.join(known)} is")
+    pooling_type = known[modes[0]]
+    if pooling_type == "MEAN" and has_prompts and entries.get("include_prompt", True) is not True:
+        raise ValueError(f"{part}: include_prompt={entries['include_prompt']!r} is not supported: "
+                         "the mean is that of all tokens, the prompt's included")
+    return pooling_type

@@ -101,7 +101,8 @@ def unpack(tensors: Tensors, entry: dict) -> Tensors:
             del waiting[module]
             try:
                 weight = make_weight(group)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (RuntimeError, ValueError, IndexError, TypeError,
+                    ZeroDivisionError) as error:
                 shapes = ", ".join(f"{part} {tuple(group[part].shape)}" for part in parts)
                 raise ValueError(f"{file}: the tensors of {module} don't fit together, or not "
                                  f"with config.json ({shapes}): {error}") from None
@@ -121,7 +122,7 @@ def read_format(entry: dict) -> Format:
     method = entry.get("quant_method")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
                "awq": read_awq}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}")
     return readers[method](entry)
 
@@ -139,6 +140,22 @@ def allow(entry: dict, name: str, values: tuple, default: Any = None) -> Any:
     return value
 
 
+def blocks(name: str, value: Any, count: int) -> list[int]:
+    """A size, or `count` of them: of the blocks that share a scale."""
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    if len(sizes) != count or not all(type(size) is int and size > 0 for size in sizes):
+        what = "a whole number above 0" if count == 1 else f"{count} whole numbers above 0"
+        refuse(name, value, f"it must be {what}")
+    return list(sizes)
+
+
+def objects(name: str, values: list) -> list[dict]:
+    for value in values:
+        if not isinstance(value, dict):
+            refuse(name, value, "it must be an object")
+    return values
+
+
 def read_fp8(entry: dict) -> Format:
     """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Activations are rounded on
     the fly elsewhere, which is left out here."""
@@ -148,6 +165,7 @@ def read_fp8(entry: dict) -> Format:
     if block is None:
         return Format(("weight", "weight_scale"),
                       lambda p: scaled(p["weight"], None, p["weight_scale"], p["weight"].shape))
+    block = blocks("weight_block_size", block, 2)
     return Format(("weight", "weight_scale_inv"),
                   lambda p: scaled(p["weight"], None, p["weight_scale_inv"], block))
 
@@ -158,16 +176,17 @@ def read_compressed(entry: dict) -> Format:
     for name in ("transform_config", "sparsity_config"):
         if entry.get(name):
             refuse(name, entry[name], "weights are neither rotated nor sparse here")
-    groups = [*(entry.get("config_groups") or {}).values()]
+    [named] = objects("config_groups", [entry.get("config_groups") or {}])
+    groups = objects("config_groups", [*named.values()])
     if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
         refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
                "same weights")
     for group in groups:
-        inputs = group.get("input_activations")
+        [inputs] = objects("input_activations", [group.get("input_activations") or {}])
         if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") is not True):
             refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
                    "checkpoint whose weights alone are quantised")
-    weights = groups[0].get("weights") or {}
+    [weights] = objects("weights", [groups[0].get("weights") or {}])
     block = partial_block(weights)
     zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
     if form != "pack-quantized":
@@ -186,10 +205,15 @@ def read_compressed(entry: dict) -> Format:
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
     """Of a matrix' shape, the rows and columns that share a scale."""
     strategy = allow(weights, "strategy", ("tensor", "channel", "group", "block"))
-    size = weights.get("group_size")
-    return {"tensor": lambda shape: tuple(shape), "channel": lambda shape: (1, shape[1]),
-            "group": lambda shape: (1, size), "block": lambda shape: weights["block_structure"],
-            }[strategy]
+    if strategy == "tensor":
+        return tuple
+    if strategy == "channel":
+        return lambda shape: (1, shape[1])
+    if strategy == "group":
+        [size] = blocks("group_size", weights.get("group_size"), 1)
+        return lambda shape: (1, size)
+    rows, columns = blocks("block_structure", weights.get("block_structure"), 2)
+    return lambda shape: (rows, columns)
 
 
 def read_gptq(entry: dict) -> Format:
@@ -205,6 +229,8 @@ def read_awq(entry: dict) -> Format:
     name = "version" if "version" in entry else "format"  # old and new
     allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
     size = entry.get("group_size", entry.get("q_group_size"))
+    if size not in (None, -1):
+        [size] = blocks("group_size", size, 1)
     return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size))
 
 
@@ -218,6 +244,9 @@ def scaled(values: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tenso
     counts = [-(-size // length) for size, length in zip(values.shape, block, strict=True)]
 
     def spread(numbers: torch.Tensor) -> torch.Tensor:
+        if [n for n in numbers.shape if n > 1] != [n for n in counts if n > 1]:
+            raise ValueError(f"{tuple(numbers.shape)} scales or zero points for {counts} blocks")
+        numbers = numbers.float().reshape(counts)
         for dim, (size, length) in enumerate(zip(values.shape, block, strict=True)):
             if numbers.shape[dim] > 1:  # a single one goes with all of them anyway
                 numbers = numbers.repeat_interleave(length, dim).narrow(dim, 0, size)
@@ -225,19 +254,35 @@ def scaled(values: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tenso
 
     weight = values.float()
     if zeros is not None:
-        weight -= spread(zeros.float().reshape(counts))
-    return weight.mul_(spread(scales.float().reshape(counts)))
+        weight -= spread(zeros)
+    return weight.mul_(spread(floats(scales)))
+
+
+def floats(scales: torch.Tensor) -> torch.Tensor:
+    """In float32. Whole numbers would be the exponents or the bits of some other format."""
+    if not scales.is_floating_point():
+        raise ValueError(f"scales are {scales.dtype}, which is no float")
+    return scales.float()
 
 
 def gathered(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
              groups: torch.Tensor) -> torch.Tensor:
     """The same with the group of each input given: "act-order" deals them out by importance."""
+    shape = len(values), scales.shape[1]
+    if tuple(scales.shape) != shape or tuple(zeros.shape) != shape or (
+            groups.shape != values.shape[1:]):
+        raise ValueError(f"{tuple(scales.shape)} scales, {tuple(zeros.shape)} zero points and "
+                         f"{tuple(groups.shape)} inputs by g_idx for {tuple(values.shape)} weights")
     groups = groups.long()
-    return (values.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
+    if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
+        raise ValueError(f"g_idx names other groups than 0 to {shape[1] - 1}")
+    return (values.float() - zeros.float()[:, groups]) * floats(scales)[:, groups]
 
 
 def unpack_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
+    if packed.dtype != torch.int32:
+        raise ValueError(f"words are {packed.dtype}, not int32")
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     shape = [1] * (packed.dim() + 1)
     shape[dim + 1] = -1
@@ -266,8 +311,6 @@ def unpack_gptq(p: Parts, bits: int, added: int) -> torch.Tensor:
     lacks. In 4 bits 15 is a stored -1, and so the zero point 0."""
     values = unpack_words(p["qweight"], bits, 0).T
     zeros = (unpack_words(p["qzeros"], bits, 1) + added) % 2 ** bits
-    if values.shape[1] != len(p["g_idx"]):
-        raise ValueError(f"{len(p['g_idx'])} inputs by g_idx, {values.shape[1]} by qweight")
     return gathered(values, zeros[:, :len(values)].T, p["scales"].T, p["g_idx"])
 
 

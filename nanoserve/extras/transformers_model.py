@@ -87,16 +87,17 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
 class Mask:
     """What a model under a `Probe` gets in the place of a mask, and hands to its layers."""
 
-    window: int | None  # how many keys a query sees, its own included; None: all before it
+    window: int | None = None  # how many keys a query sees, its own included; None: all before it
     looks_ahead: bool = False  # then the window is how many keys it sees on either side
+    known: bool = True  # False: it is neither causal nor a sliding window nor symmetric
 
 
 def describe_mask(mask_function: Callable, local_size: int | None = None, **unused) -> Mask:
     """transformers asks for a mask; a function says whether a query sees a key. local_size: of a
     window, or of what else is local. With 13, queries 12, 13 and 26 see keys 0..12, 1..13, 14..26.
 
-    Raises `ValueError` for a mask that is neither causal nor a sliding window nor symmetric:
-    attention in chunks, a prefix that sees itself.
+    Attention in chunks or a prefix that sees itself is not known. A model may make a mask and hand
+    it to no layer: Qwen2-MoE without windows makes one for a window of 0.
     """
     size = 2 * local_size if local_size else MASK_LENGTH
     half = size // 2
@@ -111,9 +112,7 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **unus
     else:
         expected = (keys <= queries) & (keys > queries - (local_size or 4 * size))
         found = Mask(local_size)
-    if not torch.equal(visible, expected):
-        raise ValueError("its mask is neither causal nor a sliding window")
-    return found
+    return found if torch.equal(visible, expected) else Mask(known=False)
 
 
 @dataclass
@@ -132,7 +131,7 @@ class Probe:
             raise ValueError(f"attention is called more than once in layer {layer}")
         if not isinstance(mask, Mask):
             raise ValueError(f"it makes a mask of its own, which is {type(mask).__name__}")
-        if mask.looks_ahead != self.looks_ahead:
+        if not mask.known or mask.looks_ahead != self.looks_ahead:
             raise ValueError("its mask is neither causal nor a sliding window")
         if window not in (None, mask.window) and not self.looks_ahead:
             raise ValueError(f"in layer {layer} the call names a window of {window} and the mask "

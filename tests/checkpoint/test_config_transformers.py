@@ -117,6 +117,40 @@ def test_what_a_file_says_is_what_transformers_reads(family, entries):
     assert_equals_transformers(ours, theirs)
 
 
+# Entries that mean something in another family than the one whose file has them.
+STRAY = dict(hidden_activation="relu", max_window_layers=2, sliding_window_pattern=3,
+             use_sliding_window=False, moe_intermediate_size=9, norm_topk_prob=False,
+             decoder_sparse_step=2, mlp_only_layers=[1], attention_bias=True, mlp_bias=True,
+             attn_logit_softcapping=5.0, final_logit_softcapping=3.0, query_pre_attn_scalar=7,
+             rope_local_base_freq=500.0)
+READS = dict(Llama="attention_bias mlp_bias", Mistral="", Mixtral="",
+             Qwen2="max_window_layers use_sliding_window",
+             Qwen3="attention_bias max_window_layers use_sliding_window",
+             Qwen3Moe="attention_bias use_sliding_window moe_intermediate_size norm_topk_prob "
+                      "decoder_sparse_step mlp_only_layers",
+             Gemma2="hidden_activation attention_bias attn_logit_softcapping "
+                    "final_logit_softcapping query_pre_attn_scalar",
+             Gemma3="hidden_activation attention_bias sliding_window_pattern "
+                    "final_logit_softcapping query_pre_attn_scalar rope_local_base_freq")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_entry_of_another_family_means_nothing(family):
+    """A Llama with `hidden_activation`, a Gemma 2 with `max_window_layers`, a Mistral with
+    `use_sliding_window` and a Mixtral with `norm_topk_prob` were computed otherwise than by
+    transformers, in silence. READS is what their modeling files look at; of Gemma 3 they look at
+    attn_logit_softcapping and do nothing with it."""
+    window = {} if family == "Llama" else dict(sliding_window=6)
+    stray = {name: STRAY[name] for name in STRAY if name not in READS[family].split()}
+    assert read(family, **window, **stray) == read(family, **window)
+    for name in READS[family].split():
+        windows = dict(use_sliding_window=name != "use_sliding_window")
+        value = {"hidden_activation": "silu", "norm_topk_prob": True,
+                 "use_sliding_window": True}.get(name, STRAY[name])
+        plain = read(family, **window | windows)
+        assert read(family, **window | windows | {name: value}) != plain, name
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -110,6 +110,43 @@ def test_an_interrupted_build_leaves_nothing_that_could_be_loaded(home, monkeypa
 # ------------------------------------------------------------------------- privacy
 
 
+@pytest.mark.parametrize("content", [b"", b"\x7fELF and no more"])
+def test_a_damaged_library_is_built_anew(home, log, content):
+    """Every start was slow from then on, and the line for it named no remedy."""
+    script = ("import sys, pathlib; from nanoserve.device import build; "
+              "build.SOURCE = pathlib.Path(sys.argv[1]); print(build.load().answer())")
+    for compiled in (1, 2):  # in processes of their own: a file that is loaded must not be cut
+        result = run(script, str(build.SOURCE))
+        assert result.stdout == "42\n" and compilations(log) == compiled, result.stderr
+        path, = libraries(home)
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("lacks", ["a home", "a temporary folder"])
+def test_without_a_place_to_keep_it_there_are_words(home, log, lacks, monkeypatch):
+    """A container's user may have no home at all, for which Python raises a RuntimeError."""
+    def fail(*_, **__):
+        raise RuntimeError("Could not determine home directory.") if lacks == "a home" else (
+            FileNotFoundError("No usable temporary directory found"))
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", fail)
+    if lacks == "a home":
+        assert build.load().answer() == 42
+    else:
+        monkeypatch.setattr(build, "cache_folder", lambda: None)
+        monkeypatch.setattr(build.tempfile, "mkdtemp", fail)
+        with pytest.raises(build.BuildError, match="No usable temporary directory"):
+            build.load()
+
+
+@pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS"])
+def test_half_a_quote_is_named(home, monkeypatch, variable):
+    monkeypatch.setenv(variable, "g++ '-DX")
+    with pytest.raises(build.BuildError, match=f"{variable}=.*No closing quotation"):
+        build.load()
+
+
 @pytest.mark.parametrize("flaw", ["open to others", "a link", "no folder"])
 def test_a_folder_that_others_could_change_is_not_used(home, log, flaw, capfd):
     """A temporary folder takes its place, and nothing of it stays."""
@@ -188,9 +225,10 @@ def test_what_is_no_library_is_an_error_with_words(home, monkeypatch):
         build.load()
 
 
-def run(script: str, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", script], text=True, capture_output=True,
-                          env=os.environ | environment, check=False)
+def run(script: str, *arguments: str, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, text=True, capture_output=True, env=os.environ | environment,
+                          check=False)
 
 
 def test_where_it_can_not_be_built_the_engine_says_so_and_runs(tmp_path):

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     DistilBertConfig,
+    EuroBertConfig,
     ModernBertConfig,
     RobertaConfig,
     XLMRobertaConfig,
@@ -25,6 +26,8 @@ ENCODERS = {
     # Every other layer sees 6 tokens on either side.
     "modernbert": lambda: ModernBertConfig(
         **SIZES | dict(num_hidden_layers=3), local_attention=12, global_attn_every_n_layers=2),
+    # A Llama that looks ahead; tells its layers whether a cache is wanted, which is not to be one.
+    "eurobert": lambda: EuroBertConfig(**SIZES, num_key_value_heads=2, is_causal=False),
 }
 
 

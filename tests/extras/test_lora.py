@@ -186,8 +186,20 @@ def test_patterns_give_modules_ranks_and_scalings_of_their_own(voices, tmp_path)
     (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
     (dict(bias="all"), "bias='all' is not supported"),
     (dict(fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
+    (dict(init_lora_weights="pissa_niter_16"), "init_lora_weights='pissa_niter_16' is not supp"),
+    (dict(init_lora_weights="olora"), "init_lora_weights='olora' is not supported"),
+    (dict(kasa_config={"a": 1}), "kasa_config=.* is not supported"),
+    (dict(use_rslora="no"), "use_rslora='no' must be true or false"),
+    (dict(r=8), "q_proj has rank 4, and adapter_config.json says 8"),
+    (dict(rank_pattern={"q_proj": 2}), "q_proj has rank 4, and adapter_config.json says 2"),
+    (dict(lora_alpha="16"), "alpha '16', which is no number"),
+    (dict(lora_alpha=1e300), "numbers that are not finite"),
+    (dict(alpha_pattern={"(": 3}), r"alpha_pattern=.* must name modules"),
+    (dict(alpha_pattern=[1]), r"alpha_pattern=\[1\] must name modules"),
     (dict(peft_type="IA3"), "peft_type must be LORA")])
 def test_settings_that_are_refused(voices, tmp_path, entries, words):
+    """PiSSA and OLoRA take what they begin with off the model's weights, and PEFT does so whenever
+    it loads such an adapter: the text was another one here."""
     other = Adapters(voices.base, tmp_path)
     other.write(1, ["q_proj"], **entries)
     refused(voices, other.request(1), words)
@@ -208,6 +220,17 @@ def test_tensors_that_are_refused(voices, tmp_path, name, shape, words):
     tensors[f"base_model.model.{name}"] = torch.ones(shape)
     save_file(tensors, folder / "adapter_model.safetensors")
     refused(voices, other.request(1), words)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4, 64, dtype=torch.int8), torch.tensor(1.0),
+                                    torch.full((4, 64), torch.nan)], ids=["int8", "number", "nan"])
+def test_tensors_that_are_no_matrix_of_floats_are_refused(voices, tmp_path, tensor):
+    other = Adapters(voices.base, tmp_path)
+    folder = other.write(1, ["q_proj"])
+    tensors = stored_tensors(folder)
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] = tensor
+    save_file(tensors, folder / "adapter_model.safetensors")
+    refused(voices, other.request(1), "layers.0.self_attn.q_proj has (numbers|shapes)")
 
 
 def refused(voices: Adapters, asked: object, words: str) -> None:

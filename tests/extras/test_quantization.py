@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, Packed, compressed, fp8, gptq, int_rows, pack, write
+from packing import FORMATS, Packed, awq, compressed, fp8, gptq, int_rows, pack, write
 from rank_threads import thread_ranks
 from safetensors.torch import save_file
 
@@ -162,11 +162,32 @@ def test_a_part_that_comes_twice_is_named():
 def test_shapes_that_contradict_each_other_are_named():
     one = gptq(16, 32, 0)
     one.tensors["g_idx"] = torch.zeros(31, dtype=torch.int32)
-    with pytest.raises(ValueError, match="layer don't fit.*31 inputs by g_idx, 32 by qweight"):
+    with pytest.raises(ValueError, match="layer don't fit.*\\(31,\\) inputs by g_idx for"):
         read(one)
     one = pack(16, 32, 0)
     one.tensors["weight_shape"] = torch.tensor([16, 40])
     with pytest.raises(ValueError, match="layer don't fit together.*weight_shape says"):
+        read(one)
+
+
+@pytest.mark.parametrize("make, part, change, words", [
+    (awq, "scales", lambda t: t.T.contiguous(), "\\[40, 4\\] blocks"),  # as many, in another order
+    (pack, "weight_scale", lambda t: t.T.contiguous(), "\\(4, 40\\) scales"),
+    (pack, "weight_packed", lambda t: t.short(), "words are torch.int16"),
+    (fp8, "weight_scale_inv", lambda t: torch.full_like(t, 127, dtype=torch.uint8),
+     "scales are torch.uint8"),  # exponents: 127 is 1.0
+    (gptq, "scales", lambda t: t.int(), "scales are torch.int32"),
+    (gptq, "g_idx", lambda t: t - 1, "g_idx names other groups than 0 to 3"),
+    (gptq, "g_idx", lambda t: t[0], "inputs by g_idx"),
+    (gptq, "qzeros", lambda t: t.T.contiguous(), "zero points"),
+    (pack, "weight_shape", lambda t: t.float(), "weight_shape"),
+], ids=str)
+def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
+    """Scales that lie transposed were reshaped, and other integers than words of 32 bits unpacked:
+    a weight of the right shape with wrong numbers."""
+    one = make(40, 64, 0)
+    one.tensors[part] = change(one.tensors[part])
+    with pytest.raises(ValueError, match=f"layer don't fit together.*{words}"):
         read(one)
 
 
@@ -214,6 +235,16 @@ REFUSED = [
     (GPTQ | dict(bits=3), "bits=3.*4 or 8"),
     (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format='marlin'.*gptq_v2"),
     (dict(quant_method="awq", bits=4, version="gemv"), "version='gemv'.*gemm"),
+    (dict(quant_method="awq", bits=4, group_size=0), "group_size=0.*a whole number above 0"),
+    (dict(quant_method=["awq"]), "quant_method=\\['awq'\\].*choose one of"),
+    (FP8 | dict(weight_block_size=[128]), "weight_block_size=\\[128\\].*2 whole numbers"),
+    (FP8 | dict(weight_block_size=["a", 2]), "weight_block_size=.*2 whole numbers above 0"),
+    (compressed("pack-quantized", strategy="group", num_bits=4),
+     "group_size=None.*a whole number above 0"),
+    (compressed("int-quantized") | dict(config_groups=[1]), "config_groups=\\[1\\].*an object"),
+    (compressed("int-quantized") | dict(config_groups=dict(group_0=3)), "config_groups=3"),
+    (compressed("int-quantized") | dict(config_groups=dict(group_0=dict(weights=[8]))),
+     "weights=\\[8\\].*an object"),
 ]
 
 

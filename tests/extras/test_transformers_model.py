@@ -362,6 +362,18 @@ def test_a_window_is_read_from_the_mask_and_held_against_the_call(made):
             assert llm.runner.model.windows == windows
 
 
+def test_a_mask_that_no_layer_gets_is_no_reason_to_refuse(tmp_path, few_prompts):
+    """Qwen2-MoE without windows makes a mask for windows of 0, whose queries see nothing."""
+    folder = make(transformers.Qwen2MoeConfig(**GQA, num_experts=4, num_experts_per_tok=2,
+                                              moe_intermediate_size=24, use_sliding_window=False,
+                                              shared_expert_intermediate_size=16), tmp_path)
+    reference = Reference(folder)
+    texts = [reference.generate(prompt, GREEDY.max_tokens) for prompt in few_prompts]
+    with start(folder) as llm:
+        assert llm.runner.model.windows == [None, None]
+        assert_parity(llm, few_prompts, texts, "qwen2-moe")
+
+
 def test_layers_may_differ_in_their_keys(made):
     """Gemma 4's layers that see everything have fewer and larger KV heads; DeepSeek's values are
     narrower than its keys."""
