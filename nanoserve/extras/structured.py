@@ -20,17 +20,20 @@ the masks behind it, and then forgotten; whatever interrupts that, the tokens ar
 
 How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
 Where it is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
-hold, unless they leave nothing that the grammar allows: then they are passed over. `max_tokens` and
-stop strings may cut a text anywhere; `finish_reason="length"` says that `max_tokens` did.
+hold, unless they leave nothing that the grammar allows: then they are passed over. `max_tokens`,
+stop strings and stop tokens that the grammar allows may cut a text anywhere; `finish_reason` and
+`stop_reason` say which did.
 
 Not known here: logits, blocks, steps. Confessed: a model that thinks before it answers (`<think>`)
 is held to the grammar from its first token, and so doesn't think.
 """
 
 import json
+import math
 import re
 import warnings
 from dataclasses import dataclass, fields
+from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +43,8 @@ from nanoserve.sequence import Sequence, Step
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
+MAX_MULTIPLE = 10_000  # of JSON's multipleOf: compiling takes the square of it
+NUM_PROBED = 64  # forced tokens that are read when a grammar is compiled, to see whether it works
 # How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
 # small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
 ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
@@ -158,13 +163,25 @@ class Grammars:
             raise ValueError("structured_outputs needs a token that ends the text, and there is no "
                              "EOS (ignore_eos=True, or a model without): name one with "
                              "stop_token_ids, or leave ignore_eos out")
-        return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
+        try:
+            return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
+        except UnicodeEncodeError as error:
+            raise ValueError("structured_outputs has a text that UTF-8 has no bytes for, a lone "
+                             f"surrogate? {error}") from error
 
     def _compile(self, grammar: str) -> Any:
         _refuse_what_crashes(grammar)
         matcher = self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"structured_outputs: llguidance refuses this: {matcher.get_error()}")
+        # The library notices only while it reads that no text at all is possible, or too many: as a
+        # rule at the beginning, or behind what every text begins with.
+        probe = matcher.deep_copy()
+        if not matcher.is_error():
+            probe.compute_bitmask()
+            probe.try_consume_tokens(probe.compute_ff_tokens()[:NUM_PROBED])
+            probe.compute_bitmask()
+        if probe.is_error():  # which may repeat the whole grammar
+            raise ValueError("structured_outputs: llguidance refuses this: "
+                             f"{_in_words(probe.get_error()):.500}")
         return matcher
 
     def _translate(self, asked: StructuredOutputsParams) -> str:
@@ -174,21 +191,44 @@ class Grammars:
             return to.grammar_from_regex(asked.regex)
         if asked.grammar is not None:
             return to.grammar_from_lark(asked.grammar)
-        if asked.choice is not None:  # Lark's strings are written as JSON's are
-            return to.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked.choice)))
+        if asked.choice is not None:  # Lark's strings are written as JSON's are. One terminal: ...
+            "".join(asked.choice).encode()  # ... for a parser's rule 2,000 are too many
+            texts = " | ".join(map(json.dumps, asked.choice))
+            return to.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         schema = {"type": "object"} if asked.json is None else asked.json
-        try:
-            return to.grammar_from_json_schema(schema, defaults=ONE_LINE)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"structured_outputs: json is no JSON schema: {error}") from error
+        try:  # as text: a dict that holds itself, handed to the library, ends the process
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            return to.grammar_from_json_schema(text, defaults=ONE_LINE)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"structured_outputs: json is no JSON schema: {error!s:.500}"
+                             ) from error
+
+
+def _in_words(error: str) -> str:
+    return "no text at all matches it" if error.startswith("NoExtension") else error
 
 
 def _refuse_what_crashes(grammar: str) -> None:
     """llguidance 1.9 recurses for ever over a whole number that is -2^63 as a float, and that ends
-    the process: in a server, anybody's request could."""
+    the process: in a server, anybody's request could. And `multipleOf` has a state for each
+    remainder: a prime of eight digits keeps it busy for hours."""
     if found := re.search(r"-922337203685477\d{4}(?![\d.eE])", grammar):
         raise ValueError(f"structured_outputs: llguidance can't read the number {found[0]}: leave "
                          "it out")
+    values = re.findall(r'multipleOf(?:\\+[nrt"]|[^\w\-])*([\d.eE+-]+)', grammar)
+    if (states := math.lcm(*map(_num_remainders, values))) > MAX_MULTIPLE:
+        raise ValueError(f"structured_outputs: multipleOf has {states:,} remainders (of all its "
+                         f"values together), and {MAX_MULTIPLE:,} are the most: leave it out")
+
+
+def _num_remainders(multiple: str) -> int:
+    """0.25 is 25 hundredths. Whether a number can be divided by 100 is seen from its end."""
+    try:
+        _, digits, exponent = Decimal(multiple).normalize().as_tuple()
+    except InvalidOperation:  # no number, which the library will say
+        return 1
+    number = int("".join(map(str, digits))) or 1
+    return number * 10 ** min(max(exponent, 0), 20) if number > 1 else 1
 
 
 def _import_library() -> Any:

@@ -24,6 +24,7 @@ import json
 import time
 from collections.abc import Awaitable
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -97,15 +98,16 @@ class Server:
 
     async def _prepare(self, body: GenerationBody, prompt: Any, request_id: str):
         """One prompt as a request. Raises `BadRequest` for all that can be wrong with it."""
-        with bad_requests():
+        with bad_requests(body):
             params = body.sampling_params(self._defaults(body))
             if isinstance(body, ChatBody):
                 options = body.template_options()
                 if self.chat_template is not None:
                     options["chat_template"] = self.chat_template
                 self.llm.inputs.check_generates()
-                prompt = await self.engine.tokenize(self.llm.inputs.render_chat,
-                                                    body.conversation(), **options)
+                # A partial, because a template's variables may have any name, `self` too.
+                prompt = await self.engine.tokenize(
+                    partial(self._render, body.conversation(), options))
             request = await self.engine.prepare(prompt, params, request_id, body.priority or 0,
                                                 self.adapters.get(body.model))
             count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
@@ -118,6 +120,13 @@ class Server:
                 request.prompt = await self.engine.tokenize(
                     self.llm.tokenizer.decode, request.prompt_token_ids)
         return request
+
+    def _render(self, conversation: list[dict], options: dict) -> dict:
+        """Raises `ValueError`."""
+        try:
+            return self.llm.inputs.render_chat(conversation, **options)
+        except TypeError as error:  # a variable has the name of an argument
+            raise BadRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
 
     def _defaults(self, body: GenerationBody):
         """generation_config.json's, whose limit of tokens counts, if it has one."""
@@ -189,7 +198,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
 
     async def pooled(endpoint, body: Body, http: Request) -> Response:
         server.check_model(body)
-        with bad_requests():
+        with bad_requests(body):
             job = pooling.Job(server.engine, server.names[0], server.chat_template)
             http.scope["ticket"].widen(pooling.num_prompts(body))
             work = await endpoint(job, body)
@@ -233,6 +242,9 @@ def _add_errors(app: FastAPI) -> None:
         for one in errors:  # one of our own, out of a validator, says more than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
                 return await bad_request(http, told)
+        if first["type"] == "json_invalid":  # its place is a number, and no field
+            return error_response(400, "the body is no JSON from character "
+                                  f"{first['loc'][-1]} on: {first['ctx']['error']}")
         path = [str(part) for part in first["loc"] if part != "body"]
         return error_response(400, f"{'.'.join(path) or 'the body'}: {first['msg']}",
                               param=path[0] if path else None)
@@ -270,14 +282,14 @@ def error_response(status: int, message: str, kind: str = "invalid_request_error
 
 
 @contextmanager
-def bad_requests():
+def bad_requests(body: Body):
     """What is refused inside is the client's to change."""
     try:
         yield
     except BadRequest:
         raise
     except ValueError as error:
-        raise BadRequest(str(error), blamed_field(str(error))) from error
+        raise BadRequest(str(error), blamed_field(str(error), body)) from error
 
 
 async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
@@ -287,6 +299,9 @@ async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return AsciiResponse(task.result()) if task.done() else Response(status_code=GONE)
+    except asyncio.CancelledError as error:  # whoever listens is still there: the server ends
+        raise EngineDeadError("the server is told to end, and this request took longer than "
+                              "--drain-seconds: send it again") from error
     finally:
         for one in (task, gone):
             one.cancel()

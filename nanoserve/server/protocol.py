@@ -303,7 +303,15 @@ def error_body(message: str, kind: str = "invalid_request_error", param: str | N
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def blamed_field(message: str) -> str | None:
-    """The field that an error of `SamplingParams` and its kind begins with."""
-    found = re.match(r"(\w+)( must be |=)", message)
-    return found[1] if found else None
+def blamed_field(message: str, body: Body) -> str | None:
+    """The field that an error of `SamplingParams` and its kind begins with; or the prompt, which
+    has another name in each body, where the message is about that."""
+    first = re.match(r"\w*", message)[0]
+    if first == "structured_outputs" and getattr(body, "response_format", None) is not None:
+        return "response_format"
+    if first in type(body).model_fields:
+        return first
+    if re.search(r"\b(prompt|conversation|message)\b", message):
+        return next((name for name in ("prompt", "messages", "input")
+                     if name in body.model_fields_set), None)
+    return None

@@ -300,6 +300,13 @@ def test_a_lark_grammar(folder):
 # ------------------------------------------------------------------- refused
 
 
+CYCLE: dict = {"type": "object"}
+CYCLE["properties"] = {"a": CYCLE}
+DEEP: dict = {}
+for _ in range(20_000):
+    DEEP = {"items": DEEP}
+
+
 @pytest.mark.parametrize("asked, message", [
     (5, "must be StructuredOutputsParams or a dict such as"),
     ({}, "exactly one of json, regex, choice, grammar, json_object, got none of them"),
@@ -321,7 +328,17 @@ def test_a_lark_grammar(folder):
     ({"grammar": 'start: %json {"const": -9223372036854775808}'}, "can't read the number"),
     ({"json": {"type": "foo"}}, "llguidance refuses this: Invalid type: foo"),
     ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
-    ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema")])
+    ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema"),
+    ({"json": CYCLE}, "json is no JSON schema: Circular"),  # these two ended the process
+    ({"json": DEEP}, "json is no JSON schema: maximum recursion depth"),
+    ({"json": {"type": "integer", "multipleOf": 99999999}}, "multipleOf has 99,999,999 remainders"),
+    ({"json": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 99.67}]}}, "99,400,891 remainders"),
+    ({"grammar": 'start: %json {"multipleOf":\n1.234e8}'}, "multipleOf has 123,400,000 remainders"),
+    ({"regex": "[^\\s\\S]"}, "no text at all matches it"), ({"grammar": "start: start"}, "no text"),
+    ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text at all"),
+    ({"json": {"properties": {f"p{i}": {} for i in range(3000)}, "type": "object"}}, "max is 2000"),
+    ({"regex": "\ud800"}, "a lone surrogate"), ({"grammar": '"\ud800"'}, "a lone surrogate"),
+    ({"choice": ["a", "\ud800"]}, "a lone surrogate")])
 def test_wrong_wishes_are_refused_when_the_request_is_made(llm, asked, message):
     with pytest.raises(ValueError, match=f"(?s)structured_outputs.*{message}"):
         llm.generate(["one", "two"], [SamplingParams(), SamplingParams(structured_outputs=asked)],
@@ -386,3 +403,22 @@ def test_white_space_is_the_schemas_to_ask_for(folder):
             {"json": {"type": "object"} | asked}, frozenset(ENDS))
         brace, newline = TOKENIZER.encode("{\n")
         assert (newline in allowed(sequence(grammar, [brace]))) == mays
+
+
+def test_ordinary_multiples_and_long_lists_of_choices_are_served(llm):
+    """20,000 rules of a parser are too many, and the text ended behind the first letter."""
+    for schema in ({"multipleOf": 0.25}, {"multipleOf": 100_000}, {"multipleOf": 9973}):
+        assert llm.make_request("r", "x", SamplingParams(structured_outputs={
+            "json": {"type": "number"} | schema}))
+    texts = {f"c{i}" for i in range(20_000)} | {'"\u00e9\u2028\x7f\n\\'}
+    for seed in range(3):
+        out = llm.generate("x", SamplingParams(max_tokens=20, seed=seed, structured_outputs={
+            "choice": sorted(texts)}), use_tqdm=False)[0].outputs[0]
+        assert out.text in texts and out.finish_reason == "stop"
+
+
+def test_the_librarys_words_are_cut_to_a_readable_length(llm):
+    with pytest.raises(ValueError, match="too deeply nested") as error:
+        llm.make_request("r", "x", SamplingParams(structured_outputs={
+            "grammar": "start: " + "(" * 50_000}))
+    assert len(str(error.value)) < 700

@@ -3,12 +3,15 @@
 Oracle for texts: offline `generate` of the same engine with the same seed.
 """
 
+import asyncio
 import threading
 
 import pytest
 from serving import NAME, send
 
 from nanoserve import SamplingParams
+from nanoserve.server.api import unless_gone
+from nanoserve.server.async_llm import EngineDeadError
 from nanoserve.server.protocol import HARMLESS, REFUSED
 
 PROMPT = "Once upon a time"
@@ -246,6 +249,51 @@ def test_conversations_that_no_template_takes_are_refused(server):
     for name in ("tokenize", "chat_template", "tools"):
         refusal(server, CHATS, dict(messages=CHAT, chat_template_kwargs={name: "x"}))
     refusal(server, CHATS, dict(messages=CHAT, top_logprobs=2))
+
+
+def test_a_templates_variables_may_have_any_name_but_an_arguments(server):
+    """`self` and `work` are arguments of our own methods, and were a 500."""
+    own = {name: 1 for name in ("work", "func", "messages_", "")}
+    body = dict(messages=CHAT, max_tokens=1)
+    assert server.ask(CHATS, body | dict(chat_template_kwargs=own))[0] == 200
+    error = refusal(server, CHATS, body | dict(chat_template_kwargs={"self": 1}))
+    assert error["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("path, fields, param", [
+    (COMPLETIONS, dict(prompt=""), "prompt"), (COMPLETIONS, dict(prompt="\ud800"), "prompt"),
+    (COMPLETIONS, dict(prompt=[9999]), "prompt"), (COMPLETIONS, dict(prompt="a " * 3000), "prompt"),
+    (COMPLETIONS, dict(stop_token_ids=[5000]), "stop_token_ids"),
+    (COMPLETIONS, dict(logit_bias={"5000": 1}), "logit_bias"),
+    (COMPLETIONS, dict(structured_outputs={"regex": "("}), "structured_outputs"),
+    (COMPLETIONS, dict(response_format={"type": "json_schema", "json_schema": {
+        "schema": {"type": "nothing"}}}), "response_format"),
+    (CHATS, dict(messages=[{"role": "user", "content": "\ud800"}]), "messages"),
+    (CHATS, dict(messages=[{"role": "user", "content": None}]), "messages")])
+def test_the_field_to_blame_stands_by_itself(server, path, fields, param):
+    body = dict(prompt="x") if path == COMPLETIONS else dict(messages=CHAT)
+    assert refusal(server, path, body | fields)["param"] == param
+
+
+def test_a_body_that_is_no_json_blames_no_field(server):
+    """But says where: the place is a number, which once stood there as the field's name."""
+    error = refusal(server, COMPLETIONS, b'{"prompt": 00}')
+    assert error["param"] is None and "no JSON from character 12 on" in error["message"]
+
+
+def test_an_answer_that_the_end_of_the_server_cuts_is_a_503():
+    """The web server cancels what takes longer than it may."""
+    class Http:
+        async def receive(self):
+            await asyncio.sleep(60)
+
+    async def cut():
+        task = asyncio.ensure_future(unless_gone(Http(), asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(EngineDeadError, match="--drain-seconds"):
+            await task
+    asyncio.run(cut())
 
 
 def test_an_unknown_model_or_path_is_a_404(server):
