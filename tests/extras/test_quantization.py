@@ -181,7 +181,7 @@ def test_shapes_that_contradict_each_other_are_named():
     (gptq, "g_idx", lambda t: t[0], "inputs by g_idx"),
     (gptq, "qzeros", lambda t: t.T.contiguous(), "zero points"),
     (pack, "weight_shape", lambda t: t.float(), "weight_shape"),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
     """Scales that lie transposed were reshaped, and other integers than words of 32 bits unpacked:
     a weight of the right shape with wrong numbers."""
