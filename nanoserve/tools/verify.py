@@ -78,7 +78,7 @@ class Mode:
 UNCACHED = dict(enable_prefix_caching=False)
 BATCHED = Mode("batched", UNCACHED)
 PREEMPTED = Mode("preempted", tiny=True)
-POOLED = Mode("pool, tiny cache", dict(kv_offload_bytes=2 ** 28), rounds=2, tiny=True)
+POOLED = Mode("offloaded", dict(kv_offload_bytes=2 ** 28), rounds=2, tiny=True)
 MODES = [
     Mode("alone", UNCACHED | dict(max_num_seqs=1)),
     BATCHED,

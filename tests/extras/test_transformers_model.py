@@ -252,8 +252,9 @@ REFUSED = {
     "FalconForCausalLM": (lambda: transformers.FalconConfig(
         **STATELESS, num_attention_heads=4, alibi=True), "ALiBi"),
     "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS), "state space"),
-    "GPTJForCausalLM": (lambda: transformers.GPTJConfig(
-        vocab_size=260, n_embd=32, n_layer=2, n_head=4, rotary_dim=8), "by itself"),
+    "GPTNeoForCausalLM": (lambda: transformers.GPTNeoConfig(
+        vocab_size=260, hidden_size=32, num_layers=2, num_heads=4,
+        attention_types=[[["global", "local"], 1]]), "by itself"),
     "T5ForConditionalGeneration": (lambda: transformers.T5Config(
         vocab_size=260, d_model=32, num_layers=2, num_heads=4), "encoder-decoders"),
     "GptOssForCausalLM": (lambda: transformers.GptOssConfig(

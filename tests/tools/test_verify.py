@@ -249,7 +249,7 @@ def test_rows_for_several_ranks(capsys, monkeypatch, qwen3):
                         "--max-tokens", 16)
     assert code == 0 and asked == [1, 2, 2, 2, 2, 2]
     assert list(rows) == ["alone", "batched, 2 ranks", "chunked, cached, 2 ranks",
-                          "preempted, 2 ranks", "pool, tiny cache, 2 ranks", "overlap, 2 ranks"]
+                          "preempted, 2 ranks", "offloaded, 2 ranks", "overlap, 2 ranks"]
     assert int(rows["preempted, 2 ranks"]["preempted"]) > 0
 
 
