@@ -235,7 +235,7 @@ class BatchBuilder:
     def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
                    query_lens: list[int], num_decodes: int) -> np.ndarray:
         """Token ids of all rows. A decode's may still be in the sampling of the step before this
-        one; a chunk's are all known, since whoever was preempted waits until they are, and a row
+        one; a chunk's are all known, since a preempted sequence waits until they are, and a row
         with drafts ends with these."""
         ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
                for seq, start in zip(seqs[:num_decodes], starts, strict=False)]

@@ -5,7 +5,7 @@ KV memory is cut into blocks of `block_size` tokens, as an operating system cuts
 `block_table` lists its blocks in order, so a sequence can grow without moving and two sequences can
 share a block. Sharing is automatic: a full block's key is a hash that chains its parent's key with
 its own tokens. Once its KV is computed the block is *committed*, that is entered in the cache under
-its key, and whoever has the same prefix finds it.
+its key, and a sequence with the same prefix finds it.
 
     tokens   the cat sat on | a mat and then | it fell
     keys     A = h(root,·)  | B = h(A,·)     | (not full: no key)
@@ -152,7 +152,7 @@ class BlockManager:
 
         Called with the numbers of a finished step, so an aborted or rejected token never gets here.
         When the same content is cached already (two identical prompts ran side by side) the first
-        entry stays, and our copy remains an ordinary block that nobody finds.
+        entry stays, and our copy remains an ordinary block that no look-up finds.
         """
         if not self.enable_prefix_caching:
             return
@@ -163,7 +163,7 @@ class BlockManager:
             seq.num_committed_blocks = i + 1
             parent = seq.cache_entry if i > 0 else seq.root
             if i > 0 and parent is None:
-                continue  # our chain lost its place in the cache: nobody could reach this block
+                continue  # our chain lost its place in the cache: no look-up could reach this
             block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]
             entry = self.cached.get(keys[i])
             if entry is None or (entry.parent is not parent and entry.tokens == tokens):
@@ -181,7 +181,7 @@ class BlockManager:
     def release(self, seq: Sequence, position: int) -> None:
         """Give back the blocks that lie wholly before `position`, which no window reaches any more.
 
-        The table keeps their ids, so that the others stay in their places; nobody reads them. With
+        The table keeps their ids, so that the others stay in their places; no step reads them. With
         blocks of 16 and position 35, blocks 0 and 1 go. Confessed: a sequence is still only
         admitted where all of its tokens would fit.
         """
@@ -199,7 +199,7 @@ class BlockManager:
         for block_id in reversed(seq.block_table[seq.num_released_blocks:]):
             self._dereference(block_id)
         seq.num_released_blocks = 0
-        seq.block_table = []  # a new list, not a cleared one: whoever kept the old can tell
+        seq.block_table = []  # a new list: an observer that kept the old one can tell
         seq.num_committed_blocks = 0
         seq.cache_entry = None
 

@@ -13,8 +13,8 @@ model. A field that is still `None` then is switched off (a trace), has the chec
 chosen here: see `model_config.ModelConfig`.
 
 Invariants: a value that can't be honoured raises; a field without a rule can't exist, and a control
-that no code applies is an error (`CONTROLS`). An `EngineConfig` is never written to: a
-value that is only known later is returned by what measured it, and a *new* config is made.
+that no code applies is an error (`CONTROLS`). An `EngineConfig` is never written to: a value that
+must be measured first, such as the longest sequence that fits, goes into a *new* config.
 
 Not known here: torch, devices, memory, vocabularies. What only the tokenizer can tell (how is this
 bad word spelt?) is checked in frontend/request.py. Road not taken: groups of options as in larger

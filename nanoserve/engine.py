@@ -104,7 +104,7 @@ class LLMEngine:
                 observer.added(sequences, request.stats, request.prompt)
 
     def _unused_id(self) -> str:
-        """A number that nobody uses as an id. Given late: a stream may start long after it was
+        """A number that no request has as its id. Given late: a stream may start long after it was
         made."""
         self.num_named += 1
         while str(self.num_named) in self.requests:
@@ -127,7 +127,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
-        whoever aborted it need not wait for it)."""
+        its caller has aborted it and need not wait)."""
         return bool(self.requests or self.in_flight or self._has_saves()) or any(
             not output.aborted for output in self.inbox)
 
@@ -146,7 +146,7 @@ class LLMEngine:
     def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit, step until all are done, and abort the rest if the caller or a step gives up.
 
-        A step moves all requests on, whoever calls it; an output goes to the inbox of its own
+        A step moves the requests of all callers on; an output goes to the inbox of its own
         request. So one thread's steps may bring another thread's outputs.
         """
         inbox: list[RequestOutput] = []
@@ -262,7 +262,7 @@ class LLMEngine:
 
     def _abort(self, request_ids: list[str]) -> None:
         """A tokenizer that fails keeps nothing running, and no output back: it is heard of when all
-        of them have ended. A step in flight for which nobody is left to wait ends here, too."""
+        of them have ended. A step in flight that no request is left to wait for ends here, too."""
         errors: list[Exception] = []
         for request in filter(None, (self.requests.pop(one, None) for one in request_ids)):
             for seq in request.sequences:
@@ -280,7 +280,7 @@ class LLMEngine:
             raise errors[0]
 
     def _rest(self) -> None:
-        """Nobody waits for anything: end the steps in flight, whose blocks then come back."""
+        """No request is left: end the steps in flight, whose blocks then come back."""
         try:
             while self.in_flight:
                 self._take_result()

@@ -4,13 +4,13 @@
          integers        KV cache: read and written                        stay on the device
 
 The runner owns device memory. It loads the weights, finds out what is left (device/memory.py), and
-*returns* how many KV blocks fit; whoever made it decides on that number and hands it back to
+*returns* how many KV blocks fit; `LLM` decides on that number and hands it back to
 `allocate_kv_cache`.
 
 Invariants: only the runner touches KV bytes, and a step never waits for the device. `launch` queues
-a step and the way of its tokens to the host, and returns; whoever needs them waits (`fetch`). With
-overlap the next step is queued before that. Its inputs, which the host has not seen, it finds in
-`last_tokens`, on the device:
+a step and the copy of its tokens to the host, and returns; the engine waits for them in `fetch`.
+With overlap the next step is queued before that. The host has not seen its inputs; the step finds
+them in `last_tokens`, on the device:
 
     host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|

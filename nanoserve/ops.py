@@ -155,7 +155,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         if seq_len == 0:
             continue
         queries = torch.arange(seq_len - query_len, seq_len, device=q.device)  # their positions
-        # Blocks that lie before every query's window may belong to somebody else by now.
+        # Blocks that lie before every query's window may belong to another sequence by now.
         first = 0 if window is None else max(0, seq_len - query_len + 1 - window)
         positions = torch.arange(first, seq_len, device=q.device)  # of the keys
         blocks = batch.block_tables[row, positions // block_size]

@@ -129,15 +129,15 @@ class Scheduler:
         return None
 
     def _has_room(self, seq: Sequence) -> bool:
-        """Whether it could start now, or waits for a block that somebody else is computing."""
+        """Whether it could start now, or waits for a block that another sequence is computing."""
         hits = self.blocks.find_prefix(seq)
         return self._next_block_is_pending(seq, len(hits)) or (
             len(self.running) < self.max_num_seqs
             and self.blocks.can_admit(hits, len(seq.token_ids)))
 
     def _schedule_running(self, step: Step, budget: int, leaving: Sequence | None) -> int:
-        """Returns the budget that is left: 0 when blocks ran out, so that nobody is admitted to
-        the blocks that somebody waits for. This loop is the hot path of decoding."""
+        """Returns the budget that is left: 0 when blocks ran out, so that no sequence is
+        admitted to the blocks that another one waits for. This loop is the hot path of decoding."""
         running, blocks = self.running, self.blocks
         block_size = blocks.block_size
         i = 0
@@ -186,9 +186,9 @@ class Scheduler:
         """Admit in order, and stop at the first that doesn't fit: the queue never jumps.
 
         One exception: a sequence whose next block is being computed for another one right now sits
-        out this step and then hits that block. It keeps its place: whoever overtakes it must fit
-        whole into this step, and only decodes from then on. It counts as a seat, so that a long
-        queue of look-alikes is not searched step after step.
+        out this step and then hits that block. It keeps its place: a sequence that overtakes it
+        must fit whole into this step, and only decodes from then on. It counts as a seat, so that
+        a long queue of look-alikes is not searched step after step.
         """
         sitting_out = step.sitting_out
         while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:

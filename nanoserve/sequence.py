@@ -24,7 +24,7 @@ The glossary. These words mean one thing each, everywhere:
     query_len            num_new_tokens of a row of the batch
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
-    row                  a running sequence's line in the persistent block-table matrix
+    row                  a running sequence's index in the persistent block-table matrix
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
@@ -44,7 +44,7 @@ class SamplerState(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One line of tokens on its way through the engine. Compared and hashed by identity."""
+    """A list of tokens on its way through the engine. Compared and hashed by identity."""
 
     request_id: str
     token_ids: list[int]  # prompt, then the output whose value is known

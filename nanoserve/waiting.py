@@ -64,7 +64,7 @@ class WaitingQueue:
         heappush(self.heap, (self.order(seq), seq))
 
     def first(self) -> Sequence | None:
-        """The next one, which stays; None where nobody waits."""
+        """The next one, which stays; None where no sequence waits."""
         while self.heap and self.heap[0][1].finish_reason is not None:
             heappop(self.heap)
             self.num_dead -= 1

@@ -5,7 +5,7 @@ A model is named by a folder, by a hub id such as "Qwen/Qwen3-0.6B", or by the n
 by `huggingface_hub`, which keeps a cache and works offline from it; only the files that an engine
 reads are asked for. Pickled weights are, where there are no others.
 
-Invariant: whoever asks gets a folder, or a `ValueError` that names the option, the value and the
+Invariant: the caller gets a folder, or a `ValueError` that names the option, the value and the
 reason. An engine that went on with an empty folder would answer with random text (nano-vllm #97).
 
 Not known here: what the files say.

@@ -82,7 +82,7 @@ OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_lo
 
 
 class UnknownArchitecture(ValueError):
-    """A network that is none of the families above. Somebody else may have it."""
+    """A network that is none of the families above. transformers may have it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,7 +237,7 @@ def in_our_words(where: str, given: Mapping[str, Any], known: Collection[str],
     """What was `given`, in words that are `known`.
 
     where: whose words they are, for messages. Raises `ValueError` for a word in `refused` whose
-    value asks for something, `TypeError` for a word that nobody knows or that is given twice.
+    value asks for something, `TypeError` for a word that neither engine has, or that comes twice.
     """
     ours: dict[str, Any] = {}
     for said, value in given.items():
@@ -255,7 +255,7 @@ def in_our_words(where: str, given: Mapping[str, Any], known: Collection[str],
 
 
 def missing_method(name: str, known: Collection[str]) -> str:
-    """What to say to whoever looks for a method of vLLM's `LLM`, or has mistyped one of ours."""
+    """What to say to a user who looks for a method of vLLM's `LLM`, or has mistyped one of ours."""
     if name in METHODS:
         return f"LLM.{name} is not supported: {METHODS[name]}"
     return f"LLM has no {name}: {_nearest(name, [n for n in known if n[0] != '_'])}"

@@ -144,7 +144,7 @@ def cache_folder() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether it is there, is no link, and nobody but this user can read, write or run it."""
+    """Whether it is there, is no link, and this user alone can read, write and run it."""
     try:
         status = path.lstat()
     except OSError:

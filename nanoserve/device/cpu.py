@@ -6,7 +6,7 @@ address wrong (dtypes, order of memory, sizes), makes room for the result, and c
     x (rows, inputs) ─ checked ─► addresses, sizes ─► the library ─► out (rows, outputs)
 
 Invariant: nothing is handed over unchecked. A wrong address would not raise, it would read or write
-somebody else's memory. Importing this module compiles the library if need be, and raises
+another object's memory. Importing this module compiles the library if need be, and raises
 `BuildError` where that can't be done. Not known here: layers, ranks.
 """
 

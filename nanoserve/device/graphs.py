@@ -17,7 +17,7 @@ of the tokens; a step with a piece of a prompt is large, its launches hide behin
 
 Invariant: a replay gives what the recorded function would have given, bit for bit.
 
-Not known here: what is recorded. Whoever records hands in the function, and, for a machine without
+Not known here: what is recorded. The model runner hands in the function, and, for a machine without
 a GPU, a class that can stand in for `CudaGraph`. Road not taken: piecewise graphs with attention
 left out, which can record prompts as well, and take many more launches for decodes.
 """

@@ -52,7 +52,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
     """x @ weight.T + bias: see `ops.linear`."""
     if packed.is_mkldnn and len(x):
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    if packed.is_mkldnn:  # no rows: a step in which nobody samples
+    if packed.is_mkldnn:  # no rows: a step in which no row samples
         return x.new_empty(0, packed.shape[0])
     return F.linear(x, packed, bias)
 

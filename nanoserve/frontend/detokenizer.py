@@ -50,7 +50,7 @@ class Detokenizer:
     def add(self, token_ids: list[int]) -> str | None:
         """Take new tokens; returns the stop string that the text now contains, if any.
 
-        Where nobody looks at the text before the end, `flush` makes it all at once.
+        Where no caller looks at the text before the end, `flush` makes it all at once.
         """
         self.ids += token_ids
         return None if self.is_deferred else self._emit(len(self.ids))
@@ -67,7 +67,7 @@ class Detokenizer:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether nobody looks at the text before the end: then it is decoded in one call, which
+        """Whether the text is wanted only when it has ended: then it is decoded in one call, which
         gives the same text unless there are broken characters in it."""
         return self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop
 

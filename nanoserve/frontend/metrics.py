@@ -17,7 +17,7 @@ Invariant: metrics observe. `llm` tells them, as it tells any observer, what was
 `scheduled`, `updated` and `ended`; nothing decides by what they count, so without them every token
 would be the same. They cost some microseconds a step, growing with the sequences that get a token.
 
-Not known here: files, servers, torch. A snapshot is made when somebody asks (`LLM.get_metrics`):
+Not known here: files, servers, torch. A snapshot is made when it is asked for (`LLM.get_metrics`):
 gauges are read off the scheduler then, and are never kept. Road not taken: a metrics library with a
 global registry, as vLLM has; two engines in one process would share their numbers.
 """
@@ -41,7 +41,7 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Observer(Protocol):
-    """Somebody who is told what happens, and changes nothing: `engine.observers.append(mine)`.
+    """An object that is told what happens, and changes nothing: `engine.observers.append(mine)`.
 
     A request's life is `added`, then `scheduled` and `updated` once a step, then `ended` for each
     of its samples. This one prints how full the steps are:

@@ -305,7 +305,7 @@ class InputProcessor:
         """`TextPrompt`, `TokensPrompt`, or both in one."""
         try:
             known = in_our_words("a prompt", prompt, ("prompt", "prompt_token_ids"), PROMPTS)
-        except TypeError:  # a key that nobody knows
+        except TypeError:  # a key that no template takes
             known = {}
         text, ids = known.get("prompt"), known.get("prompt_token_ids")
         if text is None and ids is None:

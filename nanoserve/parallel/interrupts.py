@@ -54,7 +54,7 @@ class Turns:
     the thread that comes back has to wait behind it.
 
     Confessed: Ctrl-C in the very moment of taking a turn or giving it back can leave the lock with
-    the main thread, which may enter again, but nobody else.
+    the main thread, which may enter again, and no other thread.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class Turns:
         self.depth += 1
 
     def __exit__(self, *exc_info) -> None:
-        """What fails in an order is printed: whoever's turn it was had no part in it."""
+        """What fails in an order is printed: the caller whose turn it was had no part in it."""
         self.depth -= 1
         try:
             errors = self._carry_out()
@@ -89,7 +89,7 @@ class Turns:
         return bool(self.depth) and self._is_mine()
 
     def _carry_out(self) -> list[Exception]:
-        """All orders, unless somebody's turn is not over, whose end will see them."""
+        """All orders, unless a thread's turn is not over: its end will see them."""
         errors: list[Exception] = []
         while self.orders and self.lock.acquire(blocking=False):
             try:

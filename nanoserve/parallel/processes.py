@@ -9,12 +9,12 @@
 
 Each rank counts its heartbeats in a shared store, and watches the others'. A count is compared with
 itself only, never with a clock: a rank is dead when its count stood still during 15 beats of
-one's own, so that a laptop that was suspended kills nobody. Mostly it is known sooner: a child's
-exit by its parent, a closed connection by whoever is in a collective, and a parent's end by its
+one's own, so that a laptop that was suspended kills no rank. Mostly it is known sooner: a child's
+exit by its parent, a closed connection by a rank in a collective, and a parent's end by its
 children, whose standard input ends with it.
 
 Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
-shared memory outlives the engine. Between requests nobody waits with a time-out, so that an engine
+shared memory outlives the engine. Between requests no rank waits with a time-out, so that an engine
 may idle for hours.
 
 Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
@@ -270,7 +270,7 @@ class Watch(threading.Thread):
         self.store = self.store_server = None
 
     def _look(self) -> str | None:
-        """One beat. Returns who died, if somebody did."""
+        """One beat. Returns which rank died, if one did."""
         for rank, heartbeat in self.heartbeats.items():
             self.missed[rank] = 0 if heartbeat != self.seen[rank] else self.missed[rank] + 1
             self.seen[rank] = heartbeat

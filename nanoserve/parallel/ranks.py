@@ -15,9 +15,9 @@ and gives a part of each sum; one after the other they need a single `all_reduce
 2019, "Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the packed step, run
 the same forward.
 
-Invariants: all ranks call the same collectives in the same order; whoever fails in between says so
-and never takes part again. A group belongs to its engine and not to the process, so that two
-engines, or a user's own process group, don't meet.
+Invariants: all ranks call the same collectives in the same order; a rank that fails in between
+says so and never takes part again. A group belongs to its engine and not to the process, so that
+two engines, or a user's own process group, don't meet.
 
 Not known here: where the ranks come from and how their deaths are noticed (processes.py), weights,
 steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
@@ -166,7 +166,7 @@ class Ranks:
     @contextmanager
     def together(self):
         """What all ranks do at the same time. An error inside leaves them out of step for good: it
-        is the last thing this group does, and it names who died, if somebody did."""
+        is the last thing this group does, and it names the rank that died, if one did."""
         if self.size == 1:
             yield
             return
