@@ -1,10 +1,13 @@
-"""How fast texts become vectors: ours without padding, beside transformers' padded batches.
+"""How fast texts become vectors: ours without padding, beside padded batches.
 
     python -m nanoserve.tools.bench_pooling --num-texts 256
+    python -m nanoserve.tools.bench_pooling --model ENCODER --texts some_book.txt
 
-Texts have 4 to 256 tokens. A padded batch computes its longest text's length for all of them, so
-transformers runs twice: in the order of arrival, and sorted by length, which pads little but needs
-all texts beforehand. The three take turns, because others use the machine, too; medians count.
+The first compares with transformers on tokens, 4 to 256 a text. A padded batch computes its longest
+text's length for all of them, so transformers runs twice: in the order of arrival, and sorted by
+length, which pads little but needs all texts beforehand. The second compares with
+sentence-transformers (to be installed) on passages of a file, 4 to 128 words each, tokenizers
+included; it sorts them itself. All take turns, because others use the machine, too; medians count.
 
 Before any time is taken the vectors are compared: a fast wrong answer is no result.
 """
@@ -13,6 +16,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -50,6 +54,30 @@ def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,
             "transformers, padded, sorted": lambda: padded(sorted(prompts, key=len))}
     for ours, vector in zip(runs["nanoserve"](), padded(prompts), strict=True):  # and to warm up
         assert torch.allclose(torch.tensor(ours.outputs.embedding), vector, atol=1e-5)
+    return in_turns(runs, rounds)
+
+
+def bench_texts(model: str | Path, file: Path, num_texts: int = 256, batch_size: int = 32,
+                rounds: int = 5) -> dict[str, float]:
+    """The same from texts to vectors, beside sentence-transformers."""
+    from sentence_transformers import SentenceTransformer  # not among the packages of the tests
+    rng, words = random.Random(0), file.read_text(encoding="utf-8").split()
+    texts = []
+    for _ in range(num_texts):
+        length = int(2 ** rng.uniform(2, 7))
+        start = rng.randrange(len(words) - length)
+        texts.append(" ".join(words[start:start + length]))
+    theirs = SentenceTransformer(str(model), device="cpu").float()
+    llm = LLM(model, runner="pooling", dtype="float32", device="cpu")
+    runs = {"nanoserve": lambda: llm.embed(texts, use_tqdm=False),
+            "sentence-transformers": lambda: theirs.encode(texts, batch_size=batch_size)}
+    for ours, vector in zip(runs["nanoserve"](), runs["sentence-transformers"](), strict=True):
+        assert torch.allclose(torch.tensor(ours.outputs.embedding), torch.tensor(vector), atol=1e-5)
+    return in_turns(runs, rounds)
+
+
+def in_turns(runs: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Each one's median of seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -62,10 +90,14 @@ def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,
 def main() -> None:
     parser = argparse.ArgumentParser(description="Embed texts of mixed lengths, and take the time.")
     parser.add_argument("--model", default=BUNDLED_MODEL)
+    parser.add_argument("--texts", type=Path, metavar="FILE",
+                        help="passages of this file, against sentence-transformers")
     parser.add_argument("--num-texts", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32, help="of the padded batches")
     args = parser.parse_args()
-    for name, seconds in bench(args.model, args.num_texts, args.batch_size).items():
+    taken = (bench(args.model, args.num_texts, args.batch_size) if args.texts is None
+             else bench_texts(args.model, args.texts, args.num_texts, args.batch_size))
+    for name, seconds in taken.items():
         print(f"{name:30} {seconds:7.2f} s  {args.num_texts / seconds:8.1f} texts/s")
 
 
