@@ -1,37 +1,34 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
-Names, defaults and meaning are vLLM's. Both are records whose every field has a *rule*: the words
-for what it must be, and a function that gives the value as it is kept. `check_fields` is the only
-place where a value is checked; what concerns two fields at once stands behind it.
+Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
+which says what a value must be and how it is kept (frontend/rules.py).
 
-    value ──rule──► kept: "half" is "float16", one stop string a list of one, numpy's 5 an int 5
-              └───► ValueError: the field, what it must be, the value
+    block_size: int = option(16, COUNT)      16 by default; a whole number of at least 1
 
 What a user left open is `None`. `EngineConfig.resolved()` settles what depends on the device or the
 model. A field that is still `None` then is switched off (a trace), has the checkpoint's own value
 (tokenizer), or is measured elsewhere (the KV cache's size). What the checkpoint's files fix is not
 chosen here: see `model_config.ModelConfig`.
 
-Invariants: a value that can't be honoured raises; a field without a rule can't exist, and a control
-that no code applies is an error (`CONTROLS`). An `EngineConfig` is never written to: a value that
-must be measured first, such as the longest sequence that fits, goes into a *new* config.
+Invariants: a value that can't be honoured raises, and a control that no code applies is an error
+(`CONTROLS`). An `EngineConfig` is never written to: a value that must be measured first, such as
+the longest sequence that fits, goes into a *new* config.
 
 Not known here: torch, devices, memory, vocabularies. What only the tokenizer can tell (how is this
 bad word spelt?) is checked in frontend/request.py. Road not taken: groups of options as in larger
 engines (one record for the cache, one for the scheduler); thirty fields fit on one screen.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from enum import Enum
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.vllm_words import OPTIONS, SAMPLING, takes_vllms_words
+from nanoserve.frontend import rules
+from nanoserve.frontend.rules import Rule, choice, instance, list_of, number, only_if, option
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -43,9 +40,6 @@ MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
 REPETITION_PENALTIES = (1e-6, 1e6)
 
 
-# --------------------------------------------------------------------- rules
-
-
 class RequestOutputKind(Enum):
     """What each output of a running request carries (vLLM's names)."""
 
@@ -54,73 +48,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # one output, when the request has finished
 
 
-class Rule(NamedTuple):
-    """must: in words; keep: gives the value as it is kept, or raises `ValueError`."""
-
-    must: str
-    keep: Callable[[Any], Any]
-
-
-def option(default: Any, rule: Rule) -> Any:
-    """A field of a record, with its rule. A default of `MISSING` makes it a required one."""
-    return field(default=default, metadata={"rule": rule})
-
-
-def check_fields(record: Any) -> None:
-    """Each field by its rule; `None` passes where it is the default. Raises `ValueError`."""
-    for one in fields(record):
-        assert "rule" in one.metadata, f"{one.name} has no rule: make it with option(default, rule)"
-        rule, value = one.metadata["rule"], getattr(record, one.name)
-        if value is None and one.default is None:
-            continue
-        try:
-            kept = rule.keep(value)
-        except ValueError as error:  # of what is wrong: the value, or a part of it
-            given, wrong = f"{value!r:.100}", f"{error!s:.100}"
-            raise ValueError(f"{one.name} must be {rule.must}, got "
-                             f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
-        object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
-
-
-def only_if(is_right: bool, value: Any) -> Any:
-    """value; raises `ValueError` of it if it isn't right."""
-    if not is_right:
-        raise ValueError(repr(value))
-    return value
-
-
-def choice(*values: Any) -> Rule:
-    return Rule(f"one of {', '.join(map(str, values))}",
-                lambda value: only_if(value in values, value))
-
-
-def instance(kind: type | tuple[type, ...], what: str) -> Rule:
-    return Rule(what, lambda value: only_if(isinstance(value, kind), value))
-
-
-def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False,
-           whole: bool = False) -> Rule:
-    """low <= value <= high (low < value if `above`); NaN fails every comparison. True is none."""
-    bound = "" if low == -math.inf else f" of at least {low}"
-    if high != math.inf:
-        bound = f" in {'(' if above else '['}{low}, {high}]"
-
-    def keep(value):
-        is_one = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-        only_if(is_one and (low < value if above else low <= value) and value <= high, value)
-        return int(value) if isinstance(value, Integral) else float(value)
-
-    return Rule(("a whole number" if whole else "a number") + bound, keep)
-
-
-def list_of(one: Rule, what: str, least: int = 0) -> Rule:
-    """Any collection but a str or a dict, whose members keep a rule. A list of its own is kept."""
-    def keep(values):
-        only_if(isinstance(values, Iterable) and not isinstance(values, (str, dict)), values)
-        kept = [one.keep(value) for value in values]
-        return only_if(len(kept) >= least, kept)
-
-    return Rule(what, keep)
+# --------------------------------------------------------------------- rules
 
 
 def keep_dtype(dtype: Any) -> str:
@@ -232,7 +160,7 @@ class EngineConfig:
     trace: str | None = option(None, TRACE)  # the file in which every step is recorded
 
     def __post_init__(self):
-        check_fields(self)
+        rules.check_fields(self)
         # A decoding sequence takes one token a step: the budget has to cover all of them.
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
@@ -368,7 +296,7 @@ class SamplingParams:
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        check_fields(self)
+        rules.check_fields(self)
         self.stop, self.stop_token_ids = self.stop or [], self.stop_token_ids or []
         self.seed = None if self.seed == -1 else self.seed  # vLLM's other spelling
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

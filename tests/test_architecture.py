@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "checkpoint/tokenizers": ["checkpoint/hub"],
     "parallel/*": ["parallel/*"],
     "checkpoint/vllm_words": [],
-    "config": [*CONFIG_FILES, "checkpoint/vllm_words"],
+    "frontend/rules": [],
+    "config": [*CONFIG_FILES, "checkpoint/vllm_words", "frontend/rules"],
     "sequence": ["config"],
     "block_manager": ["sequence"],
     "waiting": ["sequence"],
@@ -50,8 +51,8 @@ LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
-        "checkpoint/vllm_words", "config", "sequence", "block_manager", "waiting", "scheduler",
-        "frontend/metrics", "frontend/prompts"]
+        "checkpoint/vllm_words", "frontend/rules", "config", "sequence", "block_manager", "waiting",
+        "scheduler", "frontend/metrics", "frontend/prompts"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
