@@ -143,7 +143,7 @@ class EngineConfig:
     kv_store: str | None = option(None, STORE)  # a folder of blocks that outlives the engine ...
     kv_store_bytes: int = option(8 * 2 ** 30, COUNT)  # ... and what it may hold: block_store.py
     enable_chunked_prefill: bool = option(True, FLAG)
-    scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see waiting.py
+    scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see Scheduler.order
     enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
     hf_overrides: dict | None = option(None, OVERRIDES)  # entries laid over config.json
     trust_remote_code: bool = option(False, FLAG)  # for the tokenizer; no model code is ever loaded

@@ -12,7 +12,7 @@ Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 202
 
 When blocks run out, the last sequence in the order gives all of its blocks back and waits again; it
 keeps its tokens, and recomputes what the prefix cache has lost of them. With priorities, it also
-makes way for one that waits and comes before it. Who comes before whom is the queue's to say.
+makes way for one that waits and comes before it. `order` says who comes before whom.
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
 
@@ -34,7 +34,8 @@ from typing import Any
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
-from nanoserve.waiting import WaitingQueue
+
+RATE = 1000  # with "shortest": so many prompt tokens weigh as much as a second of waiting
 
 
 class Scheduler:
@@ -50,11 +51,10 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
-        self.interrupts = config.scheduling_policy == "priority"
+        self.policy = config.scheduling_policy
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.waiting = WaitingQueue(config.scheduling_policy)
-        self.order = self.waiting.order
-        self.running: list[Sequence] = []  # sorted by order(); the last is the first victim
+        self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
+        self.running: list[Sequence] = []  # sorted, too; the last is the first victim
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
         self.pending_keys: set[bytes] = set()  # of all steps in flight
@@ -63,16 +63,8 @@ class Scheduler:
         self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
         self.store: Any = None  # a second place for blocks: extras/block_store.py
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
     def has_unfinished(self) -> bool:
-        return bool(self.num_waiting or self.running or self.in_flight)
+        return bool(self.waiting or self.running or self.in_flight)
 
     # ------------------------------------------------------------- arriving
 
@@ -89,12 +81,32 @@ class Scheduler:
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence: O(its blocks), whose keys are made here and not in a step, and O(log
-        waiting). Raises `ValueError` if it could never fit."""
+        """Queue a sequence. The keys of its blocks are made here and not in a step. Raises
+        `ValueError` if it could never fit."""
         self.check_fits(seq)
         if self.blocks.enable_prefix_caching:
             self.blocks.keys(seq)
-        self.waiting.push(seq)
+        insort(self.waiting, seq, key=self.order)
+
+    def order(self, seq: Sequence) -> tuple[float, int, int]:
+        """Who goes first. Unique, and it never changes, so that one that was preempted comes back
+        to where it stood.
+
+            fcfs        arrival                                     first come, first served
+            priority    priority, arrival                           the lowest number first
+            shortest    arrival_time + num_prompt_tokens / 1,000    shortest job first, with aging
+
+        With `shortest` a prompt of 1,000 tokens is as urgent as one of 10 that came 0.99 seconds
+        later. All that wait grow older at the same rate, so the difference between two never
+        changes, and no sequence starves. (A key that counts what is *left* to compute would change
+        in every step.)
+        """
+        urgency: float = 0
+        if self.policy == "priority":
+            urgency = seq.priority
+        elif self.policy == "shortest":
+            urgency = seq.arrival_time + seq.num_prompt_tokens / RATE
+        return (urgency, seq.arrival, seq.index)
 
     # ----------------------------------------------------------- scheduling
 
@@ -102,7 +114,7 @@ class Scheduler:
         """Give out the budget: running sequences first, then waiting ones."""
         step = Step(self.num_steps)
         self.num_steps += 1
-        leaving = self._interrupt(step) if self.interrupts else None
+        leaving = self._interrupt(step) if self.policy == "priority" else None
         num_interrupted = len(step.preempted)
         budget = self._schedule_running(step, self.max_num_batched_tokens, leaving)
         if budget and len(step.preempted) == num_interrupted:
@@ -119,8 +131,8 @@ class Scheduler:
         """Let the last running sequences make way for one that comes before them and lacks a seat
         or blocks. Returns one that can't leave yet, because a step in flight computes it: it gets
         no share of this step, or it would be in flight for ever."""
-        while self.running and (seq := self.waiting.first()) is not None:
-            last = self.running[-1]
+        while self.running and self.waiting:
+            seq, last = self.waiting[0], self.running[-1]
             if self.order(last) < self.order(seq) or self._has_room(seq):
                 break
             if last.num_inflight_tokens:
@@ -178,7 +190,7 @@ class Scheduler:
         self._retire(victim)
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
-        self.waiting.push(victim)
+        insort(self.waiting, victim, key=self.order)
         step.preempted[victim] = seq
         return victim
 
@@ -191,12 +203,12 @@ class Scheduler:
         a long queue of look-alikes is not searched step after step.
         """
         sitting_out = step.sitting_out
-        while budget > 0 and len(self.running) + len(sitting_out) < self.max_num_seqs:
-            if (seq := self.waiting.first()) is None:
-                break
+        while budget > 0 and len(sitting_out) < len(self.waiting) and (
+                len(self.running) + len(sitting_out) < self.max_num_seqs):
+            seq = self.waiting[len(sitting_out)]
             hits = self.blocks.find_prefix(seq)
             if self._next_block_is_pending(seq, len(hits)):
-                sitting_out.append(self.waiting.pop())
+                sitting_out.append(seq)
                 continue
             slots = self.store.find(step, seq, len(hits)) if self.store is not None else []
             # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
@@ -208,7 +220,7 @@ class Scheduler:
             # together and then preempt each other waste more than the blocks that lie idle here.
             if not (whole or may_be_cut) or not self.blocks.can_admit(hits, len(seq.token_ids)):
                 break
-            self.waiting.pop()
+            del self.waiting[len(sitting_out)]
             self._admit(seq, hits, num_cached)
             step.admitted.append(seq)
             self.blocks.allocate(seq, num_cached + num_new)
@@ -216,8 +228,6 @@ class Scheduler:
                 self._add_loads(step, seq, slots)
             self._add_row(step, seq, num_cached, num_new)
             budget -= num_new
-        for seq in sitting_out:
-            self.waiting.push(seq)
 
     def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
         """Let decoding rows compute guesses of what follows them (extras/speculative.py), with the
@@ -259,18 +269,14 @@ class Scheduler:
         step.block_loads += zip(seq.block_table[first:], slots, strict=False)  # the table is longer
         step.num_loaded[seq] = len(slots) * size
         seq.num_inflight_tokens += len(slots) * size
-        keys = self.blocks.keys(seq)[first:first + len(slots)]
-        step.pending_keys += keys
-        self.pending_keys.update(keys)
+        self._mark_pending(step, seq, first, first + len(slots))
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int) -> None:
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         if num_new > 1 and self.blocks.enable_prefix_caching:
             size = self.blocks.block_size
-            keys = self.blocks.keys(seq)[start // size:(start + num_new) // size]
-            step.pending_keys += keys
-            self.pending_keys.update(keys)
+            self._mark_pending(step, seq, start // size, (start + num_new) // size)
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
@@ -278,6 +284,11 @@ class Scheduler:
         if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
             step.sampling.append(seq)  # an unfinished chunk samples nothing
             seq.num_unknown_tokens += 1
+
+    def _mark_pending(self, step: Step, seq: Sequence, first: int, end: int) -> None:
+        keys = self.blocks.keys(seq)[first:end]
+        step.pending_keys += keys
+        self.pending_keys.update(keys)
 
     # ------------------------------------------------------------- results
 
@@ -338,11 +349,10 @@ class Scheduler:
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        if seq.row < 0:  # waiting
-            self.waiting.bury()
-            return
-        del self.running[bisect_left(self.running, self.order(seq), key=self.order)]
-        self._retire(seq)
+        line = self.waiting if seq.row < 0 else self.running
+        del line[bisect_left(line, self.order(seq), key=self.order)]
+        if seq.row >= 0:
+            self._retire(seq)
 
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C: their tokens are asked for again."""
@@ -374,14 +384,14 @@ class Scheduler:
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence the scheduler knows."""
-        yield from self.running
-        yield from self.draining
-        yield from self.waiting
+        return chain(self.running, self.draining, self.waiting)
 
     def check(self) -> None:
         """Audit the whole state, blocks included. O(everything): for tests."""
         self.blocks.check(self.sequences())
-        assert self.running == sorted(self.running, key=self.order), "running is out of order"
+        for line in (self.running, self.waiting):
+            assert line == sorted(line, key=self.order), "running or waiting is out of order"
+            assert not any(seq.finish_reason for seq in line), "one has ended, but is still there"
         assert len(self.running) <= self.max_num_seqs, (
             f"{len(self.running)} sequences run, max_num_seqs is {self.max_num_seqs}")
         rows = [seq.row for seq in self.running] + self.free_rows
@@ -402,6 +412,6 @@ class Scheduler:
         for seq in self.draining:
             assert seq.num_inflight_tokens and seq.finish_reason and seq.row < 0, (
                 f"sequence {seq.name} has ended, and no step in flight will return its blocks")
-        for seq in self.running:
-            assert seq.finish_reason is None, f"sequence {seq.name} has ended, but still runs"
-        self.waiting.check()
+        for seq in self.waiting:
+            assert seq.row < 0 and not seq.block_table and not seq.num_inflight_tokens, (
+                f"sequence {seq.name} waits, but holds a row, blocks or a step in flight")

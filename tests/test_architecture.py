@@ -27,8 +27,7 @@ MAY_IMPORT = {
     "config": [*CONFIG_FILES, "checkpoint/vllm_words", "frontend/rules"],
     "sequence": ["config"],
     "block_manager": ["sequence"],
-    "waiting": ["sequence"],
-    "scheduler": ["config", "sequence", "block_manager", "waiting"],
+    "scheduler": ["config", "sequence", "block_manager"],
     "batch": ["sequence"],
     "ops": ["batch"],
     "device/*": ["batch", "ops", "config", "sequence", "device/*"],
@@ -51,7 +50,7 @@ LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
-        "checkpoint/vllm_words", "frontend/rules", "config", "sequence", "block_manager", "waiting",
+        "checkpoint/vllm_words", "frontend/rules", "config", "sequence", "block_manager",
         "scheduler", "frontend/metrics", "frontend/prompts"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],

@@ -78,7 +78,7 @@ def test_max_num_seqs_counts_those_that_run_already(shared):
     prompts = [[*range(shared), 100 * i, 100 * i + 1] for i in range(1, 9)]
     seqs = [add(scheduler, prompt) for prompt in prompts]
     num_running = []
-    steps = run(scheduler, lambda step: num_running.append(scheduler.num_running))
+    steps = run(scheduler, lambda step: num_running.append(len(scheduler.running)))
     assert max(num_running) == max(len(step.num_new_tokens) for step in steps) == 2
     assert all(seq.output_token_ids == alone(seq) for seq in seqs)
 
@@ -169,7 +169,7 @@ def test_a_victim_gives_back_its_blocks_and_keeps_its_tokens():
     assert str(steps[2]) == "step 2: 1 tokens | A 8 ↦ | preempted B"
     assert (second.token_ids, second.block_table, second.row) == (tokens, [], -1)
     assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)
-    assert scheduler.num_waiting == 1
+    assert len(scheduler.waiting) == 1
 
 
 def test_recomputing_covers_all_tokens_not_only_the_last():
@@ -237,7 +237,7 @@ def test_what_can_never_fit_is_refused_and_the_rest_is_served(num_prompt, max_to
         add(scheduler, num_prompt, max_tokens)
     scheduler.check()
     run(scheduler)
-    assert scheduler.num_waiting == 0 and seq.output_token_ids == alone(seq)
+    assert len(scheduler.waiting) == 0 and seq.output_token_ids == alone(seq)
 
 
 def test_admission_asks_for_room_for_the_whole_prompt():
@@ -309,7 +309,7 @@ def test_many_long_texts_run_side_by_side_behind_their_windows():
     def look(step):
         nonlocal most
         assert not step.preempted
-        most = max(most, scheduler.num_running)
+        most = max(most, len(scheduler.running))
 
     run(scheduler, look)
     assert most == 8 and all(seq.output_token_ids == alone(seq) for seq in seqs)
@@ -381,7 +381,7 @@ def set_field(name, value):
 
 
 @pytest.mark.parametrize("corrupt, message", [
-    (lambda scheduler, seq: scheduler.running.reverse(), "running is out of order"),
+    (lambda scheduler, seq: scheduler.running.reverse(), "running or waiting is out of order"),
     (lambda scheduler, seq: setattr(scheduler, "max_num_seqs", 1), "max_num_seqs is 1"),
     (set_field("row", 7), "a row is lost or taken twice"),
     (lambda scheduler, seq: scheduler.in_flight.clear(),
@@ -389,8 +389,8 @@ def set_field(name, value):
     (set_field("num_inflight_tokens", 2), "sequence A counts 2 tokens in flight, the steps 1"),
     (set_field("num_unknown_tokens", -1), "sequence A computed tokens it lacks"),
     (set_field("num_unknown_tokens", 2), "sequence A awaits 2 samples of 1 steps"),
-    (lambda scheduler, seq: setattr(scheduler.waiting.first(), "row", 3), "sequence C waits, but"),
-    (lambda scheduler, seq: setattr(scheduler.waiting, "num_dead", 1), "0 dead entries.*counted 1"),
+    (lambda scheduler, seq: setattr(scheduler.waiting[0], "row", 3), "sequence C waits, but"),
+    (lambda scheduler, seq: setattr(scheduler.waiting[0], "finish_reason", "stop"), "still there"),
     (lambda scheduler, seq: scheduler.running.remove(seq), "block 0 counts 1 references but"),
     (set_field("num_committed_blocks", 0), "can be found before it is computed"),
     (set_field("num_committed_blocks", 2), "committed 2 blocks, but only 1 are full"),

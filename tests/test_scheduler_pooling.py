@@ -106,11 +106,11 @@ def test_pooled_prompts_are_never_preempted(depth):
                 scheduler.finish(rng.choice(seqs), "abort")
             step = scheduler.schedule()
             for seq in step.preempted:
-                assert scheduler.waiting.policy == "priority" and any(
+                assert scheduler.policy == "priority" and any(
                     other.priority < seq.priority for other in step.num_new_tokens), number
             seen["interrupted"] += len(step.preempted)
             seen["chunk"] += len(step.num_new_tokens) - len(step.sampling)
-            seen["waited"] += scheduler.num_waiting
+            seen["waited"] += len(scheduler.waiting)
             in_flight += [step] if step.num_new_tokens else []
             if in_flight and rng.random() < 0.1:
                 scheduler.drop_in_flight()

@@ -56,7 +56,7 @@ def test_who_sits_out_keeps_its_place_and_lets_others_pass():
     scheduler = make()
     add(scheduler, [*range(8), 50]), add(scheduler, [*range(8), 60]), add(scheduler, 5)
     assert rows(run_step(scheduler)) == {"A": 9, "C": 5}
-    assert scheduler.num_waiting == 1
+    assert len(scheduler.waiting) == 1
     assert rows(run_step(scheduler)) == {"A": 1, "C": 1, "B": 1}
     assert list(rows(run_step(scheduler))) == ["A", "B", "C"]
     run(scheduler)

@@ -12,7 +12,6 @@ from scheduler_by_hand import add, alone, finish_step, make, rows, run, run_step
 
 from nanoserve.config import SamplingParams
 from nanoserve.sequence import Sequence
-from nanoserve.waiting import WaitingQueue
 
 pytestmark = pytest.mark.floor
 
@@ -33,38 +32,34 @@ def sequences(count: int, seed: int = 0) -> list[Sequence]:
 
 @pytest.mark.parametrize("policy", KEYS)
 def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
-    """Also for those that are put back, as preempted ones are; without those that have ended."""
-    rng, queue, inside, outside = random.Random(5), WaitingQueue(policy), [], sequences(300)
-    for _ in range(2000):
-        action = rng.choice("push push pop end".split())
-        if action == "push" and outside:
-            inside.append(outside.pop(rng.randrange(len(outside))))
-            queue.push(inside[-1])
-        elif action == "pop" and inside:
-            first = min(inside, key=KEYS[policy])
-            assert queue.first() is first and queue.pop() is first
-            inside.remove(first)
-            outside.append(first)
+    """Also for those that are preempted and wait again; without those that have ended."""
+    rng, inside, outside, preempted = random.Random(5), set(), sequences(300), 0
+    scheduler = make(seqs=1, num_blocks=900, scheduling_policy=policy)
+    for _ in range(1500):
+        action = rng.choice("add add end step".split())
+        if action == "add" and outside:
+            seq = outside.pop(rng.randrange(len(outside)))
+            scheduler.add(seq)
+            inside.add(seq)
         elif action == "end" and len(inside) > 3:
-            ended = inside.pop(rng.randrange(len(inside)))
-            ended.finish_reason = "abort"
-            queue.bury()
-        queue.check()
-        assert len(queue) == len(inside) and set(queue) == set(inside)
-    for seq in sorted(inside, key=KEYS[policy]):
-        assert queue.first() is seq and queue.pop() is seq
-    assert queue.first() is None and not len(queue)
+            seq = rng.choice(sorted(inside, key=KEYS["fcfs"]))
+            scheduler.finish(seq, "abort")
+            inside.remove(seq)
+        elif action == "step":
+            step = run_step(scheduler)
+            preempted += len(step.preempted)
+            inside = {seq for seq in inside if seq.finish_reason is None}
+        scheduler.check()
+        assert set(scheduler.waiting) | set(scheduler.running) == inside
+        assert scheduler.waiting == sorted(scheduler.waiting, key=KEYS[policy])
+    assert preempted or policy != "priority"
 
 
 def test_samples_of_one_request_have_different_places():
-    queue = WaitingQueue("shortest")
-    samples = [Sequence("r", [1], SamplingParams(n=3), index=index) for index in (2, 0, 1)]
-    for seq in samples:
-        queue.push(seq)
-    order = []
-    while queue.first() is not None:
-        order.append(queue.pop().index)
-    assert order == [0, 1, 2]
+    scheduler = make(scheduling_policy="shortest")
+    for index in (2, 0, 1):
+        scheduler.add(Sequence("r", [1], SamplingParams(n=3), index=index))
+    assert [seq.index for seq in scheduler.waiting] == [0, 1, 2]
 
 
 # ---------------------------------------------------------------------- shortest
@@ -95,17 +90,18 @@ def test_shortest_is_the_best_of_all_orders_when_all_are_there():
 def test_shortest_lets_nobody_starve():
     """A prompt of 1,000 tokens that came at 0 s is before any that comes after 1 s, and behind one
     of 10 tokens that came at 0.98 s: 0.98 + 0.01 < 0 + 1."""
-    queue = WaitingQueue("shortest")
+    scheduler = make(num_blocks=900, scheduling_policy="shortest")
 
     def put(n: int, at: float) -> Sequence:
-        seq = Sequence("r", [0] * n, SamplingParams(), arrival=len(queue), arrival_time=at)
-        queue.push(seq)
+        seq = Sequence("r", [0] * n, SamplingParams(), arrival=len(scheduler.waiting),
+                       arrival_time=at)
+        scheduler.add(seq)
         return seq
 
     long = put(1000, 0.0)
-    assert put(1, 1.0) is not queue.first() is long
-    assert put(10, 0.98) is queue.first()
-    assert put(5, 0.99) is not queue.first()
+    assert put(1, 1.0) is not scheduler.waiting[0] is long
+    assert put(10, 0.98) is scheduler.waiting[0]
+    assert put(5, 0.99) is not scheduler.waiting[0]
 
 
 def test_shortest_orders_those_that_run_as_well():

@@ -348,7 +348,7 @@ class ForcedTokens:
         scheduler = self.scheduler
         if self.step != scheduler.num_steps:
             self.step = scheduler.num_steps
-            self.num_free = scheduler.max_num_seqs - scheduler.num_running
+            self.num_free = scheduler.max_num_seqs - len(scheduler.running)
         self.forced.discard(seq)
         limit = min(most, self.num_drafts or self.num_free)
         if seq.grammar is not None and limit > 0 and (drafts := seq.grammar.forced(seq, limit)):

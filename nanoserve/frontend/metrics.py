@@ -162,8 +162,8 @@ class EngineMetrics:
         """
         labels = {"model_name": model, "engine": "0"}
         blocks, name = scheduler.blocks, "vllm:{}".format
-        gauges = dict(num_requests_running=scheduler.num_running,
-                      num_requests_waiting=scheduler.num_waiting,
+        gauges = dict(num_requests_running=len(scheduler.running),
+                      num_requests_waiting=len(scheduler.waiting),
                       kv_cache_usage_perc=1 - blocks.num_free_blocks / blocks.num_blocks)
         counters = dict(prefix_cache_queries=self.num_queries, prefix_cache_hits=self.num_hits,
                         num_preemptions=self.num_preemptions, prompt_tokens=self.num_prompt_tokens,

@@ -28,9 +28,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 # What the design asks of each room: (files, lines) at most.
-GOALS = {"spine": (14, 3500)}
+GOALS = {"spine": (13, 3500)}
 # The spine from the bottom up, as it is read.
-READING_ORDER = ("config", "sequence", "block_manager", "waiting", "scheduler", "batch", "ops",
+READING_ORDER = ("config", "sequence", "block_manager", "scheduler", "batch", "ops",
                  "layers", "model", "controls", "sampler", "model_runner", "engine", "llm")
 ANNEXES = ("assets", "extras", "server", "tools")
 # Files that only make a folder a package, or a package a command: they are in no table.

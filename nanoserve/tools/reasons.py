@@ -23,9 +23,7 @@ was asked, so with them a sentence may name fewer free blocks than there were. N
 pages, tables, torch. Road not taken: sentences made by the scheduler, in its hot path.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
@@ -53,8 +51,8 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
     waits = Waits()
     short = _explain_running(scheduler, step, budget, waits.of)
     _explain_sitting_out(scheduler, step, waits.of)
-    alive = (seq for seq in in_order(scheduler.waiting.heap) if seq.finish_reason is None)
-    first = waits.next_in_line = next((seq for seq in alive if seq not in waits.of), None)
+    first = waits.next_in_line = next((seq for seq in scheduler.waiting if seq not in waits.of),
+                                      None)
     if first is not None:
         waits.of[first] = _of_next_in_line(scheduler, step, budget, short, first)
     return waits
@@ -63,18 +61,6 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
 def many(count: int, noun: str) -> str:
     """ "1 block", "2 blocks"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def in_order(waiting: list) -> Iterator[Sequence]:
-    """The scheduler's queue from its first to its last, as far as it is read: a heap's smallest
-    entries are near its top, and a queue of thousands is not sorted to find one of them."""
-    frontier = [(waiting[0], 0)] if waiting else []
-    while frontier:
-        (_, seq), i = heappop(frontier)
-        yield seq
-        for child in (2 * i + 1, 2 * i + 2):
-            if child < len(waiting):
-                heappush(frontier, (waiting[child], child))
 
 
 # ------------------------------------------------------------- those that run

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path,
                         help="arrivals: seconds, prompt, output[, shared[, priority]]")
     parser.add_argument("--policy", choices=("fcfs", "priority", "shortest"), default="fcfs",
-                        help="who goes first, see nanoserve/waiting.py")
+                        help="who goes first, see Scheduler.order")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
     parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
@@ -213,7 +213,7 @@ class Simulation:
         priorities count, such a line for each."""
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
         lines = [f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"]
-        by_priority = self.scheduler.waiting.policy == "priority"
+        by_priority = self.scheduler.policy == "priority"
         for priority in sorted({seq.priority for seq in self.seqs}) if by_priority else ():
             some = [one for one, seq in zip(metrics, self.seqs, strict=True)
                     if seq.priority == priority]

@@ -22,7 +22,7 @@ def test_the_map_lists_every_file_and_what_it_teaches():
 
 
 @pytest.mark.parametrize("options, first, count", [
-    ([], "file ", None), (["--map"], "| file |", 2 + 14), (["--map", "all"], "| file |", None)])
+    ([], "file ", None), (["--map"], "| file |", 2 + 13), (["--map", "all"], "| file |", None)])
 def test_the_command_prints_the_figures_or_a_map(capsys, monkeypatch, options, first, count):
     monkeypatch.setattr(house, "read_house", lambda: FILES)
     house.main(options)

@@ -64,7 +64,7 @@ def test_leaving_a_stream_early_gives_everything_back(llm, expected, how):
         iterator.close()
     del iterator
     assert [request.request_id for request in llm.requests.values()] == ["mine"]
-    assert llm.scheduler.num_waiting + llm.scheduler.num_running == 1
+    assert len(llm.scheduler.waiting) + len(llm.scheduler.running) == 1
     outs = drain(llm)
     assert list(outs) == ["mine"] and tokens(outs["mine"][-1:]) == [expected("Hello", 20)]
     assert_serves(llm, expected)

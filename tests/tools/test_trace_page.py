@@ -43,8 +43,8 @@ class Truth:
 
     def scheduled(self, step) -> None:
         scheduler = self.simulation.scheduler
-        self.look(tokens=step.num_tokens, running=scheduler.num_running, index=step.index,
-                  waiting=scheduler.num_waiting)
+        self.look(tokens=step.num_tokens, running=len(scheduler.running), index=step.index,
+                  waiting=len(scheduler.waiting))
 
     def look(self, **facts) -> None:
         blocks = self.simulation.scheduler.blocks
