@@ -92,8 +92,8 @@ LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 POLICY = choice("fcfs", "priority", "shortest")
 OVERRIDES = instance(dict, "a dict laid over config.json")
-QUANTIZATION = Rule("dequantize or int8 (the format of a quantised checkpoint is read from its "
-                    "config.json: leave it out)", choice("dequantize", "int8").keep)
+QUANTIZATION = Rule("dequantize, int8 or int4 (the format of a quantised checkpoint is read from "
+                    "its config.json: leave it out)", choice("dequantize", "int8", "int4").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 TRACE = Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "

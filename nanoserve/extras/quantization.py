@@ -16,7 +16,8 @@ matrix is transposed:
 hands on one weight in float32 and forgets the rest, so the loader still proves that every weight
 came exactly once. The checkpoint's own names decide which matrices are quantised: a plain `weight`
 stays as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
-memory is saved. `"int8"` rounds what comes out of here once more: see quantized_linear.py.
+memory is saved. `"int8"` rounds what comes out of here once more: see quantized_linear.py. For
+`"int4"` a matrix of 4 bits in groups is handed on as it is: see int4_linear.py.
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
 matrix of which a part is missing. Not known here: layers, shares of ranks. Road not taken: to read
@@ -25,6 +26,7 @@ matrix of which a part is missing. Not known here: layers, shares of ranks. Road
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.extras.int4_linear import Grouped, Int4Linear, RoundedInt4Linear
 from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
@@ -43,11 +46,24 @@ STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is pla
 OTHER_SCALES = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
 
 
+class Numbers(NamedTuple):
+    """What a matrix' tensors say: weight = (values - zeros) * scales. zeros and scales: one for
+    each block of so many outputs and inputs, of which the last ones may be cut off."""
+
+    values: torch.Tensor  # (outputs, inputs)
+    zeros: torch.Tensor | None
+    scales: torch.Tensor
+    block: tuple[int, int] | None
+    groups: torch.Tensor | None = None  # in place of a block, the group of each input
+
+
 class Format(NamedTuple):
     """Which tensors make a matrix, and how."""
 
     parts: tuple[str, ...]
-    unpack: Callable[[Parts], torch.Tensor]
+    read: Callable[[Parts], Numbers]
+    bits: int = 8
+    is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
 
 
 def choose_layers(config: EngineConfig, model_config: ModelConfig,
@@ -64,23 +80,35 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
     elif config.quantization == "dequantize" and config.draft_model is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")
-    if config.quantization == "int8":
+    if config.quantization in ("int8", "int4"):
         if any(model_config.moe_layers):
-            raise ValueError(f"quantization='int8', but {model_config.architecture} has experts, "
-                             "which can't be rounded yet: leave it out")
+            raise ValueError(f"quantization={config.quantization!r}, but "
+                             f"{model_config.architecture} has experts, which can't be rounded "
+                             "yet: leave it out")
         layers |= {"linear": Int8Linear, "embedding": Int8Embedding}
         if config.kernels != "cpu":
-            say(f"quantization='int8' with kernels={config.kernels!r} saves memory and costs time: "
-                "weights are widened for each product")
+            say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
+                "memory and costs time: weights are widened for each product")
+    if config.quantization == "int4":
+        form = None if stored is None else read_format(stored)
+        # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
+        is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
+        layers |= {"linear": Int4Linear if is_4 else RoundedInt4Linear,
+                   "unpack": partial(unpack, keep=True)}
+        if is_4 and form.is_ordered:
+            say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
+                "neighbours: such weights become int8")
     return config, layers
 
 
-def unpack(tensors: Tensors, entry: dict) -> Tensors:
+def unpack(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
 
-    entry: config.json's `quantization_config`. Raises `ValueError` naming file and tensor.
+    entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
+    `Grouped`. Raises `ValueError` naming file and tensor.
     """
-    parts, make_weight = read_format(entry)
+    parts, read, bits, _ = read_format(entry)
+    make_weight = kept if keep and bits == 4 else dense
     waiting: dict[str, Parts] = {}
     for file, name, tensor in tensors:
         module, _, part = name.rpartition(".")
@@ -100,7 +128,7 @@ def unpack(tensors: Tensors, entry: dict) -> Tensors:
         if len(group) == len(parts):
             del waiting[module]
             try:
-                weight = make_weight(group)
+                weight = make_weight(read(group))
             except (RuntimeError, ValueError, IndexError, TypeError,
                     ZeroDivisionError) as error:
                 shapes = ", ".join(f"{part} {tuple(group[part].shape)}" for part in parts)
@@ -164,10 +192,10 @@ def read_fp8(entry: dict) -> Format:
     block = entry.get("weight_block_size")
     if block is None:
         return Format(("weight", "weight_scale"),
-                      lambda p: scaled(p["weight"], None, p["weight_scale"], p["weight"].shape))
+                      lambda p: Numbers(p["weight"], None, p["weight_scale"], p["weight"].shape))
     block = blocks("weight_block_size", block, 2)
     return Format(("weight", "weight_scale_inv"),
-                  lambda p: scaled(p["weight"], None, p["weight_scale_inv"], block))
+                  lambda p: Numbers(p["weight"], None, p["weight_scale_inv"], block))
 
 
 def read_compressed(entry: dict) -> Format:
@@ -193,13 +221,13 @@ def read_compressed(entry: dict) -> Format:
         kind = "float" if form == "float-quantized" else "int"
         allow(weights, "type", (kind,), kind)
         allow(weights, "num_bits", (8,))
-        return Format(("weight", "weight_scale", *zeros), lambda p: scaled(
+        return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
             p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)))
     allow(weights, "type", ("int",), "int")
     bits = allow(weights, "num_bits", (4, 8))
     order = ("weight_g_idx",) if str(weights.get("actorder")).lower() in ("group", "true") else ()
     return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order),
-                  lambda p: unpack_compressed(p, bits, block))
+                  lambda p: unpack_compressed(p, bits, block), bits, bool(order))
 
 
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
@@ -221,7 +249,8 @@ def read_gptq(entry: dict) -> Format:
     name = "checkpoint_format" if "checkpoint_format" in entry else "format"  # old and new
     version = allow(entry, name, ("gptq", "gptq_v2"), "gptq")
     return Format(("qweight", "qzeros", "scales", "g_idx"),
-                  lambda p: unpack_gptq(p, bits, 1 if version == "gptq" else 0))
+                  lambda p: unpack_gptq(p, bits, 1 if version == "gptq" else 0), bits,
+                  bool(entry.get("desc_act")))
 
 
 def read_awq(entry: dict) -> Format:
@@ -231,31 +260,54 @@ def read_awq(entry: dict) -> Format:
     size = entry.get("group_size", entry.get("q_group_size"))
     if size not in (None, -1):
         [size] = blocks("group_size", size, 1)
-    return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size))
+    return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size), 4)
 
 
 # ------------------------------------------------------------------- arithmetic
 
 
-def scaled(values: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor,
-           block: tuple[int, int]) -> torch.Tensor:
-    """(values - zeros) * scales, in float32. values: (outputs, inputs); zeros and scales: one for
-    each block of so many outputs and inputs, of which the last ones may be cut off."""
-    counts = [-(-size // length) for size, length in zip(values.shape, block, strict=True)]
+def dense(numbers: Numbers) -> torch.Tensor:
+    """(outputs, inputs), in float32"""
+    values, zeros, scales, block, groups = numbers
+    if groups is not None:
+        groups = checked_groups(numbers)
+        return (values.float() - zeros.float()[:, groups]) * floats(scales)[:, groups]
 
-    def spread(numbers: torch.Tensor) -> torch.Tensor:
-        if [n for n in numbers.shape if n > 1] != [n for n in counts if n > 1]:
-            raise ValueError(f"{tuple(numbers.shape)} scales or zero points for {counts} blocks")
-        numbers = numbers.float().reshape(counts)
+    def spread(each: torch.Tensor) -> torch.Tensor:
+        each = by_blocks(each, numbers).float()
         for dim, (size, length) in enumerate(zip(values.shape, block, strict=True)):
-            if numbers.shape[dim] > 1:  # a single one goes with all of them anyway
-                numbers = numbers.repeat_interleave(length, dim).narrow(dim, 0, size)
-        return numbers
+            if each.shape[dim] > 1:  # a single one goes with all of them anyway
+                each = each.repeat_interleave(length, dim).narrow(dim, 0, size)
+        return each
 
     weight = values.float()
     if zeros is not None:
         weight -= spread(zeros)
     return weight.mul_(spread(floats(scales)))
+
+
+def kept(numbers: Numbers) -> Grouped | torch.Tensor:
+    """4 bits as they are. Dense, where the inputs of a group are no neighbours."""
+    values, zeros, scales, block, groups = numbers
+    if groups is not None:
+        groups = checked_groups(numbers)
+        size = int((groups == 0).sum())
+        if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
+            return dense(numbers)
+        numbers = numbers._replace(block=(1, size))
+    rows, size = numbers.block
+    zeros, scales = (by_blocks(each, numbers).repeat_interleave(rows, 0)[:len(values)]
+                     for each in (zeros, floats(scales)))
+    return Grouped(values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+
+
+def by_blocks(each: torch.Tensor, numbers: Numbers) -> torch.Tensor:
+    """Zeros or scales: (blocks of outputs, blocks of inputs)"""
+    counts = [-(-size // length) for size, length in
+              zip(numbers.values.shape, numbers.block, strict=True)]
+    if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
+        raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
+    return each.reshape(counts)
 
 
 def floats(scales: torch.Tensor) -> torch.Tensor:
@@ -265,9 +317,9 @@ def floats(scales: torch.Tensor) -> torch.Tensor:
     return scales.float()
 
 
-def gathered(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
-             groups: torch.Tensor) -> torch.Tensor:
-    """The same with the group of each input given: "act-order" deals them out by importance."""
+def checked_groups(numbers: Numbers) -> torch.Tensor:
+    """The group of each input. "Act-order" deals them out by importance."""
+    values, zeros, scales, _, groups = numbers
     shape = len(values), scales.shape[1]
     if tuple(scales.shape) != shape or tuple(zeros.shape) != shape or (
             groups.shape != values.shape[1:]):
@@ -276,7 +328,7 @@ def gathered(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
     groups = groups.long()
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
         raise ValueError(f"g_idx names other groups than 0 to {shape[1] - 1}")
-    return (values.float() - zeros.float()[:, groups]) * floats(scales)[:, groups]
+    return groups
 
 
 def unpack_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -290,34 +342,33 @@ def unpack_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return numbers.flatten(dim, dim + 1)
 
 
-def unpack_compressed(p: Parts, bits: int, block: Callable) -> torch.Tensor:
-    """Stored with 2^(bits - 1) added, so that none is negative: 0 is -8 of 4 bits."""
+def unpack_compressed(p: Parts, bits: int, block: Callable) -> Numbers:
+    """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
     rows, columns = p["weight_shape"].tolist()
-    middle, scales = 2 ** (bits - 1), p["weight_scale"]
-    values = unpack_words(p["weight_packed"], bits, 1)[:, :columns] - middle
+    values, scales = unpack_words(p["weight_packed"], bits, 1)[:, :columns], p["weight_scale"]
     if tuple(values.shape) != (rows, columns):
         raise ValueError(f"weight_shape says {(rows, columns)}")
-    zeros = None
+    zeros = torch.full_like(scales, 2 ** (bits - 1))
     if "weight_zero_point" in p:
-        zeros = unpack_words(p["weight_zero_point"], bits, 0)[:rows] - middle
+        zeros = unpack_words(p["weight_zero_point"], bits, 0)[:rows]
     groups = p.get("weight_g_idx")
-    if groups is None or (groups < 0).any():  # -1: there is no order
-        return scaled(values, zeros, scales, block(values.shape))
-    return gathered(values, torch.zeros_like(scales) if zeros is None else zeros, scales, groups)
+    if groups is not None and (groups < 0).any():  # -1: there is no order
+        groups = None
+    return Numbers(values, zeros, scales, block(values.shape), groups)
 
 
-def unpack_gptq(p: Parts, bits: int, added: int) -> torch.Tensor:
+def unpack_gptq(p: Parts, bits: int, added: int) -> Numbers:
     """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: what a zero point
     lacks. In 4 bits 15 is a stored -1, and so the zero point 0."""
     values = unpack_words(p["qweight"], bits, 0).T
     zeros = (unpack_words(p["qzeros"], bits, 1) + added) % 2 ** bits
-    return gathered(values, zeros[:, :len(values)].T, p["scales"].T, p["g_idx"])
+    return Numbers(values, zeros[:, :len(values)].T, p["scales"].T, None, p["g_idx"])
 
 
-def unpack_awq(p: Parts, group_size: int) -> torch.Tensor:
+def unpack_awq(p: Parts, group_size: int) -> Numbers:
     """Transposed as well, with both packed along the outputs in an order of their own."""
     place = torch.tensor(AWQ_ORDER).argsort()
     values, zeros = (unpack_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
                      for name in ("qweight", "qzeros"))
     length = values.shape[1] if group_size in (None, -1) else group_size
-    return scaled(values, zeros, p["scales"].T, (1, length))
+    return Numbers(values, zeros, p["scales"].T, (1, length))

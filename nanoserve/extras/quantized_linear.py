@@ -14,11 +14,12 @@ last one and rounds it at once, so at no time are there two copies of the model.
 that is no LM head stay as they are. A rank rounds its own share.
 
 Two ways to multiply: where the engine's operators are the compiled twin, so is this product
-(int8.cpp, with panels as in device/cpu.cpp). Everywhere else a portion of the rows at a time
-becomes a matrix of the activations' dtype: that saves memory and no time, and says what is meant.
+(quantized_linear.cpp, with panels as in device/cpu.cpp). Everywhere else a portion of the rows at a
+time becomes a matrix of the activations' dtype: that saves memory and no time, and says what is
+meant.
 
-Not known here: files, formats (quantization.py). Road not taken: torch's own int8 operators, which
-on a CPU were no faster than bfloat16.
+Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road not taken: torch's
+own int8 operators, which on a CPU were no faster than bfloat16.
 """
 
 import ctypes
@@ -34,7 +35,7 @@ from nanoserve.layers import Embedding, Linear, Placement, Span
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
 PORTION = 2 ** 20  # numbers that are there in float32 while a matrix is rounded or multiplied
-PANEL = 16  # outputs that stand side by side in int8.cpp
+PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
 DTYPES = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
 
 
@@ -53,17 +54,23 @@ class Int8Linear(Linear):
         self.weight = self.new_weight()
 
     def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
-        if not len(self.weight):
-            self.make_room()
-        super().fill(here, rows, tensor)
+        self.take(here, rows, tensor)
         self.awaited -= 1
         if self.awaited == 0:
             self.finish_loading()
 
+    def take(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
+        if not len(self.weight):
+            self.make_room()
+        super().fill(here, rows, tensor)
+
     def finish_loading(self) -> None:
         """Also called when all tensors of the model have come."""
         if self.packed is None:
-            super().finish_loading()
+            self.pack()
+
+    def pack(self) -> None:
+        super().finish_loading()
 
 
 class Int8Embedding(Embedding):
@@ -89,7 +96,7 @@ class Int8Products:
     """`pack` and `linear` of a namespace (see ops.py), for weights of two dimensions."""
 
     def __init__(self, on: Placement):
-        self.kind = Panels if on.ops.__name__ == "nanoserve.device.cpu" else Rows
+        self.kind = Panels if uses_panels(on) else Rows
 
     def pack(self, weight: torch.Tensor) -> "Rows | Panels":
         return self.kind.of(weight)
@@ -97,6 +104,11 @@ class Int8Products:
     def linear(self, x: torch.Tensor, packed: "Rows | Panels",
                bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed.linear(x, bias)
+
+
+def uses_panels(on: Placement) -> bool:
+    """Whether the engine's operators are the compiled twin."""
+    return on.ops.__name__ == "nanoserve.device.cpu"
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +153,7 @@ class Rows(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """A rounded weight in the order of int8.cpp: (outputs / 16, inputs / 2, 16, 2)."""
+    """The order of quantized_linear.cpp: (outputs / 16, inputs / 2, 16, 2) int8."""
 
     memory: torch.Tensor
     scales: torch.Tensor
@@ -149,12 +161,10 @@ class Panels(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> "Panels":
-        from nanoserve.device.cpu import check, zeros  # here: it compiles what not all can
-
-        check(weight.is_cpu, f"a weight on {weight.device}")
         outputs, inputs = weight.shape
         shape = -(-outputs // PANEL), -(-inputs // 2), PANEL, 2
-        memory, scales = zeros(*shape, dtype=torch.int8), torch.empty(outputs)
+        memory = new_panels(*shape, dtype=torch.int8, device=weight.device)
+        scales = torch.empty(outputs)
         for some in portions(outputs, inputs):
             values, scales[some] = round_rows(weight[some])
             call("pack", values, len(values), inputs, memory[some.start // PANEL:])
@@ -166,23 +176,37 @@ class Panels(NamedTuple):
         return values * self.scales[ids, None]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """float16 is computed in float32, as in device/cpu.py."""
-        from nanoserve.device.cpu import same
+        return multiply(x, self.memory, self.scales, 0, self.inputs, len(self.scales), bias)
 
-        if x.dtype == torch.float16:
-            return self.linear(x.float(), None if bias is None else bias.float()).half()
-        rows, outputs = len(x), len(self.scales)
-        out = x.new_empty(rows, outputs)
-        if rows and outputs:
-            call(DTYPES[x.dtype], same(x.contiguous(), x.dtype, rows, self.inputs), rows,
-                 self.memory, self.scales, self.inputs, outputs, same(bias, x.dtype, outputs), out)
-        return out
+
+def new_panels(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of zeros. Raises `ValueError` on a GPU, whose addresses mean nothing to a CPU."""
+    from nanoserve.device.cpu import check, zeros  # here: it compiles what not all can
+
+    check(device.type == "cpu", f"a weight on {device}")
+    return zeros(*shape, dtype=dtype)
+
+
+def multiply(x: torch.Tensor, memory: torch.Tensor, scales: torch.Tensor | None, group: int,
+             inputs: int, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (rows, inputs) -> (rows, outputs). scales: of int8; group: inputs that share a scale of 4
+    bits, or 0. float16 is computed in float32, as in device/cpu.py."""
+    from nanoserve.device.cpu import same
+
+    if x.dtype == torch.float16:
+        bias = None if bias is None else bias.float()
+        return multiply(x.float(), memory, scales, group, inputs, outputs, bias).half()
+    rows, out = len(x), x.new_empty(len(x), outputs)
+    if rows and outputs:
+        call(DTYPES[x.dtype], same(x.contiguous(), x.dtype, rows, inputs), rows, memory, scales,
+             group, inputs, outputs, same(bias, x.dtype, outputs), out)
+    return out
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """int8.cpp, compiled on first use. Raises `BuildError`."""
-    return load(Path(__file__).with_name("int8.cpp"))
+    """quantized_linear.cpp, compiled on first use. Raises `BuildError`."""
+    return load(Path(__file__).with_suffix(".cpp"))
 
 
 def call(name: str, *arguments: torch.Tensor | int | None) -> None:

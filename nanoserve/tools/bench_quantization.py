@@ -1,4 +1,4 @@
-"""What int8 weights cost in perplexity, and what they bring in time and memory.
+"""What int8 and int4 weights cost in perplexity, and what they bring in time and memory.
 
     python -m nanoserve.tools.bench_quantization --corpus childrens_books.txt
     python -m nanoserve.tools.bench_quantization --speed --model Qwen3-0.6B --rounds 5
@@ -7,14 +7,14 @@ The first table is about text: the bundled model predicts each token of the corp
 (see assets/train.py), in windows of 1,024 that don't overlap. Perplexity is e to the mean loss.
 
 The second is about steps: a step that decodes so many rows, and one that computes a prompt, with
-random weights of a model's shapes. Two engines take turns step by step, because others use the
-machine, too; the median of the pairs' ratios is the gain, and their quarter and three-quarter
-points tell how far to trust it. On a machine that others keep busy, `--cpu-seconds` counts one
+random weights of a model's shapes. The engines take turns, because others use the machine, too;
+the median of the ratios of steps is the gain, and their quarter and three-quarter points tell how
+far to trust it. On a machine that others keep busy, `--cpu-seconds` counts one
 thread's CPU time in place of the clock, which leaves out what others took. The third table is about
 memory, each line from a process of its own: what it holds when the engine is ready, less what it
 held before, and the most that it ever held.
 
-Not known here: how a weight is rounded (extras/quantized_linear.py).
+Not known here: how a weight is rounded (extras/quantized_linear.py, extras/int4_linear.py).
 """
 
 import argparse
@@ -37,7 +37,7 @@ from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.tools import roofline
 
 CONTEXT = 1024  # tokens of a window
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int4")
 PROMPT = 512  # tokens of the prompt whose step is timed
 STEPS = 12  # decode steps of a round
 
@@ -91,28 +91,37 @@ def step_seconds(llm: LLM, rows: int, prompt: int, steps: int,
 
 def speed_table(folder: Path, dtype: str, rounds: int, rows: list[int],
                 clock: Callable[[], float] = time.perf_counter) -> list[str]:
-    """Milliseconds a step of both engines, in turns. The first round only warms up."""
+    """Milliseconds a step of each engine, in turns. The first round only warms up."""
     most, longest = max(rows), PROMPT + 2 * STEPS
     engines = [LLM(folder, dtype=dtype, quantization=one, load_format="dummy", max_num_seqs=most,
                    skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=longest,
                    num_gpu_blocks_override=max(4 * most, -(-longest // 16)))
                for one in QUANTIZATIONS]
-    lines = [f"| a step of | {dtype}, ms | int8, ms | times as fast | of half the pairs |",
-             "|---|---|---|---|---|"]
+    lines = [f"| a step of | {dtype}, ms " + "".join(
+        f"| {one}, ms | times as fast | of half the pairs " for one in QUANTIZATIONS[1:]) + "|",
+        "|---" * (3 * len(QUANTIZATIONS) - 1) + "|"]
     cases = [(f"{n} row{'s' * (n > 1)}", n, 16, STEPS) for n in rows]
     for name, n, prompt, steps in [*cases, (f"a prompt of {PROMPT}", 1, PROMPT, 0)]:
-        pairs = []
+        steps_of: list[list[float]] = [[] for _ in engines]
         for i in range(rounds + 1):
-            plain, small = (step_seconds(llm, n, prompt, steps, clock) for llm in engines)
-            if i:
-                pairs += list(zip(plain, small, strict=True))[1 if steps else 0:]
-        ratios = sorted(a / b for a, b in pairs)
-        plain, small = (1e3 * statistics.median(times) for times in zip(*pairs, strict=True))
-        lines.append(f"| {name} | {plain:.1f} | {small:.1f} | {statistics.median(ratios):.2f} "
-                     f"| {ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f} |")
+            for times, llm in zip(steps_of, engines, strict=True):
+                seconds = step_seconds(llm, n, prompt, steps, clock)
+                if i:
+                    times += seconds[1 if steps else 0:]
+        plain, *others = steps_of
+        lines.append(f"| {name} | {1e3 * statistics.median(plain):.1f} "
+                     + "".join(compare(plain, small) for small in others) + "|")
     for llm in engines:
         llm.shutdown()
     return lines
+
+
+def compare(plain: list[float], small: list[float]) -> str:
+    """Three columns: the time, the median of the ratios, where their middle half lies."""
+    ratios = sorted(a / b for a, b in zip(plain, small, strict=True))
+    quarter = len(ratios) // 4
+    return (f"| {1e3 * statistics.median(small):.1f} | {statistics.median(ratios):.2f} "
+            f"| {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f} ")
 
 
 def held_bytes(name: str) -> int:
@@ -146,7 +155,7 @@ def memory_table(folder: Path, dtype: str) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables that were asked for."""
-    parser = argparse.ArgumentParser(description="What int8 weights cost, and what they bring.")
+    parser = argparse.ArgumentParser(description="What small weights cost, and what they bring.")
     parser.add_argument("--corpus", type=Path, help="the text whose held-out part is predicted")
     parser.add_argument("--speed", action="store_true", help="time steps, and look at the memory")
     parser.add_argument("--model", default="Qwen3-0.6B", help="shapes, for --speed: "

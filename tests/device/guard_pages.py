@@ -6,7 +6,7 @@ rights; afterwards it is copied back. Reading or writing one number too far ends
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,20 +32,23 @@ def guarded(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     tensor.copy_(copy)
 
 
-def call(name: str, dtype: torch.dtype, *arguments, plain=cpu.call) -> None:
-    """`cpu.call` with guards. One tensor given twice (x, which may be the result) stays one."""
-    tensors = {x.data_ptr(): x for x in arguments if isinstance(x, torch.Tensor) and x.numel()}
-    guards = {address: guarded(x) for address, x in tensors.items()}
-    copies = {address: guard.__enter__() for address, guard in guards.items()}
-    plain(name, dtype, *(copies[x.data_ptr()].view(x.shape) if isinstance(x, torch.Tensor)
-                         and x.numel() else x for x in arguments))
-    for guard in guards.values():
-        guard.__exit__(None, None, None)
-    CALLS.append(name)
+def with_guards(plain: Callable) -> Callable:
+    """`call` of a library, its name first, with guards. One tensor given twice (x, which may be the
+    result) stays one."""
+    def call(name: str, *arguments) -> None:
+        tensors = {x.data_ptr(): x for x in arguments if isinstance(x, torch.Tensor) and x.numel()}
+        guards = {address: guarded(x) for address, x in tensors.items()}
+        copies = {address: guard.__enter__() for address, guard in guards.items()}
+        plain(name, *(copies[x.data_ptr()].view(x.shape) if isinstance(x, torch.Tensor)
+                      and x.numel() else x for x in arguments))
+        for guard in guards.values():
+            guard.__exit__(None, None, None)
+        CALLS.append(name)
+    return call
 
 
 CALLS: list[str] = []
-cpu.call = call
+cpu.call = with_guards(cpu.call)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -260,6 +260,7 @@ def test_requests_that_are_refused(voices, tmp_path):
 @pytest.mark.parametrize("options, words", [
     (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
     (dict(quantization="int8"), "quantization='int8'"),
+    (dict(quantization="int4"), "quantization='int4'"),
     (dict(runner="pooling"), "runner='pooling'"),
     (dict(model_impl="transformers"), "model_impl='transformers'")])
 def test_what_adapters_do_not_go_together_with(voices, options, words):

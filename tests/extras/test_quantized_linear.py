@@ -15,7 +15,7 @@ from nanoserve.device import build
 from nanoserve.extras import quantized_linear
 from nanoserve.extras.quantized_linear import Panels, Rows, round_rows
 
-# Relative to the largest result. Of int8.cpp 16 bits of an activation are left, in blocks.
+# Relative to the largest result. Compiled, 16 bits of an activation are left, in blocks.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2"}
 needs_compiler = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
@@ -62,7 +62,7 @@ def test_it_is_near_the_product_of_the_weight_itself(kind):
 def test_every_cpus_loop_is_right(name, monkeypatch):
     """Compiled for this machine as if it had less, and without a warning."""
     monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
-    found = build.load(Path(quantized_linear.__file__).with_name("int8.cpp"))
+    found = build.load(Path(quantized_linear.__file__).with_suffix(".cpp"))
     monkeypatch.setattr(quantized_linear, "library", lambda: found)
     weight = torch.randn(70, 1100)
     packed, rounded = Panels.of(weight), by_definition(weight)

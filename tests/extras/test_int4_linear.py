@@ -1,0 +1,211 @@
+"""Products with weights of 4 bits in groups; the oracle is float64, number by number (packing.py).
+
+Engines that are made of such weights are test_int4_engines.py's business.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packing import Drawn, groups_by_definition
+
+from nanoserve.device import build
+from nanoserve.extras import int4_linear, quantized_linear
+from nanoserve.extras.int4_linear import (
+    Grouped,
+    GroupedPanels,
+    GroupedRows,
+    cut,
+    join,
+    round_groups,
+)
+from nanoserve.parallel.ranks import Span
+
+# Relative to the largest result. Of the compiled product 16 bits of an activation are left.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2"}
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
+                                    reason="needs g++")
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (got.double() - expected).abs().max() / expected.abs().max()
+    assert error <= TOLERANCE[got.dtype], f"{error:.1e}"
+
+
+@pytest.fixture(params=[GroupedRows, pytest.param(GroupedPanels, marks=needs_compiler)],
+                ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+def grouped(shape: tuple[int, int], size: int, seed: int = 0) -> tuple[Grouped, torch.Tensor]:
+    """A matrix as a checkpoint has it, and what it means."""
+    drawn = Drawn(*shape, 4, seed, size)
+    parts = (torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
+             torch.from_numpy(drawn.s).float())
+    return Grouped(*parts, size), drawn.dense()
+
+
+def packed(kind, one: Grouped):
+    """As `Int4Linear` does it."""
+    one = join([one])
+    return kind.of(one.shape, one.size, lambda some: cut(one, some), CPU)
+
+
+# -------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape, size", [
+    ((16, 32), 32), ((33, 7), 16), ((100, 513), 64), ((40, 1537), 128), ((1, 1), 32),
+    ((20, 1100), 1100), ((24, 2048), 1024), ((24, 96), 48)], ids=str)
+def test_a_product_is_that_of_the_numbers_that_were_kept(kind, dtype, shape, size):
+    """Numbers of rows around those of a tile; sizes that no panel, line, group or block divides; a
+    single group; groups above a block, and such as don't divide it."""
+    one, dense = grouped(shape, size)
+    small, bias = packed(kind, one), torch.randn(shape[0]).to(dtype)
+    weight = dense if kind is GroupedPanels else dense.to(dtype)
+    for num_rows in (0, 1, 6, 7, 16, 17, 40):
+        x = torch.randn(num_rows, shape[1]).to(dtype)
+        expected = x.double() @ weight.double().T
+        assert small.linear(x, None).shape == expected.shape
+        if num_rows:
+            close(small.linear(x, None), expected)
+            close(small.linear(x, bias), expected + bias.double())
+
+
+def test_the_numbers_are_kept_to_the_last_bit():
+    """Scales of float16 have no use for the bits that a panel takes from a float32."""
+    one, dense = grouped((48, 160), 32)
+    assert torch.equal(one[:], dense) and torch.equal(one[5:9], dense[5:9])
+    assert torch.equal(packed(GroupedRows, one).rows(slice(0, 48)), dense)
+    eye = torch.eye(160)  # a 1 becomes 32767 and back: the sum is one weight, times 1 + 2^-24
+    if shutil.which("g++"):
+        got = packed(GroupedPanels, one).linear(eye, None).T
+        assert torch.allclose(got, dense, rtol=3e-7, atol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CPU_FLAGS)
+def test_every_cpus_loop_is_right(name, monkeypatch):
+    """Compiled for this machine as if it had less, and without a warning."""
+    monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
+    found = build.load(Path(quantized_linear.__file__).with_suffix(".cpp"))
+    monkeypatch.setattr(quantized_linear, "library", lambda: found)
+    one, dense = grouped((70, 1100), 64)
+    small = packed(GroupedPanels, one)
+    for n in (1, 5, 19, 50):
+        x = torch.randn(n, 1100)
+        close(small.linear(x, None), x.double() @ dense.double().T)
+
+
+@needs_compiler
+def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
+    """Of 8 bits and of 4; see test_build.py's test of the same name. A process of its own, which a
+    sanitiser or a page without rights may end."""
+    here, paths = Path(__file__).parent, ("tests", "tests/device", "tests/extras")
+    root = here.parent.parent
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-p",
+         "guarded_products", "-k", "Panels and (product or portions)", here / Path(__file__).name,
+         here / "test_quantized_linear.py"], text=True, capture_output=True, check=False,
+        env=os.environ | {"CXXFLAGS": "-O1 -fsanitize=undefined -fno-sanitize-recover=all",
+                          "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(
+                              [str(root), *(str(root / path) for path in paths)])})
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert "guarded: linear_bfloat16 linear_float32 pack" in result.stdout
+
+
+@needs_compiler
+def test_a_row_does_not_depend_on_the_others():
+    small, x = packed(GroupedPanels, grouped((50, 700), 32)[0]), torch.randn(40, 700)
+    together = small.linear(x, None)
+    for i in (0, 16, 39):
+        assert torch.equal(small.linear(x[i:i + 1], None)[0], together[i])
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_stays_one_in_its_own_row(bad):
+    small, x = packed(GroupedPanels, grouped((20, 600), 32)[0]), torch.randn(17, 600)
+    expected = small.linear(x, None)
+    x[3, 590] = bad
+    got = small.linear(x, None)
+    assert got[3].isnan().all()
+    assert torch.equal(got[torch.arange(17) != 3], expected[torch.arange(17) != 3])
+
+
+# -------------------------------------------------------------------------- rounding
+
+
+def test_rounding_by_hand():
+    """The first group reaches from -0.5 to 1: steps of 0.1, and 0 is the sixth of the 16."""
+    one = round_groups(torch.tensor([[1.0, -0.5, 0.26, 0.0, 0.0, 0.0, -3.0]]), 3)
+    assert one.values.tolist() == [[15, 0, 8, 0, 0, 0, 0]]
+    assert one.zeros.tolist() == [[5, 0, 15]]
+    torch.testing.assert_close(one.scales, torch.tensor([[0.1, 0.0, 0.2]]))
+    torch.testing.assert_close(one[:], torch.tensor([[1.0, -0.5, 0.3, 0, 0, 0, -3.0]]))
+
+
+@pytest.mark.parametrize("shape", [(50, 64), (3, 100), (1, 1)], ids=str)
+def test_no_weight_moves_by_more_than_half_a_step(shape):
+    """And a half more where the zero point was rounded, too."""
+    weight = torch.randn(shape)
+    got = round_groups(weight)[:]
+    torch.testing.assert_close(got.double(), groups_by_definition(weight), rtol=1e-5, atol=1e-6)
+    step = (weight.clamp(min=0).amax(1) - weight.clamp(max=0).amin(1))[:, None] / 15
+    assert ((got - weight).abs() <= step * 1.001).all()
+
+
+def test_a_rounded_product_is_near_the_weights_own(kind):
+    """To 8% in groups of 32, where numbers are normal: 4 bits are no more than that."""
+    weight, x = torch.randn(64, 1024), torch.randn(9, 1024)
+    small = kind.of((64, 1024), 32, lambda some: round_groups(weight[some]), CPU)
+    expected = x.double() @ weight.double().T
+    assert 0.05 * expected.norm() < (small.linear(x, None) - expected).norm() < (
+        0.1 * expected.norm())
+
+
+def test_large_matrices_are_packed_in_portions(kind, monkeypatch):
+    one, dense = grouped((100, 24), 8)
+    monkeypatch.setattr(quantized_linear, "PORTION", 24 * 40)  # 32 rows, whole panels
+    close(packed(kind, one).linear(torch.eye(24), None), dense.double().T)
+
+
+# ------------------------------------------------------------------------- joins, shares
+
+
+def test_matrices_in_groups_of_different_size_are_joined():
+    pieces, dense = zip(*(grouped((8 + i, 192), size, i) for i, size in enumerate((64, 192, 48))),
+                        strict=True)
+    whole = join([*pieces])
+    assert whole.size == 16 and torch.equal(whole[:], torch.cat(dense))
+
+
+def test_groups_that_no_line_divides_do_not_fit():
+    assert join([grouped((8, 60), 20)[0]]) is None
+
+
+@pytest.mark.parametrize("size", [16, 64, 192])
+def test_a_share_of_the_columns_may_cut_groups(size):
+    one, dense = grouped((10, 192), size)
+    for start, stop in ((0, 40), (40, 120), (120, 192), (64, 64)):
+        mine = one.share(Span(2, 9, 10), Span(start, stop, 192))
+        assert torch.equal(mine[:], dense[2:9, start:stop])
+
+
+def test_a_share_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"shape \(10, 192\) in the file, \(10, 96\) expected"):
+        grouped((10, 192), 64)[0].share(Span.whole(10), Span.whole(96))
+
+
+def test_words_by_hand():
+    """Even inputs in the low half, odd ones in the high half, each from the lowest bits up."""
+    words = int4_linear.words_of(torch.arange(8, dtype=torch.uint8)[None])
+    assert words.tolist() == [[0x75316420]]
