@@ -137,6 +137,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = on.weight(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
         self.packed: torch.Tensor | None = None  # takes the weight's place
+        self.adapted: Callable | None = None  # adds what adapters change: extras/lora.py
 
     def tensors(self, path: str) -> Tensors:
         start = 0
@@ -158,10 +159,14 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, inputs) -> (num_tokens, outputs)"""
         if self.inputs.is_whole:
-            return self.ops.linear(x, self.packed, self.bias)
+            return self.multiply(x, self.bias)
         # The ranks' results are parts of a sum: the bias is added once, and not once a rank.
-        out = self.ranks.all_reduce(self.ops.linear(x, self.packed))
+        out = self.ranks.all_reduce(self.multiply(x))
         return out if self.bias is None else out + self.bias
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.ops.linear(x, self.packed, bias)
+        return out if self.adapted is None else self.adapted(x, out)
 
 
 def as_span(share: Span | int) -> Span:

@@ -67,10 +67,10 @@ class LLM(LLMEngine):
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
+        make_adapters = None
         if config.enable_lora:
-            from nanoserve.extras.lora import Adapters
             from nanoserve.extras.lora import prepare as with_adapters
-            layers = with_adapters(config, self.model_config, layers)
+            make_adapters = with_adapters(config)
         pooler, make_inputs = None, InputProcessor
         if config.runner == "pooling":
             from nanoserve.extras.pooling import prepare  # here: the core runs without extras
@@ -82,14 +82,13 @@ class LLM(LLMEngine):
         if config.kv_offload_bytes or config.kv_store is not None:
             from nanoserve.extras.block_store import prepare as with_store
             config, make_pool = with_store(config)
-        ranks = _start_ranks(config, (config, folder, pooler, layers, make_pool))
+        ranks = _start_ranks(config, (config, folder, pooler, layers, make_pool, make_adapters))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
             runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler,
-                                 make_network=make_network, layers=layers)
-            if config.enable_lora:
-                runner.adapters = Adapters(config, runner.model, runner.device)
+                                 make_network=make_network, layers=layers,
+                                 make_adapters=make_adapters)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)

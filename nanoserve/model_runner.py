@@ -55,7 +55,7 @@ from nanoserve.sampler import (
 from nanoserve.sequence import Step
 
 STOP = -1  # in the place of a step's first length: no more steps will come
-LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)
+LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)  # below zero: no step
 
 
 class Pooler(Protocol):
@@ -73,13 +73,14 @@ class ModelRunner:
 
     config: resolved, device and dtype included. folder: the checkpoint's. graph_class: what records
     decode steps; a stand-in does on a CPU. pooler: see `Pooler`. make_network: of a network that is
-    no `Decoder` (extras/transformers_model.py). layers: entries of `Placement`.
+    no `Decoder` (extras/transformers_model.py). layers: entries of `Placement`. make_adapters: see
+    extras/lora.py.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
                  ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler: Pooler | None = None,
                  make_network: Callable[[Placement], Any] | None = None,
-                 layers: dict[str, Any] | None = None):
+                 layers: dict[str, Any] | None = None, make_adapters: Callable | None = None):
         self.config, self.pooler, self.layers = config, pooler, layers or {}
         self.model_config, self.ranks = model_config, ranks
         self.device = torch.device(config.device)
@@ -105,7 +106,7 @@ class ModelRunner:
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see record_graphs
-        self.adapters: Any = None  # told of each step's adapters, see extras/lora.py
+        self.adapters: Any = make_adapters and make_adapters(self)  # told of each step's
         self.pool: Any = None  # where blocks are saved, see extras/block_store.py
 
     def _load(self, model_config: ModelConfig, folder: Path,
@@ -228,6 +229,8 @@ class ModelRunner:
         buffer = self.builder.take_buffer()
         self.builder.pack(step, buffer, size)
         with self.ranks.together():
+            if self.adapters is not None:
+                self.adapters.send()
             self._broadcast(buffer)
             batch = self._unpack(buffer)
             inputs = None if self.pooler is not None else (
@@ -242,8 +245,8 @@ class ModelRunner:
         buffer = self.builder.take_buffer()
         with self.ranks.together():
             self._broadcast(buffer)
-            if buffer[0] == STOP:
-                return False
+            if buffer[0] < 0:
+                return buffer[0] != STOP and self.adapters.receive(buffer)
             self._run(self._unpack(buffer), None)
         return True
 
@@ -259,7 +262,7 @@ class ModelRunner:
         second broadcast; most fit into the first, with some 8,000 tokens and table entries."""
         if self.ranks.size > 1:
             self.ranks.broadcast_host(buffer[:MIN_BUFFER])
-            if buffer[0] != STOP and packed_length(buffer) > MIN_BUFFER:
+            if buffer[0] >= 0 and packed_length(buffer) > MIN_BUFFER:
                 self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
 
     def _run(self, batch: Batch, inputs: SamplingInputs | None) -> SamplerOutput:
@@ -357,9 +360,10 @@ class ModelRunner:
 
 def serve_rank(ranks: Ranks, payload: tuple) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder, pooler, layers, make_pool = payload
+    config, folder, pooler, layers, make_pool, make_adapters = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler, layers=layers)
+    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler, layers=layers,
+                         make_adapters=make_adapters)
     runner.count_kv_blocks()
     runner.allocate_kv_cache(*runner.agree_on_cache())
     runner.pool = make_pool and make_pool(runner)

@@ -48,8 +48,8 @@ NOTHING: dict[str, tuple] = {
 
 # ----------------------------------------------------------- what is refused
 
-LORA = ("give generate(), stream(), chat() or add_request() a lora_request=, or merge the adapter "
-        "into the weights (peft's merge_and_unload) and load the merged folder")
+LORA = ("give generate(), stream(), chat(), embed() or add_request() a lora_request=, or merge the "
+        "adapter into the weights (peft's merge_and_unload) and load the merged folder")
 ONE_COPY = ("all ranks serve one copy of the model with tensor_parallel_size; for several copies "
             "start several processes")
 PATTERNS = "use SamplingParams(structured_outputs={'json': ...}), see docs/structured.md"

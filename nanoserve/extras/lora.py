@@ -10,14 +10,16 @@ zeros and ones keeps, for each token, the columns of its own adapter:
              a token without one      [ 0 0 0 0  0 0 0 0  0 0 0 0 ]     y += ((x A^T) * mask) B^T
 
 So one step serves any mixture, and no operator asks which adapters are in it. The scaling is
-multiplied into B when an adapter is loaded.
+multiplied into B when an adapter is loaded. How the weight itself is kept (int8, shared among
+ranks) does not matter: the product is added to the layer's output, on each rank its part of the
+sum. Rank 0 reads an adapter, and sends it to all in front of the next step.
 
 **Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
 from a root, and the root is a hash of the adapter's *content*: never of its name, number or path,
 behind which other weights may lie tomorrow. A hit also compares the root's identity.
 
 Not known here: requests' text, the queue, KV bytes. The mask is a hidden input of the layers, the
-only one in this project: the runner has it set before a step, and every `LoraLinear` reads it.
+only one in this project: the runner has it set before a step, and every layer's product reads it.
 Confessed: the product is computed for all slots, with zeros for the others. With 64 columns in all
 it adds 8% to the multiplications of a 0.6B model's layers. Road not taken: kernels that gather each
 token's own adapter (Punica, S-LoRA), which compute less and are another twin to keep.
@@ -36,14 +38,14 @@ from weakref import WeakSet
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from safetensors.torch import load, save
 
-from nanoserve.batch import Batch
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.batch import MIN_BUFFER, Batch
 from nanoserve.config import EngineConfig
 from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
 from nanoserve.sequence import CacheEntry
 
+ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what PEFT writes in front of the names of the model's modules
 # What `adapter_config.json` may ask for beyond this, and the value that asks for nothing.
@@ -94,54 +96,63 @@ class Adapter:
         return any(not request.sequences or not request.finished for request in self.requests)
 
 
-class LoraLinear(Linear):
-    """A `Linear` with the adapters' products added. `adapted` is filled by `Adapters`."""
+class AdaptedProducts:
+    """What stands in `Linear.adapted`: A (slots * rank, inputs) and B (outputs, slots * rank) of
+    each of the layer's matrices, this rank's share of both."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.adapters: Adapters | None = None  # None: no adapter may change this layer
-        self.adapted: dict[str, tuple[slice, torch.Tensor, torch.Tensor]] = {}
-        self.sees_wanted = False  # behind the last attention only the wanted tokens are left
-
-    def make_room(self, adapters: "Adapters", sees_wanted: bool) -> None:
-        """For all slots: A (slots * rank, inputs) and B (outputs, slots * rank) of each matrix."""
-        self.adapters, self.sees_wanted, start = adapters, sees_wanted, 0
-        width, make = adapters.num_columns, adapters.zeros
-        for name, rows in self.matrices.items():
-            self.adapted[name] = (slice(start, start + rows.size), make(width, self.inputs.size),
-                                  make(rows.size, width))
+    def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
+        self.adapters, self.layer = adapters, layer
+        self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
+        self.of: dict[str, tuple[slice, torch.Tensor, torch.Tensor]] = {}
+        width, make, start = adapters.num_columns, adapters.zeros, 0
+        for name, rows in layer.matrices.items():
+            self.of[name] = (slice(start, start + rows.size), make(width, layer.inputs.size),
+                             make(rows.size, width))
             start += rows.size
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        mask = self.adapters and self.adapters.mask(self.sees_wanted)
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        mask = self.adapters.mask(self.sees_wanted)
         if mask is not None:
-            for rows, a, b in self.adapted.values():
+            for rows, a, b in self.of.values():
                 out[:, rows] += F.linear(F.linear(x, a) * mask, b)
         return out
+
+    def fill(self, name: str, columns: slice, pair: tuple[torch.Tensor, torch.Tensor] | None,
+             ) -> None:
+        """One matrix's weights in a slot, whose columns these are; None: it is not changed."""
+        _, a, b = self.of[name]
+        a[columns], b[:, columns] = 0, 0
+        if pair is not None:
+            (low, high), inputs, rows = pair, self.layer.inputs, self.layer.matrices[name]
+            a[columns][:len(low)] = low[:, inputs.start:inputs.stop]
+            b[:, columns][:, :len(low)] = high[rows.start:rows.stop]
 
 
 class Adapters:
     """The adapters of an engine: reads them, gives them slots, and masks them in a step.
 
     Least recently used ones make room. One that a request needs stays until the request has ended.
+    Only rank 0 is asked by requests; the others get the weights of each slot from it.
     """
 
-    def __init__(self, config: EngineConfig, model: nn.Module, device: torch.device):
+    def __init__(self, runner: Any):
+        config, model, device = runner.config, runner.model, runner.device
         self.max_loras, self.max_rank = config.max_loras, config.max_lora_rank
         self.num_columns = self.max_loras * self.max_rank
-        self.device, self.dtype = device, getattr(torch, config.dtype)
+        self.device, self.dtype, self.ranks = device, runner.dtype, runner.ranks
         self.slot_of_column = torch.arange(self.num_columns, device=device) // self.max_rank + 1
         self.loaded: OrderedDict[bytes, Adapter] = OrderedDict()  # by content, oldest use first
         self.roots: dict[bytes, CacheEntry] = {}  # kept: a block may outlive its adapter's slot
         self.known: dict[tuple, bytes] = {}  # content of files that have been read
         self.masks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.lock = Lock()  # requests are made in any thread
-        self.layers: dict[str, tuple[LoraLinear, str]] = {}  # by the checkpoint's name
+        self.unsent: list[tuple[int, dict[str, torch.Tensor]]] = []  # slots and their weights
+        self.layers: dict[str, tuple[Linear, str]] = {}  # by the checkpoint's name
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
-            if isinstance(layer, LoraLinear) and path.startswith("layers."):
-                layer.make_room(self, path.startswith(last) and "q_proj" not in layer.matrices)
+            if isinstance(layer, Linear) and path.startswith("layers."):
+                layer.adapted = AdaptedProducts(
+                    self, layer, path.startswith(last) and "q_proj" not in layer.matrices)
                 for name in layer.matrices:
                     self.layers[beside(path, name)] = layer, name
 
@@ -162,6 +173,33 @@ class Adapters:
     def mask(self, of_wanted: bool) -> torch.Tensor | None:
         """(tokens, slots * rank); None where no token of the step has an adapter."""
         return self.masks and self.masks[of_wanted]
+
+    def send(self) -> None:
+        """On rank 0, in front of a step: what requests have loaded since the last one, to all."""
+        while self.unsent:
+            slot, tensors = self.unsent[0]
+            if self.ranks.size > 1:
+                content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+                head = torch.zeros(MIN_BUFFER, dtype=torch.int32)
+                head[:3] = torch.tensor([ADAPTER, slot, len(content)])
+                self.ranks.broadcast_host(head)
+                self.ranks.broadcast_host(content)
+            self._fill(slot, tensors)
+            del self.unsent[0]  # last: after Ctrl-C it is filled once more
+
+    def receive(self, head: torch.Tensor) -> bool:
+        """The same on another rank, which has got the message's head. True: steps will follow."""
+        _, slot, length = head[:3].tolist()
+        content = torch.empty(length, dtype=torch.uint8)
+        self.ranks.broadcast_host(content)
+        self._fill(slot, load(content.numpy().tobytes()))
+        return True
+
+    def _fill(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
+        columns = slice((slot - 1) * self.max_rank, slot * self.max_rank)
+        for path, (layer, name) in self.layers.items():
+            pair = (tensors[f"{path}.A"], tensors[f"{path}.B"]) if f"{path}.A" in tensors else None
+            layer.adapted.fill(name, columns, pair)
 
     # -------------------------------------------------------------- requests
 
@@ -196,16 +234,10 @@ class Adapters:
         return self.known[seen]
 
     def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
-        tensors = read_adapter(Path(asked.lora_path), self.max_rank, self.layers)
+        pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.layers)
         slot = self._free_slot(asked)
-        columns = slice((slot - 1) * self.max_rank, slot * self.max_rank)
-        for path, (layer, name) in self.layers.items():
-            _, a, b = layer.adapted[name]
-            a[columns], b[:, columns] = 0, 0
-            if path in tensors:
-                low, high = tensors[path]
-                a[columns][:len(low)] = low
-                b[:, columns][:, :len(low)] = high
+        self.unsent.append((slot, {f"{path}.{letter}": tensor for path, pair in pairs.items()
+                                   for letter, tensor in zip("AB", pair, strict=True)}))
         root = self.roots.setdefault(content, CacheEntry(content, -1, [], None))
         self.loaded[content] = adapter = Adapter(asked.lora_name, slot, root)
         return adapter
@@ -223,7 +255,7 @@ class Adapters:
                          f"max_loras={self.max_loras}: raise it, or wait for one of them")
 
 
-def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[LoraLinear, str]],
+def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, str]],
                  ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
     adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
@@ -272,7 +304,7 @@ def _read_settings(folder: Path) -> dict:
 
 
 def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
-            layer: LoraLinear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            layer: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """One module's two matrices, checked, with `scaling` in the second.
 
     scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).
@@ -318,17 +350,11 @@ def _of_module(folder: Path, settings: dict, name: str, path: str, default: floa
     return value
 
 
-def prepare(config: EngineConfig, model_config: ModelConfig, layers: dict[str, Any],
-            ) -> dict[str, Any]:
-    """For `LLM`: the entries of `Placement`, with a `Linear` that takes adapters. Raises
-    `ValueError` for what adapters don't go together with."""
-    conflicts = {"tensor_parallel_size": config.tensor_parallel_size > 1,
-                 "runner": config.runner == "pooling",
-                 "model_impl": config.model_impl == "transformers",
-                 "quantization": "linear" in layers}
-    for name, conflict in conflicts.items():
-        if conflict:
-            raise ValueError(f"enable_lora=True does not go together with {name}="
-                             f"{getattr(config, name)!r} yet: leave one of them out, or merge the "
-                             "adapter into the weights (peft's merge_and_unload)")
-    return layers | {"linear": LoraLinear}
+def prepare(config: EngineConfig) -> type[Adapters]:
+    """For `LLM`: what makes the adapters of a runner. Raises `ValueError` for networks that take
+    none."""
+    if config.model_impl == "transformers":
+        raise ValueError("enable_lora=True does not go together with model_impl='transformers': "
+                         "leave one of them out, or merge the adapter into the weights (peft's "
+                         "merge_and_unload)")
+    return Adapters

@@ -30,6 +30,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +132,7 @@ class PoolingRequest:
         arrival_time=time.time()))
     inbox: list | None = None
     grammar: None = None  # nothing is written
+    adapter: Any = None  # as there
 
     @property
     def pooling_type(self) -> str:
@@ -144,6 +146,8 @@ class PoolingRequest:
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         seq = Sequence(self.request_id, list(ids), GREEDY, arrival, self.priority,
+                       adapter=self.adapter.slot if self.adapter else 0,
+                       root=self.adapter.root if self.adapter else None,
                        max_num_tokens=len(ids), arrival_time=self.stats.arrival_time)
         # This is what keeps it from the prefix cache, unless it is LAST (the story: BUGS 36).
         seq.num_prompt_logprobs = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
@@ -261,12 +265,14 @@ class PoolingInputs(InputProcessor):
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
                pooling_task: str | None = None, use_tqdm: bool | Callable = True,
-               priority: list[int] | None = None) -> list[PoolingRequestOutput]:
+               priority: list[int] | None = None,
+               lora_request: Any = None) -> list[PoolingRequestOutput]:
         """Pool one prompt or many; results come in the order of the prompts.
 
         prompts: in the forms of `generate`. pooling_task: "embed" or "classify" for a prompt as a
-        whole, "token_embed" or "token_classify" for each of its tokens. Raises `ValueError` before
-        any work starts; after Ctrl-C the engine stays usable.
+        whole, "token_embed" or "token_classify" for each of its tokens. lora_request: a
+        `LoRARequest` for all, or one or None for each. Raises `ValueError` before any work starts;
+        after Ctrl-C the engine stays usable.
         """
         if pooling_task is None:
             raise ValueError("encode() needs pooling_task: choose one of "
@@ -274,7 +280,7 @@ class PoolingInputs(InputProcessor):
         prompts = as_list(prompts)
         params = [_with_task(one, pooling_task)
                   for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
-        requests = llm.make_requests(prompts, params, priority)
+        requests = llm.make_requests(prompts, params, priority, lora_request)
         results = {}
         with closing(llm.drive(requests)) as outputs, prompts_bar(
                 len(requests), use_tqdm) as bar:

@@ -79,6 +79,10 @@ class Server:
             raise BadRequest(f"the model {body.model!r} does not exist: this server has "
                              f"{', '.join(names)}", "model", 404, "model_not_found")
 
+    def served_name(self, body: Body) -> str:
+        """What the answer says: the adapter's name, or the model's first one."""
+        return body.model if body.model in self.adapters else self.names[0]
+
     async def generate(self, body: GenerationBody, http: Request) -> Response:
         """A completion or a chat."""
         self.check_model(body)
@@ -88,8 +92,7 @@ class Server:
         http.scope["ticket"].widen(len(prompts) * body.num_samples)
         requests = [await self._prepare(body, prompt, f"{name}-{i}")
                     for i, prompt in enumerate(prompts)]
-        model = body.model if body.model in self.adapters else self.names[0]
-        answer = kind(body, requests, model, name)
+        answer = kind(body, requests, self.served_name(body), name)
         if body.stream:
             self.engine.check_health()  # from here on there is no other status than 200
             return StreamingResponse(self._events(answer), media_type="text/event-stream",
@@ -199,7 +202,8 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
     async def pooled(endpoint, body: Body, http: Request) -> Response:
         server.check_model(body)
         with bad_requests(body):
-            job = pooling.Job(server.engine, server.names[0], server.chat_template)
+            job = pooling.Job(server.engine, server.served_name(body), server.chat_template,
+                              server.adapters.get(body.model))
             http.scope["ticket"].widen(pooling.num_prompts(body))
             work = await endpoint(job, body)
         return await unless_gone(http, work)

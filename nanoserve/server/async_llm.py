@@ -97,9 +97,9 @@ class AsyncLLM:
                 yield output
 
     async def encode(self, prompt: Prompt, pooling_params: Any, request_id: str = "",
-                     priority: int = 0) -> AsyncIterator[Any]:
+                     priority: int = 0, lora_request: Any = None) -> AsyncIterator[Any]:
         """Yield what a pooling model makes of a prompt: one `PoolingRequestOutput`."""
-        request = await self.prepare(prompt, pooling_params, request_id, priority)
+        request = await self.prepare(prompt, pooling_params, request_id, priority, lora_request)
         async with aclosing(self.outputs([request])) as outputs:
             async for output in outputs:
                 yield output

@@ -146,8 +146,12 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
         return {}
     from nanoserve.extras.lora import LoRARequest  # here: an annexe that may be deleted
     adapters = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
+    params = None
+    if llm.runner.pooler is not None:
+        from nanoserve.extras.pooling import PoolingParams
+        params = PoolingParams()
     for adapter in adapters.values():
-        llm.make_request("", [0], lora_request=adapter)
+        llm.make_request("", [0], params, lora_request=adapter)
     return adapters
 
 

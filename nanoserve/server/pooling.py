@@ -36,11 +36,13 @@ Work = Coroutine[Any, Any, dict]
 
 @dataclass
 class Job:
-    """What an endpoint works with. chat_template: of a reranker, with a query and a document."""
+    """What an endpoint works with. chat_template: of a reranker, with a query and a document.
+    adapter: a `LoRARequest`, if that is what the body names as its model."""
 
     engine: AsyncLLM
     model: str
     chat_template: str | None = None
+    adapter: Any = None
 
     async def prepare(self, prompts: list, task: str, body: Body) -> list:
         """Raises `ValueError` if the model is a generator, or has not this task."""
@@ -50,7 +52,7 @@ class Job:
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
                                truncate_prompt_tokens=body.truncate_prompt_tokens)
         name = uuid4().hex
-        return [await self.engine.prepare(prompt, params, f"{name}-{i}")
+        return [await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.adapter)
                 for i, prompt in enumerate(prompts)]
 
     async def vectors(self, requests: list) -> list[torch.Tensor]:

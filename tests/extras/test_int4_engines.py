@@ -5,7 +5,6 @@ rounded, number for number. An LM head, where nothing else is said, is 8 bits by
 """
 
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +12,13 @@ import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, by_definition, groups_by_definition, pack, write
-from rank_threads import thread_ranks
+from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
 from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
 from nanoserve.extras.int4_linear import GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Panels, Rows
-from nanoserve.model_runner import serve_rank
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -61,13 +59,7 @@ def rounded(checkpoints, tmp_path):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    def thread_start(size, device, entry, payload):
-        first, *others = thread_ranks(size)
-        for one in others:
-            threading.Thread(target=serve_rank, args=(one, payload), daemon=True).start()
-        return first
-
-    monkeypatch.setattr(llm_module, "start_ranks", thread_start)
+    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     return dict(tensor_parallel_size=2)
 
 

@@ -5,7 +5,6 @@ the paper: W + scaling * B A.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import pytest
 import torch
 from checkpoints import Reference, assert_same_text
 from loading import stored_tensors
+from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
 from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve import llm as llm_module
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -257,20 +258,93 @@ def test_requests_that_are_refused(voices, tmp_path):
             llm.generate("a", lora_request=voices.request(1))
 
 
-@pytest.mark.parametrize("options, words", [
-    (dict(tensor_parallel_size=2), "tensor_parallel_size=2"),
-    (dict(quantization="int8"), "quantization='int8'"),
-    (dict(quantization="int4"), "quantization='int4'"),
-    (dict(runner="pooling"), "runner='pooling'"),
-    (dict(model_impl="transformers"), "model_impl='transformers'")])
-def test_what_adapters_do_not_go_together_with(voices, options, words):
-    with pytest.raises(ValueError, match=re.escape(f"together with {words} yet")):
-        LLM(voices.base, **SMALL | options)
+def test_a_network_of_transformers_takes_no_adapters(voices):
+    with pytest.raises(ValueError, match="together with model_impl='transformers'"):
+        LLM(voices.base, **SMALL | dict(model_impl="transformers"))
 
 
 def test_options_without_adapters_have_no_effect_and_say_so(voices):
     with pytest.raises(ValueError, match="max_loras=2.*without enable_lora=True"):
         LLM(voices.base, max_loras=2)
+
+
+@pytest.fixture
+def two_ranks(voices, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm_module, "start_ranks", start_in_threads)
+        yield lambda **options: LLM(voices.base, **SMALL | dict(tensor_parallel_size=2) | options)
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(max_num_batched_tokens=7, max_num_seqs=3), dict(num_gpu_blocks_override=18),
+    dict(async_scheduling=True)], ids=str)
+def test_two_ranks_mix_adapters(voices, two_ranks, options):
+    """Each has its share of A where it has a share of the inputs, and of B where of the outputs.
+    The third adapter takes the slot of the first while the engine serves."""
+    with two_ranks(**options) as llm:
+        for seeds in ([1, 2, None, 1, 2], [3] * 5, [None, 3, 2, 3, None], [1, 2, 2, None, 1]):
+            voices.check(llm, seeds, str(options))
+
+
+def test_two_ranks_after_an_adapter_that_is_refused(voices, two_ranks, tmp_path):
+    """Rank 0 reads and checks it, so the others never hear of it."""
+    broken = shutil.copytree(voices.root / "adapter-1", tmp_path / "broken")
+    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+    with two_ranks() as llm:
+        voices.check(llm, [1, 2])
+        with pytest.raises(ValueError, match="can't be read"):
+            llm.generate("a", lora_request=LoRARequest("broken", 9, str(broken)))
+        voices.check(llm, [2, None, 1])
+
+
+def test_two_processes_mix_adapters(voices):
+    with LLM(voices.base, **SMALL, tensor_parallel_size=2) as llm:
+        voices.check(llm, [1, 2, None, 1, 2])
+        voices.check(llm, [3, 2, None])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_adapters_over_small_weights(voices, tmp_path, quantization):
+    """The weight is rounded, the adapter is not: so says a dense engine with the rounded weights
+    and the same adapters, whose hidden states differ by the rounding of activations alone."""
+    def logprobs(seeds, **options):
+        with LLM(voices.base, **SMALL | options) as llm:
+            outputs = llm.generate(
+                [{"prompt_token_ids": PROMPTS[0]}] * len(seeds),
+                SamplingParams(max_tokens=1, temperature=0, logprobs=-1, detokenize=False),
+                use_tqdm=False, lora_request=[voices.request(seed) for seed in seeds])
+            return torch.tensor([[each.logprob for _, each in sorted(
+                output.outputs[0].logprobs[0].items())] for output in outputs])
+
+    exact, small = logprobs([1, 2, None]), logprobs([1, 2, None], quantization=quantization)
+    bare = (exact[2] - small[2]).abs().mean()  # what rounding alone costs
+    for i in range(2):
+        effect = (exact[i] - exact[2]).abs().mean()
+        assert (exact[i] - small[i]).abs().mean() < 3 * bare < effect
+
+
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7, max_num_seqs=3),
+                                     dict(quantization="int8")], ids=str)
+def test_adapters_embed(voices, options):
+    """Vectors of one call, each under its own adapter, are those of merged checkpoints; asked
+    again they come out of the prefix cache, where each adapter finds its own blocks."""
+    prompts, seeds = [{"prompt_token_ids": ids} for ids in PROMPTS], [1, 2, None, 3, 1]
+    pooling = SMALL | dict(runner="pooling", max_loras=3) | options
+    with LLM(voices.base, **pooling) as llm:
+        asked = [voices.request(seed) for seed in seeds]
+        first, again = (llm.embed(prompts, use_tqdm=False, lora_request=asked) for _ in range(2))
+        score = llm.score("a", "a", lora_request=asked[0], use_tqdm=False)
+    assert score[0].outputs.score == pytest.approx(1)
+    assert again[0].num_cached_tokens == 16
+    for ids, seed, output, second in zip(PROMPTS, seeds, first, again, strict=True):
+        folder = voices.base if seed is None else voices.root / f"merged-{seed}"
+        with torch.inference_mode():
+            hidden = Reference(folder).model.model(torch.tensor([ids])).last_hidden_state[0, -1]
+        vector = torch.nn.functional.normalize(hidden, dim=0)
+        tolerance = 1e-5 if not options.get("quantization") else 0.1
+        for found in (output, second):
+            torch.testing.assert_close(torch.tensor(found.outputs.embedding), vector,
+                                       atol=tolerance, rtol=0)
 
 
 def test_peft_says_the_same(voices):

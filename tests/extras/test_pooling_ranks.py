@@ -1,34 +1,24 @@
 """Two ranks embed and classify as one."""
 
 import copy
-import pickle
-import threading
 
 import pytest
 import torch
 from pooled import TOLERANCE, assert_close, class_logits, data, pooled, start, vectors
-from rank_threads import thread_ranks
+from rank_threads import start_in_threads
 
 from nanoserve import LLM
 from nanoserve import llm as llm_module
-from nanoserve.model_runner import serve_rank
 
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Engines whose second rank is a thread, which gets its payload as a process would."""
+    """Engines whose second rank is a thread."""
     engines = []
-
-    def thread_start(size: int, device: str, entry: str, payload):
-        first, *others = thread_ranks(size)
-        for one in others:
-            threading.Thread(target=serve_rank, daemon=True,
-                             args=(one, pickle.loads(pickle.dumps(payload)))).start()
-        return first
 
     def make(folder, **options) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "start_ranks", thread_start)
+            patch.setattr(llm_module, "start_ranks", start_in_threads)
             engines.append(start(folder, tensor_parallel_size=2, **options))
         return engines[-1]
 

@@ -5,19 +5,17 @@ comes out. In float32 the text of a quantised checkpoint is that of its dense tw
 """
 
 import json
-import threading
 
 import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, Packed, awq, compressed, fp8, gptq, int_rows, pack, write
-from rank_threads import thread_ranks
+from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
 from nanoserve import LLM
 from nanoserve import llm as llm_module
 from nanoserve.extras.quantization import read_format, unpack
-from nanoserve.model_runner import serve_rank
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -90,15 +88,9 @@ def test_ranks_unpack_their_shares(checkpoints, tmp_path, monkeypatch):
     """A share need not end where a block or a group ends: whole matrices are unpacked."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["pack-quantized, zeros"])
 
-    def thread_start(size, device, entry, payload):
-        first, *others = thread_ranks(size)
-        for one in others:
-            threading.Thread(target=serve_rank, args=(one, payload), daemon=True).start()
-        return first
-
     with LLM(dense, **SMALL) as llm:
         expected = greedy(llm, 16)
-    monkeypatch.setattr(llm_module, "start_ranks", thread_start)
+    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     with LLM(quantized, **SMALL, tensor_parallel_size=2) as llm:
         assert greedy(llm, 16) == expected
 

@@ -5,20 +5,18 @@ number (packing.py's `by_definition`).
 """
 
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, by_definition, write
-from rank_threads import thread_ranks
+from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
 from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
 from nanoserve.extras.quantized_linear import Int8Linear, Panels, Rows
-from nanoserve.model_runner import serve_rank
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -76,15 +74,9 @@ def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints):
 
 
 def test_ranks_round_their_own_shares(checkpoints, rounded, monkeypatch):
-    def thread_start(size, device, entry, payload):
-        first, *others = thread_ranks(size)
-        for one in others:
-            threading.Thread(target=serve_rank, args=(one, payload), daemon=True).start()
-        return first
-
     with LLM(rounded("qwen3-tied", shares=2), **SMALL) as llm:
         expected = greedy(llm, 16)
-    monkeypatch.setattr(llm_module, "start_ranks", thread_start)
+    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     with LLM(checkpoints["qwen3-tied"], **SMALL, quantization="int8",
              tensor_parallel_size=2) as llm:
         assert greedy(llm, 16) == expected

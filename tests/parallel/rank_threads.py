@@ -1,10 +1,12 @@
 """Ranks as threads of one process, with real groups between them."""
 
+import pickle
 import threading
 from types import SimpleNamespace
 
 import torch.distributed as dist
 
+from nanoserve.model_runner import serve_rank
 from nanoserve.parallel.processes import FOR_EVER
 from nanoserve.parallel.ranks import Ranks
 
@@ -19,6 +21,16 @@ def thread_ranks(size: int) -> list[Ranks]:
                                     give_up=lambda: None, find_the_dead=lambda: None)
     in_threads(ranks, connect)
     return ranks
+
+
+def start_in_threads(size: int, device: str, entry: str, payload: tuple) -> Ranks:
+    """In the place of `llm.start_ranks`: the other ranks serve in threads of this process, and get
+    their payload as processes would."""
+    first, *others = thread_ranks(size)
+    for one in others:
+        threading.Thread(target=serve_rank, args=(one, pickle.loads(pickle.dumps(payload))),
+                         daemon=True).start()
+    return first
 
 
 def in_threads(ranks: list[Ranks], work) -> list:

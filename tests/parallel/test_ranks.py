@@ -5,7 +5,6 @@ nothing to start: so every family and every way to share it can be compared with
 is special about processes is test_processes.py's business.
 """
 
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from checkpoints import assert_same_text
 from loading import weights_of
-from rank_threads import in_threads, thread_ranks
+from rank_threads import in_threads, start_in_threads, thread_ranks
 
 from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
@@ -22,7 +21,6 @@ from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
-from nanoserve.model_runner import serve_rank
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import Ranks, Span, share_heads
 
@@ -175,15 +173,9 @@ def start(monkeypatch):
     """Engines whose other ranks are threads."""
     engines = []
 
-    def thread_start(size: int, device: str, entry: str, payload) -> Ranks:
-        first, *others = thread_ranks(size)
-        for one in others:
-            threading.Thread(target=serve_rank, args=(one, payload), daemon=True).start()
-        return first
-
     def make(folder, **options) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "start_ranks", thread_start)
+            patch.setattr(llm_module, "start_ranks", start_in_threads)
             engines.append(LLM(folder, num_gpu_blocks_override=64, dtype="float32", device="cpu",
                                **options))
         return engines[-1]

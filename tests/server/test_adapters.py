@@ -43,6 +43,24 @@ def test_a_model_by_an_adapters_name_speaks_with_it(voices):
         serving.close()
 
 
+def test_a_model_by_an_adapters_name_embeds_with_it(voices):
+    options = SMALL | dict(runner="pooling")
+    with LLM(voices.base, **options) as llm:
+        vectors = {seed: llm.embed("hello", use_tqdm=False, lora_request=voices.request(seed)
+                                   )[0].outputs.embedding for seed in (None, 1)}
+    modules = [("one", str(voices.root / "adapter-1"))]
+    llm = LLM(voices.base, **options)
+    serving = Serving(llm, adapters=cli.load_adapters(llm, modules))
+    try:
+        for seed, name in ((None, NAME), (1, "one")):
+            status, answer = serving.ask("/v1/embeddings", dict(model=name, input="hello"))
+            assert status == 200 and answer["model"] == name
+            assert answer["data"][0]["embedding"] == pytest.approx(vectors[seed], abs=1e-6)
+        assert vectors[None] != pytest.approx(vectors[1], abs=1e-2)
+    finally:
+        serving.close()
+
+
 @pytest.mark.parametrize("modules, words", [
     (["voice"], "must be NAME=FOLDER"), (["=x"], "must be NAME=FOLDER"),
     (["voice=/nowhere"], "lora_path='/nowhere'")])
