@@ -27,6 +27,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -53,26 +54,21 @@ def load(source: Path | None = None) -> ctypes.CDLL:
     key = hashlib.sha256(repr((
         source.read_bytes(), compiler, flags, run([*compiler, "--version"]), platform.processor(),
         features and features[0], openmp)).encode()).hexdigest()[:24]
-    kept, folder = cache_folder(), None
     try:
         import fcntl  # not on Windows
-        folder = kept or Path(tempfile.mkdtemp(prefix="nanoserve-"))
-        path = folder / f"{source.stem}-{key}.so"
-        with open(folder / "lock", "w") as lock:
+        kept = cache_folder()
+        place = nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="nanoserve-")
+        with place as folder, open(Path(folder, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # given back however this process ends
+            path = Path(folder, f"{source.stem}-{key}.so")
             if is_private(path):
-                try:
+                with suppress(OSError):  # it is damaged, or was copied by half: it is built anew
                     return ctypes.CDLL(str(path))
-                except OSError:  # it is damaged, or was copied by half: it is built anew
-                    pass
             build(source, compiler, flags, openmp, path)
             return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}); on Linux it "
                          "takes g++, whose OpenMP library is torch's") from error
-    finally:
-        if kept is None and folder is not None:
-            shutil.rmtree(folder)
 
 
 def words(variable: str) -> list[str]:
