@@ -237,7 +237,7 @@ class EngineConfig:
         return replace(
             self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
             max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap,
-            runner=runner)
+            runner=runner, model_impl=self.model_impl.replace("auto", "nanoserve"))
 
     def _resolve_runner(self, model_config: ModelConfig) -> str:
         """The checkpoint decides, or the user. A missing LM head can't be made up for."""

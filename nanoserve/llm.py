@@ -19,12 +19,11 @@ one import. What is not supported raises; nothing is accepted and ignored.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import ModelConfig, UnknownArchitecture
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.checkpoint.vllm_words import CALLS, missing_method, takes_vllms_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
@@ -265,18 +264,13 @@ class LLM(LLMEngine):
                 f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
 
 
-def read_model(asked: EngineConfig, folder: Path,
-               ) -> tuple[EngineConfig, ModelConfig, Callable | None]:
+def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelConfig, Any]:
     """What the checkpoint is, and who makes its network: None for our own `Decoder`."""
-    try:
-        if asked.model_impl != "transformers":
-            model_config = ModelConfig.from_folder(folder, asked.hf_overrides)
-            return replace(asked, model_impl="nanoserve"), model_config, None
-    except UnknownArchitecture:
-        if asked.model_impl == "nanoserve" or not EXTRAS.exists():
-            raise
+    known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
+    if (known and asked.model_impl != "transformers") or not EXTRAS.exists():
+        return asked, ModelConfig.from_folder(folder, asked.hf_overrides), None
     from nanoserve.extras.transformers_model import read_foreign  # here: the core runs without it
-    return read_foreign(replace(asked, model_impl="transformers"), folder)
+    return read_foreign(asked, folder)
 
 
 def _start_ranks(config: EngineConfig, payload: tuple) -> Ranks:

@@ -81,10 +81,6 @@ OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_lo
                     "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
 
 
-class UnknownArchitecture(ValueError):
-    """A network that is none of the families above. transformers may have it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder-only network, as flags and sizes. Read it with `from_folder` or `from_dict`."""
@@ -146,6 +142,12 @@ class ModelConfig:
         # sentence-transformers leaves its own file beside the architecture of a generator.
         return replace(model_config, pools=model_config.pools or (folder / "modules.json").exists())
 
+    @staticmethod
+    def is_known(folder: str | Path, overrides: dict | None = None) -> bool:
+        """Whether the engine's own decoder computes this architecture."""
+        config = read_json(Path(folder) / "config.json", required=True) | (overrides or {})
+        return HEAD.sub("", read_architecture(config)) + "ForCausalLM" in FAMILIES
+
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
         """The same from the files' contents.
@@ -156,8 +158,8 @@ class ModelConfig:
         architecture = read_architecture(config)
         family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
         if family is None:
-            raise UnknownArchitecture(f"the architecture {architecture} is not supported: choose "
-                                      f"{SUPPORTED}")
+            raise ValueError(f"the architecture {architecture} is not supported: choose "
+                             f"{SUPPORTED}")
         config = family | {k: v for k, v in config.items() if (
             v is not None or k in OFF_WHEN_NULL) and (k in family or k not in OF_SOME_FAMILIES)}
         _refuse_what_is_not_implemented(config)

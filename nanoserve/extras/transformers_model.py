@@ -25,7 +25,7 @@ taken: files of models in here, as in larger engines; `model.py` is for those wh
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -305,6 +305,7 @@ def read_foreign(asked: EngineConfig,
 
     Raises `ValueError` for what transformers has not, or what can't be served by it.
     """
+    asked = replace(asked, model_impl="transformers")
     entries = read_json(folder / "config.json", required=True) | (asked.hf_overrides or {})
     architecture = read_architecture(entries)
     if asked.tensor_parallel_size > 1:
