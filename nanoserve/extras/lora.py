@@ -21,8 +21,9 @@ behind which other weights may lie tomorrow. A hit also compares the root's iden
 Not known here: requests' text, the queue, KV bytes. The mask is a hidden input of the layers, the
 only one in this project: the runner has it set before a step, and every layer's product reads it.
 Confessed: the product is computed for all slots, with zeros for the others. With 64 columns in all
-it adds 8% to the multiplications of a 0.6B model's layers. Road not taken: kernels that gather each
-token's own adapter (Punica, S-LoRA), which compute less and are another twin to keep.
+it adds 8% to the multiplications of a 0.6B model's layers, and more to its time (docs/lora.md).
+Road not taken: kernels that gather each token's own adapter (Punica, S-LoRA), which compute less
+and are another twin to keep.
 """
 
 import hashlib
@@ -36,7 +37,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
@@ -97,30 +97,40 @@ class Adapter:
 
 
 class AdaptedProducts:
-    """What stands in `Linear.adapted`: A (slots * rank, inputs) and B (outputs, slots * rank) of
-    each of the layer's matrices, this rank's share of both."""
+    """What stands in `Linear.adapted`: A and B of each of the layer's n matrices, of which this
+    rank has a share. All A see the same inputs, so they are one matrix. Both are packed like any
+    weight, anew whenever an adapter has come."""
 
     def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
         self.adapters, self.layer = adapters, layer
         self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
-        self.of: dict[str, tuple[slice, torch.Tensor, torch.Tensor]] = {}
-        width, make, start = adapters.num_columns, adapters.zeros, 0
+        width, start = adapters.num_columns, 0
+        self.a = adapters.zeros(len(layer.matrices), width, layer.inputs.size)
+        self.b: dict[str, torch.Tensor] = {}
+        self.outputs: list[slice] = []
         for name, rows in layer.matrices.items():
-            self.of[name] = (slice(start, start + rows.size), make(width, layer.inputs.size),
-                             make(rows.size, width))
+            self.b[name] = adapters.zeros(rows.size, width)
+            self.outputs.append(slice(start, start + rows.size))
             start += rows.size
+        self.pack()
+
+    def pack(self) -> None:
+        pack = self.adapters.ops.pack
+        self.packed_a = pack(self.a.flatten(0, 1))
+        self.packed_b = [pack(b) for b in self.b.values()]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        mask = self.adapters.mask(self.sees_wanted)
+        mask, linear = self.adapters.mask(self.sees_wanted), self.adapters.ops.linear
         if mask is not None:
-            for rows, a, b in self.of.values():
-                out[:, rows] += F.linear(F.linear(x, a) * mask, b)
+            low = linear(x, self.packed_a).unflatten(1, (-1, mask.shape[1])) * mask[:, None]
+            for i, (rows, b) in enumerate(zip(self.outputs, self.packed_b, strict=True)):
+                out[:, rows] += linear(low[:, i], b)  # low: (tokens, n, slots * rank)
         return out
 
     def fill(self, name: str, columns: slice, pair: tuple[torch.Tensor, torch.Tensor] | None,
              ) -> None:
         """One matrix's weights in a slot, whose columns these are; None: it is not changed."""
-        _, a, b = self.of[name]
+        a, b = self.a[list(self.b).index(name)], self.b[name]
         a[columns], b[:, columns] = 0, 0
         if pair is not None:
             (low, high), inputs, rows = pair, self.layer.inputs, self.layer.matrices[name]
@@ -140,6 +150,7 @@ class Adapters:
         self.max_loras, self.max_rank = config.max_loras, config.max_lora_rank
         self.num_columns = self.max_loras * self.max_rank
         self.device, self.dtype, self.ranks = device, runner.dtype, runner.ranks
+        self.ops = runner.ops
         self.slot_of_column = torch.arange(self.num_columns, device=device) // self.max_rank + 1
         self.loaded: OrderedDict[bytes, Adapter] = OrderedDict()  # by content, oldest use first
         self.roots: dict[bytes, CacheEntry] = {}  # kept: a block may outlive its adapter's slot
@@ -200,6 +211,8 @@ class Adapters:
         for path, (layer, name) in self.layers.items():
             pair = (tensors[f"{path}.A"], tensors[f"{path}.B"]) if f"{path}.A" in tensors else None
             layer.adapted.fill(name, columns, pair)
+        for layer in {layer for layer, _ in self.layers.values()}:
+            layer.adapted.pack()
 
     # -------------------------------------------------------------- requests
 
