@@ -23,7 +23,6 @@ Not known here: files, the order of layers, the KV cache. Road not taken: `nn.Li
 `nn.Embedding`, which spend seconds on random numbers that are overwritten.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +34,7 @@ from torch import nn
 
 from nanoserve import ops
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_frequencies import rope_frequencies
 from nanoserve.parallel.ranks import SOLO, Ranks, Span, share_heads
 
 # What is a weight as it stands; integers and 8-bit floats mean nothing without their scales.
@@ -277,42 +277,3 @@ class RotaryEmbedding(nn.Module):
         """
         angles = positions[:, None] * self.frequencies
         return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
-    """Radians a position for each pair of dimensions, (head_dim / 2,), in float32.
-
-    To reach further than it was trained, a model's waves are stretched by `factor`: all of them
-    ("linear"), or only the long ones, which never made a full turn in training, with a blend in
-    between. "llama3" blends by the number of turns, "yarn" (Peng et al. 2023) by the index.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / rope.theta ** exponents
-    if rope.rope_type == "default":
-        return frequencies
-    if rope.rope_type == "linear":
-        return frequencies / rope.factor
-    keep = _llama3_keep(frequencies, rope) if rope.rope_type == "llama3" else (
-        _yarn_keep(head_dim, rope))
-    return (1 - keep) * frequencies / rope.factor + keep * frequencies
-
-
-def _llama3_keep(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """0 for waves of at most `low_freq_factor` turns in training, 1 from `high_freq_factor` on."""
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return keep.clamp(0, 1)
-
-
-def _yarn_keep(head_dim: int, rope: RopeConfig) -> torch.Tensor:
-    """1 up to the pair that makes `beta_fast` turns, 0 from the one that makes `beta_slow` on."""
-    def pair_with(turns: float) -> float:  # frequency theta^(-2i/d), solved for the index i
-        wave = rope.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(wave) / (2 * math.log(rope.theta))
-
-    low, high = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001  # the reference's way out of a division by zero
-    return 1 - ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)

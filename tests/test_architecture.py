@@ -19,6 +19,7 @@ CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config"]
 MAY_IMPORT = {
     "checkpoint/hub": [],
     "checkpoint/rope_config": [],
+    "checkpoint/rope_frequencies": ["checkpoint/rope_config"],
     "checkpoint/model_config": ["checkpoint/rope_config"],
     "checkpoint/tokenizers": ["checkpoint/hub"],
     "parallel/*": ["parallel/*"],
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "batch": ["sequence"],
     "ops": ["batch"],
     "device/*": ["batch", "ops", "config", "sequence", "device/*"],
-    "layers": ["ops", "parallel/*", *CONFIG_FILES],
+    "layers": ["ops", "parallel/*", "checkpoint/rope_frequencies", *CONFIG_FILES],
     "model": ["layers", "batch", *CONFIG_FILES],
     "controls": ["sequence", "batch", "config", "ops"],
     "sampler": ["sequence", "batch", "config", "ops", "controls"],

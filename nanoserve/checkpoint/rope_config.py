@@ -8,7 +8,7 @@ with recipes to stretch them. They have been written down in two spellings:
                      or one such object each for "full_attention" and "sliding_attention"
     before:          "rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, ..} or null
 
-Both become a `RopeConfig`, which is all that `layers.rope_frequencies` sees. Invariant: a recipe
+Both become a `RopeConfig`, which is all that rope_frequencies.py sees. Invariant: a recipe
 that is not known is refused by name; "dynamic" is known and refused, because with it a token's KV
 would depend on who else is in the batch.
 

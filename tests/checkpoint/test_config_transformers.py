@@ -19,7 +19,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoserve.checkpoint.model_config import FAMILIES, ModelConfig
-from nanoserve.layers import rope_frequencies
+from nanoserve.checkpoint.rope_frequencies import rope_frequencies
 
 CONFIGS = dict(Llama=LlamaConfig, Mistral=MistralConfig, Qwen2=Qwen2Config, Qwen3=Qwen3Config,
                Mixtral=MixtralConfig, Qwen3Moe=Qwen3MoeConfig, Gemma2=Gemma2Config,

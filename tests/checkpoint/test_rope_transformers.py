@@ -13,7 +13,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanoserve.checkpoint.model_config import ModelConfig, RopeConfig
-from nanoserve.layers import RotaryEmbedding, rope_frequencies
+from nanoserve.checkpoint.rope_frequencies import rope_frequencies
+from nanoserve.layers import RotaryEmbedding
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
