@@ -34,9 +34,8 @@ from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor, Request
-from nanoserve.model_runner import LAST_WORD, ModelRunner, serve_rank
+from nanoserve.model_runner import LAST_WORD, ModelRunner
 from nanoserve.parallel.processes import start_ranks
-from nanoserve.parallel.ranks import Ranks
 
 EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
@@ -81,7 +80,9 @@ class LLM(LLMEngine):
         if config.kv_offload_bytes or config.kv_store is not None:
             from nanoserve.extras.block_store import prepare as with_store
             config, make_pool = with_store(config)
-        ranks = _start_ranks(config, (config, folder, pooler, layers, make_pool, make_adapters))
+        ranks = start_ranks(config.tensor_parallel_size, config.device,
+                            "nanoserve.model_runner:serve_rank",
+                            (config, folder, pooler, layers, make_pool, make_adapters))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
@@ -271,18 +272,3 @@ def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelCo
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), None
     from nanoserve.extras.transformers_model import read_foreign  # here: the core runs without it
     return read_foreign(asked, folder)
-
-
-def _start_ranks(config: EngineConfig, payload: tuple) -> Ranks:
-    """Rank 0, with the others started or joined.
-
-    Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
-    down, and then their script ends: what follows in it is rank 0's to do.
-    """
-    ranks = start_ranks(config.tensor_parallel_size, config.device,
-                        "nanoserve.model_runner:serve_rank", payload)
-    if ranks.rank > 0:
-        with closing(ranks):
-            serve_rank(ranks, payload)
-        raise SystemExit(0)
-    return ranks

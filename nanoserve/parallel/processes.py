@@ -28,6 +28,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from importlib import import_module
 
@@ -58,16 +60,24 @@ def under_torchrun() -> bool:
 
 
 def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
-    """Start the other ranks and return rank 0; under torchrun, join them and return one's own.
+    """Start the other ranks, or join them under torchrun, and return rank 0.
 
-    device: "cpu" or "cuda". entry: what a child runs, as "module:function"; it is called with its
-    `Ranks` and the payload, which can be pickled. Raises `ValueError` for a size that can't be,
-    `RuntimeError` if a rank doesn't come up.
+    device: "cpu" or "cuda". entry: what a rank above 0 runs, as "module:function"; it is called
+    with its `Ranks` and the payload, which can be pickled. Raises `ValueError` for a size that
+    can't be, `RuntimeError` if a rank doesn't come up.
+
+    Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
+    down, and then their script ends: what follows in it is rank 0's to do.
     """
     if size == 1:
         return Ranks()
     if under_torchrun():
-        return _join_torchrun(size, device)
+        ranks = _join_torchrun(size, device)
+        if ranks.rank > 0:
+            with closing(ranks):
+                find(entry)(ranks, payload)
+            raise SystemExit(0)
+        return ranks
     if device == "cuda" and torch.cuda.device_count() < size:
         raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, torch sees "
                          f"{torch.cuda.device_count()}")
@@ -109,13 +119,18 @@ def _spawn(boot: tuple) -> subprocess.Popen:
     return child
 
 
+def find(entry: str) -> Callable:
+    """The function that "module:function" names."""
+    module, _, function = entry.partition(":")
+    return getattr(import_module(module), function)
+
+
 def run_child() -> None:
     """What a started rank runs, from its first line to its end."""
     rank, size, port, device, threads, entry, payload = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_rank_0, args=(rank,), daemon=True).start()
     torch.set_num_threads(threads)
-    module, _, function = entry.partition(":")
-    serve = getattr(import_module(module), function)
+    serve = find(entry)
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
         ranks = _connect(Ranks(rank, size), store, device, [], LOOPBACK)
