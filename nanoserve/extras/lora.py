@@ -43,6 +43,7 @@ from safetensors.torch import load, save
 from nanoserve.batch import MIN_BUFFER, Batch
 from nanoserve.config import EngineConfig
 from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
+from nanoserve.parallel.interrupts import ctrl_c_held
 from nanoserve.sequence import CacheEntry
 
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
@@ -157,7 +158,7 @@ class Adapters:
         self.known: dict[tuple, bytes] = {}  # content of files that have been read
         self.masks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.lock = Lock()  # requests are made in any thread
-        self.unsent: list[tuple[int, dict[str, torch.Tensor]]] = []  # slots and their weights
+        self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by slot, what no layer has yet
         self.layers: dict[str, tuple[Linear, str]] = {}  # by the checkpoint's name
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
@@ -188,15 +189,15 @@ class Adapters:
     def send(self) -> None:
         """On rank 0, in front of a step: what requests have loaded since the last one, to all."""
         while self.unsent:
-            slot, tensors = self.unsent[0]
-            if self.ranks.size > 1:
-                content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
-                head = torch.zeros(MIN_BUFFER, dtype=torch.int32)
-                head[:3] = torch.tensor([ADAPTER, slot, len(content)])
-                self.ranks.broadcast_host(head)
-                self.ranks.broadcast_host(content)
-            self._fill(slot, tensors)
-            del self.unsent[0]  # last: after Ctrl-C it is filled once more
+            with ctrl_c_held():  # one that is lost, or half there, would write another's text
+                slot, tensors = self.unsent.popitem()
+                if self.ranks.size > 1:
+                    content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+                    head = torch.zeros(MIN_BUFFER, dtype=torch.int32)
+                    head[:3] = torch.tensor([ADAPTER, slot, len(content)])
+                    self.ranks.broadcast_host(head)
+                    self.ranks.broadcast_host(content)
+                self._fill(slot, tensors)
 
     def receive(self, head: torch.Tensor) -> bool:
         """The same on another rank, which has got the message's head. True: steps will follow."""
@@ -249,8 +250,8 @@ class Adapters:
     def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
         pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.layers)
         slot = self._free_slot(asked)
-        self.unsent.append((slot, {f"{path}.{letter}": tensor for path, pair in pairs.items()
-                                   for letter, tensor in zip("AB", pair, strict=True)}))
+        self.unsent[slot] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
+                             for letter, tensor in zip("AB", pair, strict=True)}
         root = self.roots.setdefault(content, CacheEntry(content, -1, [], None))
         self.loaded[content] = adapter = Adapter(asked.lora_name, slot, root)
         return adapter
