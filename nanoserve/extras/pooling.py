@@ -334,6 +334,9 @@ class PoolingInputs(InputProcessor):
         """A query that all of `second` are compared with is embedded once."""
         if not second:
             return []
+        if isinstance(options.get("lora_request"), (list, tuple)):
+            raise ValueError("lora_request is a list, but score() compares embeddings, which only "
+                             "make sense under one adapter: give one for all texts")
         outputs = self.encode(llm, first + second, params, pooling_task="embed", **options)
         queries, documents = outputs[:len(first)], outputs[len(first):]
         if len(queries) == 1:

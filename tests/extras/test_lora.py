@@ -345,6 +345,8 @@ def test_adapters_embed(voices, options):
         asked = [voices.request(seed) for seed in seeds]
         first, again = (llm.embed(prompts, use_tqdm=False, lora_request=asked) for _ in range(2))
         score = llm.score("a", "a", lora_request=asked[0], use_tqdm=False)
+        with pytest.raises(ValueError, match="lora_request is a list.*give one for all texts"):
+            llm.score(["a"], ["a"], lora_request=asked[:1])
     assert score[0].outputs.score == pytest.approx(1)
     assert again[0].num_cached_tokens == 16
     for ids, seed, output, second in zip(PROMPTS, seeds, first, again, strict=True):

@@ -223,8 +223,8 @@ def test_vllms_words_for_pooling(qwen3):
     with start(qwen3, pooler_config=config) as llm:
         assert str(llm.runner.pooler) == "pooling MEAN to embed"
         assert len(llm.embed("a", lora_request=None, tokenization_kwargs=None)) == 1
-        for call in (llm.embed, llm.classify, lambda text, **given: llm.score(text, text, **given)):
-            with pytest.raises(ValueError, match="lora_request='x' is not supported: .*merge"):
+        for call in (llm.embed, lambda text, **given: llm.score(text, text, **given)):
+            with pytest.raises(ValueError, match="lora_request='x': make the engine with"):
                 call("a", lora_request="x")
         with pytest.raises(TypeError, match=r"use_tdqm: did you mean use_tqdm\?"):
             llm.embed("a", use_tdqm=False)
