@@ -268,7 +268,7 @@ class LLM(LLMEngine):
 def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelConfig, Any]:
     """What the checkpoint is, and who makes its network: None for our own `Decoder`."""
     known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
-    if (known and asked.model_impl != "transformers") or not EXTRAS.exists():
+    if asked.model_impl != "transformers" and (known or not EXTRAS.exists()):
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), None
     from nanoserve.extras.transformers_model import read_foreign  # here: the core runs without it
     return read_foreign(asked, folder)
