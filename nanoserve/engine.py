@@ -255,9 +255,9 @@ class LLMEngine:
 
     def abort(self, request_ids: list[str]) -> None:
         """Order these requests to be ended, wherever they are; unknown ids are ignored. Their
-        outputs so far go to their inboxes, with `finish_reason` "abort". Blocks that a step in
-        flight still writes to come back with its end. Threads, handlers of signals and finalizers
-        may call it at any time. Raises what a tokenizer raised at the rest of a text."""
+        outputs so far go to their inboxes, with `finish_reason` "abort". Threads, handlers of
+        signals and finalizers may call it at any time. Raises what a tokenizer raised at the rest
+        of a text."""
         self.turns.order(lambda: self._abort(request_ids))
 
     def _abort(self, request_ids: list[str]) -> None:
@@ -280,7 +280,7 @@ class LLMEngine:
             raise errors[0]
 
     def _rest(self) -> None:
-        """No request is left: end the steps in flight, whose blocks then come back."""
+        """No request is left: end the steps in flight, and save what is to be saved."""
         try:
             while self.in_flight:
                 self._take_result()

@@ -19,7 +19,9 @@ Invariant: the scheduler may change *when* a token is computed, never *which* to
 A step takes effect only in `update()`. Between `schedule()` and `update()` a sequence merely counts
 what is in flight: tokens being computed, and samples whose value is not known yet. So a step can be
 scheduled while the one before still runs (overlap), and a step that failed is dropped by zeroing
-the counts: nothing was promised, so nothing is rolled back.
+the counts: nothing was promised, so nothing is rolled back. The device runs steps in order. So a
+sequence that ends gives its blocks back at once, even while a step in flight writes to them: their
+next owner writes later.
 
 Not known here: torch, text, devices. Road not taken: preemption by swapping KV to the host, which
 moves more bytes than recomputing the few blocks that the prefix cache lost.
@@ -27,7 +29,7 @@ moves more bytes than recomputing the few blocks that the prefix cache lost.
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -58,7 +60,6 @@ class Scheduler:
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
         self.pending_keys: set[bytes] = set()  # of all steps in flight
-        self.draining: set[Sequence] = set()  # ended, but a step in flight still uses their blocks
         self.num_steps = 0
         self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
         self.store: Any = None  # a second place for blocks: extras/block_store.py
@@ -321,9 +322,8 @@ class Scheduler:
                 grown[seq] = tokens
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():
-            if seq.finish_reason is not None:
-                self._drain(seq)
-            elif num_new > 1 or seq.num_computed_tokens % block_size == 0:
+            if seq.finish_reason is None and (
+                    num_new > 1 or seq.num_computed_tokens % block_size == 0):
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
@@ -337,8 +337,7 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None,
                num_tokens: int | None = None) -> None:
-        """End a sequence in whatever state it is; ending it twice is harmless. Its blocks go back
-        at once, or with the last step in flight that computes it.
+        """End a sequence in whatever state it is; ending it twice is harmless.
 
         num_tokens: where its text ends, if a step brought more. A stop string found in the text of
         the token that ended it otherwise is the better reason: the text is cut there.
@@ -361,34 +360,20 @@ class Scheduler:
                 self.store.dropped(step)
             for seq in step.num_new_tokens:
                 seq.num_inflight_tokens = seq.num_unknown_tokens = seq.num_draft_tokens = 0
-                if seq.finish_reason is not None:
-                    self._drain(seq)
         self.in_flight.clear()
         self.pending_keys.clear()
 
     def _retire(self, seq: Sequence) -> None:
-        """It runs no more: its row goes back, and its blocks unless a step in flight needs them."""
+        """It runs no more: its row and its blocks go back."""
         self.free_rows.append(seq.row)
         seq.row = -1
-        if seq.num_inflight_tokens:
-            self.draining.add(seq)
-        else:
-            self.blocks.free(seq)
-
-    def _drain(self, seq: Sequence) -> None:
-        if seq in self.draining and seq.num_inflight_tokens == 0:
-            self.draining.remove(seq)
-            self.blocks.free(seq)
+        self.blocks.free(seq)
 
     # ------------------------------------------------------------- the audit
 
-    def sequences(self) -> Iterator[Sequence]:
-        """Every sequence the scheduler knows."""
-        return chain(self.running, self.draining, self.waiting)
-
     def check(self) -> None:
         """Audit the whole state, blocks included. O(everything): for tests."""
-        self.blocks.check(self.sequences())
+        self.blocks.check(self.running + self.waiting)
         for line in (self.running, self.waiting):
             assert line == sorted(line, key=self.order), "running or waiting is out of order"
             assert not any(seq.finish_reason for seq in line), "one has ended, but is still there"
@@ -401,7 +386,7 @@ class Scheduler:
         for step in self.in_flight:
             inflight.update(step.num_new_tokens)
             inflight.update(step.num_loaded)
-        for seq in self.sequences():
+        for seq in self.running + self.waiting:
             assert seq.num_inflight_tokens == inflight[seq], (
                 f"sequence {seq.name} counts {seq.num_inflight_tokens} tokens in flight, the steps "
                 f"{inflight[seq]}")
@@ -409,9 +394,6 @@ class Scheduler:
             assert seq.num_unknown_tokens <= len(self.in_flight), (
                 f"sequence {seq.name} awaits {seq.num_unknown_tokens} samples of "
                 f"{len(self.in_flight)} steps")
-        for seq in self.draining:
-            assert seq.num_inflight_tokens and seq.finish_reason and seq.row < 0, (
-                f"sequence {seq.name} has ended, and no step in flight will return its blocks")
         for seq in self.waiting:
             assert seq.row < 0 and not seq.block_table and not seq.num_inflight_tokens, (
                 f"sequence {seq.name} waits, but holds a row, blocks or a step in flight")

@@ -93,8 +93,18 @@ def alone(ask: Ask, seed: int, window: int | None) -> tuple[list[int], str, int 
         kv.append(attend(kv, output[-1], window))
 
 
+@dataclass
+class Launched:
+    """A step as it is packed at its launch. Nothing that the host does later changes it."""
+
+    step: Step
+    rows: list[tuple[Sequence, list[int], int, list[int]]]  # its slots, first position and tokens
+    tokens: list[int] | None = None  # sampled, once it has run
+
+
 class FakeDevice:
-    """Executes steps in the order of their launch. Knows of a sequence only its table and inputs.
+    """Runs steps in the order of their launch, and as late as it can: when their tokens are asked
+    for. Knows of a sequence only what its block table and its inputs were at the launch.
 
     All rows of a step read before any of them writes: nobody may rely on another row's work.
     """
@@ -103,31 +113,50 @@ class FakeDevice:
         self.blocks, self.window = blocks, window
         self.slots: dict[int, int] = {}
         self.last_sampled: dict[Sequence, int] = {}
+        self.queue: deque[Launched] = deque()
 
-    def launch(self, step: Step) -> list[int]:
-        size, written, sampled = self.blocks.block_size, {}, {}
+    def launch(self, step: Step) -> Launched:
+        size, rows = self.blocks.block_size, []
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
-            drafts = step.drafts.get(seq, [])
-            tokens = (seq.token_ids + drafts)[start:start + num_new]
-            if len(tokens) < num_new:  # the last step's sample, which only the device knows
-                tokens.append(self.last_sampled[seq])
-            assert len(tokens) == num_new
             slots = [block * size + i for block in seq.block_table for i in range(size)]
+            for slot in slots[start:start + num_new]:
+                self.check_may_write(slot // size)
+            tokens = seq.token_ids + step.drafts.get(seq, [])
+            rows.append((seq, slots, start, tokens[start:start + num_new]))
+        for block, _ in step.block_loads:
+            self.check_may_write(block)
+        self.queue.append(Launched(step, rows))
+        return self.queue[-1]
+
+    def fetch(self, launched: Launched) -> list[int]:
+        while launched.tokens is None:
+            self.run(self.queue.popleft())
+        return launched.tokens
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.run(self.queue.popleft())
+
+    def run(self, launched: Launched) -> None:
+        step, written, sampled = launched.step, {}, {}
+        for seq, slots, start, tokens in launched.rows:
+            if len(tokens) < step.num_new_tokens[seq]:  # which only the device knows
+                tokens.append(self.last_sampled[seq])
+            assert len(tokens) == step.num_new_tokens[seq]
             # What a window has left behind may hold another's numbers, or none: nobody looks.
             first = 0 if self.window is None else max(0, start - self.window + 1)
             history = [self.slots.get(slot) for slot in slots[:start]]
             assert None not in history[first:], "a slot is read that was never written"
             chosen = sampled[seq] = []
-            for slot, token in zip(slots[start:start + num_new], tokens, strict=True):
-                self.check_may_write(slot // size)
+            for slot, token in zip(slots[start:], tokens, strict=False):
                 assert slot not in written, f"slot {slot} is written twice in a step"
                 written[slot] = attend(history, token, self.window)
                 history.append(written[slot])
                 chosen.append(choose(history, seq.seed, self.window))
-            del chosen[:-1 - len(drafts)]
+            del chosen[:-1 - len(step.drafts.get(seq, []))]
         self.slots |= written
         self.last_sampled = {seq: chosen[-1] for seq, chosen in sampled.items()}
-        return [token for seq in step.sampling for token in sampled[seq]]
+        launched.tokens = [token for seq in step.sampling for token in sampled[seq]]
 
     def check_may_write(self, block: int) -> None:
         assert self.blocks.ref_counts[block] == 1, f"block {block} is written, but not one owner's"
@@ -150,7 +179,7 @@ class Drive:
         if workload.num_drafts:
             self.scheduler.propose = self.guess
         self.device = FakeDevice(self.scheduler.blocks, workload.window)
-        self.in_flight: deque[tuple[Step, list[int], list[int]]] = deque()
+        self.in_flight: deque[Launched] = deque()
         self.samples: dict[int, list[Sequence]] = {}  # of each ask
         self.stop_string_at: dict[Sequence, int] = {}
 
@@ -162,6 +191,7 @@ class Drive:
             if now in self.workload.failures:
                 self.seen["failure"] += bool(self.in_flight)
                 self.in_flight.clear()
+                self.device.synchronize()
                 self.scheduler.drop_in_flight()
                 self.scheduler.check()
             if now in self.workload.resets:
@@ -219,15 +249,16 @@ class Drive:
         self.seen["interruption"] += bool(step.admitted and step.preempted)
         self.seen["draft"] += sum(map(len, step.drafts.values()))
         if step.has_work:
-            held = [block for seq, start in zip(step.num_new_tokens, step.starts, strict=True)
-                    for block in seq.block_table[self.first_block_read(start):]]
             self.seen["released"] += any(seq.num_released_blocks for seq in step.num_new_tokens)
-            self.in_flight.append((step, self.device.launch(step), held))
-        self.check_blocks_in_flight()
+            self.seen["reused in flight"] += bool(self.blocks_in_flight() & {
+                block for seq in step.admitted for block in seq.block_table})
+            self.in_flight.append(self.device.launch(step))
+        self.check()
         if self.in_flight and (len(self.in_flight) > self.workload.depth
                                or not step.has_work):
-            step, sampled, _ = self.in_flight.popleft()
-            for seq, tokens in self.scheduler.update(step, sampled).items():
+            launched = self.in_flight.popleft()
+            sampled = self.device.fetch(launched)
+            for seq, tokens in self.scheduler.update(launched.step, sampled).items():
                 self.seen["accepted"] += len(tokens) - 1
                 # What a stop token says is not looked at.
                 num_text = len(seq.output_token_ids) - (seq.finish_reason == "stop")
@@ -235,20 +266,17 @@ class Drive:
                     self.scheduler.finish(seq, "stop", STOP_STRING,
                                           seq.num_prompt_tokens + self.stop_string_at[seq])
                 self.seen["ended in flight"] += bool(seq.finish_reason and seq.num_inflight_tokens)
-            self.check_blocks_in_flight()
+            self.check()
 
-    def first_block_read(self, start: int) -> int:
-        """With blocks of 4 and a window of 6, a query at position 10 reads from key 5 on: block 1.
-        """
-        window = self.workload.window
-        return 0 if window is None else max(0, start - window + 1) // self.workload.block_size
-
-    def check_blocks_in_flight(self) -> None:
+    def check(self) -> None:
         self.scheduler.check()
-        for step, _, held in self.in_flight:
-            for block in held:
-                assert self.scheduler.blocks.ref_counts[block], (
-                    f"block {block} is free, but step {step.index} is still using it")
+
+    def blocks_in_flight(self) -> set[int]:
+        """Those that a step in flight writes to for a sequence that has ended meanwhile."""
+        size = self.scheduler.blocks.block_size
+        return {slot // size for launched in self.in_flight
+                for seq, slots, start, _ in launched.rows if seq.finish_reason is not None
+                for slot in slots[start:start + launched.step.num_new_tokens[seq]]}
 
     def compare(self) -> None:
         for i, seqs in self.samples.items():
@@ -394,7 +422,7 @@ def run_random_workloads(depth: int, max_examples: int, enough: int) -> None:
     expected = ["preemption", "interruption", "hit", "abort", "reset", "refused", "stop None",
                 "stop 1", "stop ###", "length None", "released"]
     if depth:  # at depth 0 nothing is in flight when something else can happen
-        expected += ["abort in flight", "ended in flight", "failure"]
+        expected += ["abort in flight", "ended in flight", "failure", "reused in flight"]
     assert all(seen[what] >= enough for what in expected), f"too harmless: {seen}"
 
 

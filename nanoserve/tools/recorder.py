@@ -81,8 +81,7 @@ class Trace:
         self.frames: list[dict] = []
         self.frame: dict[str, list] = {}  # what has happened since the last frame
         self.findable: dict[int, bool] = {}  # blocks whose place in the cache changed since then
-        self.lanes: dict[Sequence, Lane] = {}  # of all that have not ended, or still hold blocks
-        self.ending: set[Sequence] = set()  # those of them that have ended
+        self.lanes: dict[Sequence, Lane] = {}  # of all that have not ended
         self.requests: list[list] = []
         self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
         self.cruising: set[Sequence] = set()
@@ -139,7 +138,6 @@ class Trace:
         for seq in self.cruising - step.num_new_tokens.keys():
             self._stop_cruising(seq)
         self._tell_reasons(step)
-        self._forget_ended()
         self._end_frame(step.index)
 
     def _tell_reasons(self, step: Step) -> None:
@@ -169,11 +167,12 @@ class Trace:
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
             lane = self.lanes.get(seq)
-            if lane is not None and seq not in self.ending:
-                self.ending.add(seq)
+            if lane is not None:
                 self._tell("f", lane.number, seq.finish_reason,
                            len(seq.token_ids) - seq.num_prompt_tokens)
-        self._forget_ended()
+                self._look_at_blocks(seq, lane)
+                self._stop_cruising(seq)
+                del self.lanes[seq]
 
     # ---------------------------------------------- what changed in memory
 
@@ -218,14 +217,6 @@ class Trace:
         if self.findable.pop(block_id, None) is None:
             self.findable[block_id] = findable
 
-    def _forget_ended(self) -> None:
-        """Ended sequences give their blocks back at once, or with the last step in flight."""
-        for seq in [seq for seq in self.ending if not seq.block_table]:
-            self._look_at_blocks(seq, self.lanes[seq])
-            self._stop_cruising(seq)
-            self.ending.remove(seq)
-            del self.lanes[seq]
-
     def _stop_cruising(self, seq: Sequence) -> None:
         if seq in self.cruising:
             self.cruising.remove(seq)
@@ -258,12 +249,11 @@ class Trace:
     def _finish_recording(self) -> None:
         self.closed = True
         self.blocks.on_evict = self.next_in_line
-        for state in (self.lanes, self.ending, self.cruising):
+        for state in (self.lanes, self.cruising):
             state.clear()
 
     def stream(self) -> dict:
         """All of it, for a writer. The last frame is no step: what was left behind, at the end."""
-        self._forget_ended()
         tail = {"i": -1, "t": self._now(), "d": 0} | self.frame
         for block_id, findable in self.findable.items():
             tail.setdefault("k" if findable else "e", []).append(block_id)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import xxhash
 from hypothesis import given, settings
-from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Workload, workloads
+from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
@@ -22,14 +22,13 @@ class DeviceWithPool(FakeDevice):
         super().__init__(blocks, window)
         self.pool: dict[int, list] = {}
 
-    def launch(self, step: Step) -> list[int]:
-        size = self.blocks.block_size
+    def run(self, launched: Launched) -> None:
+        size, step = self.blocks.block_size, launched.step
         for block, slot in step.block_saves:
             self.pool[slot] = [self.slots.get(block * size + i) for i in range(size)]
         for block, slot in step.block_loads:
-            self.check_may_write(block)
             self.slots |= {block * size + i: kv for i, kv in enumerate(self.pool[slot])}
-        return super().launch(step)
+        super().run(launched)
 
 
 class StoredDrive(Drive):
@@ -48,8 +47,8 @@ class StoredDrive(Drive):
         if self.seen["reset"] > before:
             self.store.clear()
 
-    def check_blocks_in_flight(self) -> None:
-        super().check_blocks_in_flight()
+    def check(self) -> None:
+        super().check()
         self.store.check()
 
     def run(self) -> None:

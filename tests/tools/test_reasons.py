@@ -24,7 +24,7 @@ pytestmark = pytest.mark.floor
 def told(scheduler: Scheduler, step) -> dict[str, str]:
     """Name -> sentence, of everybody without a share of the step."""
     waits = explain(scheduler, step)
-    return {seq.name: waits.reason(seq) for seq in scheduler.sequences()
+    return {seq.name: waits.reason(seq) for seq in scheduler.running + scheduler.waiting
             if seq not in step.num_new_tokens and seq.finish_reason is None}
 
 
