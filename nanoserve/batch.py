@@ -30,7 +30,7 @@ copying every table in every step would be the most expensive part.
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import numpy as np
@@ -38,17 +38,6 @@ import torch
 
 from nanoserve.sequence import Sequence, Step
 
-# The header: the length of each section, in this order. Those whose size does not follow from the
-# number of rows in a step of decodes, which a graph records, come last. Seeds come first: 64 bits
-# have to begin at an even place.
-SECTIONS = ("seeds", "temperature", "top_k", "top_p", "min_p", "input_ids", "positions",
-            "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices", "sample_rows",
-            "prompt_logprob_indices", "block_tables", "adapters", "block_saves",
-            "block_loads")
-NUM_DECODES = len(SECTIONS)  # two more entries: rows with a single new token ...
-NUM_UNKNOWN = NUM_DECODES + 1  # ... and inputs that only the device knows
-NETWORK = NUM_UNKNOWN + 1
-HEADER = NETWORK + 2 - NETWORK % 2  # even
 NOT_INTEGERS = {"seeds": torch.int64, "temperature": torch.float32, "top_p": torch.float32,
                 "min_p": torch.float32}
 MAX_MOVES = 2 ** 12  # blocks that a step saves, or loads, at most
@@ -57,7 +46,12 @@ MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before th
 
 @dataclass
 class Batch:
-    """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples."""
+    """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples.
+
+    The tensors are the buffer's sections, in this order. Those whose size does not follow from the
+    number of rows in a step of decodes, which a graph records, come last. Seeds come first: 64 bits
+    have to begin at an even place.
+    """
 
     seeds: torch.Tensor  # (s,) int64; this and the next four: see SamplingParams
     temperature: torch.Tensor  # (s,) float32
@@ -109,6 +103,14 @@ class Batch:
     @property
     def num_rows(self) -> int:
         return len(self.query_lens)
+
+
+# The header: the length of each section, then three more numbers.
+SECTIONS = tuple(one.name for one in fields(Batch) if one.type is torch.Tensor)
+NUM_DECODES = len(SECTIONS)  # rows with a single new token
+NUM_UNKNOWN = NUM_DECODES + 1  # inputs that only the device knows
+NETWORK = NUM_UNKNOWN + 1
+HEADER = NETWORK + 2 - NETWORK % 2  # even
 
 
 class BatchBuilder:

@@ -183,20 +183,6 @@ class EngineConfig:
         """The folder or hub id of the network that guesses, if one does."""
         return (self.speculative_config or {}).get("model")
 
-    def check_ranks(self, model_config: ModelConfig) -> None:
-        """Raises `ValueError` if the ranks can't share this model. Shares may be uneven, but each
-        rank needs a head, and KV heads that several ranks keep must be kept equally often."""
-        size, kv_heads = self.tensor_parallel_size, model_config.num_key_value_heads
-        heads = model_config.num_attention_heads
-        if self.expert_parallel and not any(model_config.moe_layers):
-            raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
-                             "experts: leave it out")
-        sizes = [n for n in range(1, heads + 1) if n <= kv_heads or n % kv_heads == 0]
-        if size not in sizes:
-            raise ValueError(
-                f"tensor_parallel_size={size} can't share {heads} attention heads with {kv_heads} "
-                f"KV heads: choose one of {', '.join(map(str, sizes))}")
-
     def resolved(self, device: str, model_config: ModelConfig) -> "EngineConfig":
         """A copy with what was left open settled, for `device` "cpu" or "cuda". Raises `ValueError`
         for what this model can't do.
@@ -227,6 +213,9 @@ class EngineConfig:
         if dtype not in DTYPES[1:]:
             raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
                              f"{', '.join(DTYPES[1:])} with the option dtype")
+        if self.expert_parallel and not any(model_config.moe_layers):
+            raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
+                             "experts: leave it out")
         runner = self._resolve_runner(model_config)
         if runner == "generate" and max_model_len < 2:
             raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "

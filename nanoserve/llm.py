@@ -36,6 +36,7 @@ from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import LAST_WORD, ModelRunner
 from nanoserve.parallel.processes import start_ranks
+from nanoserve.parallel.ranks import check_shares
 
 EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
@@ -57,7 +58,8 @@ class LLM(LLMEngine):
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
         say(*said)
-        config.check_ranks(self.model_config)
+        check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
+                     self.model_config.num_key_value_heads)
         layers = {}
         if config.quantization is not None or self.model_config.quantization is not None:
             from nanoserve.extras.quantization import choose_layers  # here: see below

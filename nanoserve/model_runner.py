@@ -40,7 +40,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device.choice import namespace
 from nanoserve.device.graphs import CudaGraph, DecodeGraphs
-from nanoserve.device.memory import count_kv_blocks, keep_freed_memory, largest_step
+from nanoserve.device.memory import count_kv_blocks, largest_step, memory_for, take_device
 from nanoserve.layers import Placement
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.parallel.ranks import SOLO, Ranks
@@ -83,17 +83,7 @@ class ModelRunner:
                  layers: dict[str, Any] | None = None, make_adapters: Callable | None = None):
         self.config, self.pooler, self.layers = config, pooler, layers or {}
         self.model_config, self.ranks = model_config, ranks
-        self.device = torch.device(config.device)
-        if config.device == "cuda":
-            if ranks.size > 1:
-                torch.cuda.set_device(ranks.local_rank)  # kernels are launched on the current one
-            # With its number: one rank takes the user's current GPU, and stays there. What an
-            # engine before this one has left in torch's pool goes back: weights that were put into
-            # pieces of its KV cache would keep the rest of them from being of use.
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            torch.cuda.empty_cache()
-        else:
-            keep_freed_memory()
+        self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
         self.ops = namespace(config.kernels)
         self.networks = [self._load(model_config, folder, pooler) if make_network is None
@@ -177,23 +167,16 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
-        try:
+        with memory_for(f"a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: lower "
+                        "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"):
             self.kv_cache = self._new_caches(num_blocks, self.device)
-        except RuntimeError as error:
-            raise ValueError(
-                f"no memory for a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: "
-                "lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"
-            ) from error
-        try:
+        with memory_for("what steps are packed into: lower max_num_batched_tokens="
+                        f"{config.max_num_batched_tokens:,} or max_num_seqs="
+                        f"{config.max_num_seqs:,}"):
             self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                         max_model_len, config.block_size, self.device,
                                         staged=self.wants_graphs, num_drafts=config.num_drafts,
                                         moves=bool(config.kv_offload_bytes or config.kv_store))
-        except (RuntimeError, MemoryError) as error:  # torch's and numpy's
-            raise ValueError(
-                f"no memory for what steps are packed into: lower max_num_batched_tokens="
-                f"{config.max_num_batched_tokens:,} or max_num_seqs={config.max_num_seqs:,}"
-            ) from error
         # One more than there are rows: padding writes there.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)

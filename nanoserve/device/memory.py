@@ -22,7 +22,8 @@ exhausted; a laptop that swaps is worse than a small cache.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +146,31 @@ def cpu_budget(local_size: int) -> tuple[int, str]:
     free = free_cpu_memory()
     return int(CPU_MEMORY_SHARE * free / local_size), (
         f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
+
+
+def take_device(name: str, local_rank: int | None) -> torch.device:
+    """The device of an engine, ready for it. local_rank: which GPU is this rank's, None where there
+    is one rank: it takes the user's current GPU.
+
+    What an engine before this one has left in torch's pool goes back to the GPU: weights that were
+    put into pieces of its KV cache would keep the rest of them from being of use.
+    """
+    if name != "cuda":
+        keep_freed_memory()
+        return torch.device(name)
+    if local_rank is not None:
+        torch.cuda.set_device(local_rank)  # kernels are launched on the current one
+    torch.cuda.empty_cache()
+    return torch.device("cuda", torch.cuda.current_device())  # with its number: it stays there
+
+
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raises `ValueError` where there is too little. what: it is for, and the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch's and numpy's
+        raise ValueError(f"no memory for {what}") from error
 
 
 def keep_freed_memory() -> bool:

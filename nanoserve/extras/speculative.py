@@ -35,6 +35,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.metrics import Counter
+from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
 
 KEYS = {"ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
@@ -102,7 +103,8 @@ def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelCon
                             code=config.trust_remote_code)
         asked["model"] = str(folder)  # where other ranks will look for it
         draft = ModelConfig.from_folder(folder)
-        replace(config, expert_parallel=False).check_ranks(draft)
+        check_shares(config.tensor_parallel_size, draft.num_attention_heads,
+                     draft.num_key_value_heads)
     except ValueError as error:
         raise ValueError(f"speculative_config: {error}") from error
     if not draft.architecture.endswith("ForCausalLM"):

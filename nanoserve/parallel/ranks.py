@@ -77,6 +77,16 @@ def share_heads(num_heads: int, num_kv_heads: int, ranks: "Ranks") -> tuple[Span
     return heads, Span(kv_head, kv_head + 1, num_kv_heads)
 
 
+def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises `ValueError` if `size` ranks can't share these heads. Shares may be uneven, but each
+    rank needs a head, and KV heads that several ranks keep must be kept equally often."""
+    sizes = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or n % num_kv_heads == 0]
+    if size not in sizes:
+        raise ValueError(
+            f"tensor_parallel_size={size} can't share {num_heads} attention heads with "
+            f"{num_kv_heads} KV heads: choose one of {', '.join(map(str, sizes))}")
+
+
 class Ranks:
     """All ranks as one of them sees them: its share of things, and the collectives.
 

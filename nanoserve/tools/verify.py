@@ -44,6 +44,7 @@ from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
 from nanoserve.llm import LLM, read_model
+from nanoserve.parallel.ranks import check_shares
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
@@ -270,7 +271,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
                           model_impl=args.model_impl)
     folder = find_model(args.model)
     _, config, _ = read_model(engine, folder)
-    engine.check_ranks(config)
+    check_shares(ranks, config.num_attention_heads, config.num_key_value_heads)
     tokenizer = load_tokenizer(folder, optional=True)
     longest = config.max_position_embeddings - max_tokens
     if min(args.num_prompts, max_tokens, longest) < 1:

@@ -21,10 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Experts, Linear, Placement, beside
 from nanoserve.model import Decoder, MoE
-from nanoserve.parallel.ranks import Ranks, Span, share_heads
+from nanoserve.parallel.ranks import Ranks, Span, check_shares, share_heads
 
 CPU = torch.device("cpu")
 
@@ -324,6 +323,14 @@ def recorded(folders):
     return record
 
 
+@pytest.mark.parametrize("size", [3, 5, 7, 9, 16])
+def test_ranks_that_can_not_share_a_model_are_refused(size):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={size} can't share 8 attention "
+                       "heads with 2 KV heads: choose one of 1, 2, 4, 6, 8"):
+        check_shares(size, 8, 2)
+    check_shares(4, 8, 2)
+
+
 @pytest.mark.parametrize("name, size, expert_parallel", [
     *[("uneven", size, False) for size in (1, 2, 3)],
     *[("qwen3-tied", size, False) for size in (1, 2, 3, 4)],
@@ -335,7 +342,7 @@ def test_all_ranks_together_have_transformers_logits(folders, recorded, name, si
                                                      expert_parallel):
     batches, expected = recorded(name)
     config = ModelConfig.from_folder(folders(name))
-    EngineConfig(model="none", tensor_parallel_size=size).check_ranks(config)
+    check_shares(size, config.num_attention_heads, config.num_key_value_heads)
 
     def work(ranks: Ranks):
         model = load_share(folders(name), ranks, expert_parallel)
