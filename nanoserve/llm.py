@@ -94,7 +94,7 @@ class LLM(LLMEngine):
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)
-            runner.agree_on_cache(num_blocks, config.max_model_len)
+            ranks.agree(num_blocks, config.max_model_len)
             runner.allocate_kv_cache(num_blocks, config.max_model_len)
             runner.record_graphs()
             runner.pool = make_pool and make_pool(runner)

@@ -157,13 +157,6 @@ class ModelRunner:
                     self.serve_one()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
-    def agree_on_cache(self, num_blocks: int = 0, max_model_len: int = 0) -> tuple[int, int]:
-        """What rank 0 has made of the count goes to all, who return it."""
-        agreed = torch.tensor([num_blocks, max_model_len])
-        with self.ranks.together():
-            self.ranks.broadcast_host(agreed)
-        return tuple(agreed.tolist())
-
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
@@ -348,7 +341,7 @@ def serve_rank(ranks: Ranks, payload: tuple) -> None:
     runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler, layers=layers,
                          make_adapters=make_adapters)
     runner.count_kv_blocks()
-    runner.allocate_kv_cache(*runner.agree_on_cache())
+    runner.allocate_kv_cache(*ranks.agree(0, 0))
     runner.pool = make_pool and make_pool(runner)
     while runner.serve_one():
         pass

@@ -145,6 +145,13 @@ class Ranks:
         if self.size > 1:
             self._run(self.control.broadcast, [x], _from_rank_0())
 
+    def agree(self, *numbers: int) -> tuple[int, ...]:
+        """Rank 0's numbers, on all ranks; what the others give doesn't matter."""
+        tensor = torch.tensor(numbers)
+        with self.together():
+            self.broadcast_host(tensor)
+        return tuple(tensor.tolist())
+
     def least(self, value: int) -> int:
         """The smallest of all ranks' numbers, between the hosts, and outside any step."""
         if self.size == 1:
