@@ -1,7 +1,7 @@
 """nanoserve: an LLM inference engine to read, run and change. Start with the README.
 
 The names are loaded when they are first used (PEP 562), so that `import nanoserve.scheduler` does
-not import torch: the scheduler and everything that it imports run without.
+not import torch: the scheduler and everything that it imports run without torch.
 """
 
 import os
@@ -10,9 +10,9 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# How often an idle thread of OpenMP's looks for work before it sleeps. torch's library reads this
-# when it is loaded, so import nanoserve first. By default it looks 15 times as often, for long, and
-# where another program wants a core, the threads of a step then wait more than they compute.
+# How often an idle OpenMP thread looks for work before it sleeps. torch's library reads this when
+# it is loaded, so import nanoserve before torch. The default is 15 times as many: where another
+# program needs a core, a step's threads would wait longer than they compute.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

@@ -1,11 +1,11 @@
-"""`nanoserve`, or `python -m nanoserve`: what there is; with a command behind it, that command.
+"""`nanoserve`, or `python -m nanoserve`: runs the command named behind it, or lists what there is.
 
     nanoserve                   what this machine and this package have (tools/about.py)
     nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
 that none of them costs the others anything. Commands are annexes: they may be deleted, and may need
-packages that a plain installation has not.
+packages that a plain installation does not have.
 """
 
 import sys

@@ -15,16 +15,16 @@ All of it travels as **one packed int32 buffer** in persistent memory (pinned wh
 one copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that
 a rank which got nothing but the buffer can read it. Floats and 64-bit seeds travel as their bits.
 
-With overlap a row's input may not be known yet, because the step before is still sampling it. An id
-below zero is a place: -1 - r stands for the last token of row r, which the device has.
+With overlap a row's input may not be known yet, because the step before is still sampling it. Its
+id is then -1 - r, with r its `Sequence.row`: the device replaces it by the last sample of r.
 
-A CUDA graph reads the same addresses every time. So what has a fixed size for a given number of
-rows stands in front, and a batch can be padded to more rows than it has: these attend to nothing
-(seq_len 0), write nowhere (slot -1), and their samples are thrown away.
+A CUDA graph reads the same addresses every time. So the sections come first whose size depends on
+the number of rows alone, and a batch can be padded to more rows than it has: padding rows attend to
+nothing (seq_len 0), write nothing (slot -1), and their samples are thrown away.
 
 Invariant: no Python loop runs over tokens. Token ids are copied as slices of lists, what follows
-from them is vectorised numpy, and the loops over rows touch integers only. Block tables and what
-rows ask of the sampler are kept from step to step, one line a running sequence (`Sequence.row`):
+from them is vectorised numpy, and the loops over rows touch integers only. Block tables and
+sampling parameters are kept from step to step, at index `Sequence.row` of persistent arrays:
 copying every table in every step would be the most expensive part.
 
 Not known here: the model, how a token is chosen, whose turn it is.
@@ -48,9 +48,9 @@ MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before th
 class Batch:
     """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples.
 
-    The tensors are the buffer's sections, in this order. Those whose size does not follow from the
-    number of rows in a step of decodes, which a graph records, come last. Seeds come first: 64 bits
-    have to begin at an even place.
+    The tensors are the buffer's sections, in this order. A graph records steps of decodes, so the
+    sections come first whose length the number of rows then decides. Seeds lead: a number of 64
+    bits must begin at an even index.
     """
 
     seeds: torch.Tensor  # (s,) int64; this and the next four: see SamplingParams
@@ -58,7 +58,7 @@ class Batch:
     top_k: torch.Tensor  # (s,)
     top_p: torch.Tensor  # (s,) float32
     min_p: torch.Tensor  # (s,) float32
-    input_ids: torch.Tensor  # (n,) below zero: -1 - r is the last token of row r
+    input_ids: torch.Tensor  # (n,) -1 - r: the newest sample of `Sequence.row` r
     positions: torch.Tensor  # (n,)
     slot_mapping: torch.Tensor  # (n,)
     cu_seqlens_q: torch.Tensor  # (b + 1,)
@@ -66,11 +66,11 @@ class Batch:
     logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
     sample_rows: torch.Tensor  # (s,) the rows, as in `Sequence.row`, that they belong to
     prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
-    block_tables: torch.Tensor  # (b, w) the widest row's width
+    block_tables: torch.Tensor  # (b, w) w: blocks of the longest table
     adapters: torch.Tensor  # (b,) 0 for none; empty where no row has one
-    block_saves: torch.Tensor  # (m * 2,) a block and a slot of the store's pool, and so on
+    block_saves: torch.Tensor  # (m * 2,) pairs: a block, its slot in the store's pool
     block_loads: torch.Tensor  # (m * 2,)
-    host: dict[str, np.ndarray]  # the same by name, as the host has them
+    host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
     query_lens: list[int]  # (b,) for what is computed row by row
@@ -114,14 +114,13 @@ HEADER = NETWORK + 2 - NETWORK % 2  # even
 
 
 class BatchBuilder:
-    """Writes steps into persistent buffers, which take turns so that one may still be in use.
+    """Packs steps into persistent buffers, which are used in turn.
 
-    With overlap the copy of step n may not have ended when step n+1 is written. `num_buffers` is
-    therefore one more than the number of steps in flight while a batch is built, and a buffer whose
-    copy is still on its way is waited for. staged: the numbers are copied to a buffer of the
-    device's, always the same one; on a CPU only a stand-in for graphs needs it.
-    num_drafts: the most that a row can have, each of which is one more sample.
-    moves: whether blocks are saved and loaded.
+    With overlap the copy of step n may not have ended when step n+1 is packed. So `num_buffers` is
+    one more than the number of steps in flight while a batch is built, and before a buffer is
+    reused its copy has ended. staged: the numbers are copied to one fixed buffer on the device; on
+    a CPU only a stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which
+    is one more sample. moves: whether steps save and load blocks.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
@@ -131,7 +130,7 @@ class BatchBuilder:
         width = -(-max_model_len // block_size)
         # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
         # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index, sample row
-        # and adapter. A draft is another sample: 8 of these.
+        # and adapter. A draft is one more sample, which has 8 of these numbers.
         size = HEADER + 4 * max_num_batched_tokens + 11 * max_num_seqs + 1 + max_num_seqs * width
         size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
         size = max(size + moves * 4 * MAX_MOVES, MIN_BUFFER)
@@ -168,7 +167,7 @@ class BatchBuilder:
     def unpack(self, buffer: torch.Tensor) -> Batch:
         """Views of a packed buffer, or of its copy on the device, whose addresses stay the same.
 
-        The copy waits its turn behind the last step, which reads that memory.
+        The copy is queued behind the last step, which reads the same device memory.
         """
         device = buffer
         if self.device_buffer is not None:
@@ -193,7 +192,7 @@ class BatchBuilder:
         num_tokens = step.num_tokens
         cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
-        # A token's position is its row's start plus its place in the row. Example: a row with
+        # A token's position is its row's start plus its offset in the row. Example: a row with
         # start 32 whose tokens begin at index 7 of the batch: index 9 has position 32 - 7 + 9.
         row_of_token = np.repeat(np.arange(len(seqs)), query_lens)
         positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(num_tokens)
@@ -236,9 +235,9 @@ class BatchBuilder:
 
     def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
                    query_lens: list[int], num_decodes: int) -> np.ndarray:
-        """Token ids of all rows. A decode's may still be in the sampling of the step before this
-        one; a chunk's are all known, since a preempted sequence waits until they are, and a row
-        with drafts ends with these."""
+        """Token ids of all rows. The id of a decode may be unknown: the step before still samples
+        it. The ids of a chunk are all known, since a preempted sequence waits until they are. A
+        row's drafts follow its known ids."""
         ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
                for seq, start in zip(seqs[:num_decodes], starts, strict=False)]
         for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],
@@ -250,8 +249,8 @@ class BatchBuilder:
         return np.array(ids, dtype=np.int32)
 
     def _sampled_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
-        """Where what is sampled stands in the batch: the last token of a row, and with k drafts
-        the last k + 1."""
+        """Indices in the batch of the tokens whose logits are sampled: a row's last token, or with
+        k drafts its last k + 1."""
         samples = step.samples()
         if samples is step.sampling:
             return [last_token_of[seq] for seq in samples]
@@ -259,8 +258,8 @@ class BatchBuilder:
                 for i in range(len(step.drafts.get(seq, ())), -1, -1)]
 
     def _prompt_logprob_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
-        """Where the positions that give prompt logprobs stand in the batch: from the beginning of
-        their row on."""
+        """Indices in the batch of the tokens that give prompt logprobs: the first ones of their
+        row."""
         indices: list[int] = []
         for seq, positions in step.prompt_logprob_positions.items():
             first = last_token_of[seq] - step.num_new_tokens[seq] + 1
@@ -268,10 +267,10 @@ class BatchBuilder:
         return indices
 
     def _refresh_rows(self, seqs: list[Sequence]) -> np.ndarray:
-        """Bring the persistent lines up to date; returns the row of each sequence.
+        """Bring the persistent arrays up to date; returns the `Sequence.row` of each sequence.
 
-        Tables only grow by their tail, and a table that starts anew is a new list object, as a row
-        with a new owner has it: comparing identity and length finds what changed.
+        A block table only grows at its end. When a sequence starts again, or another one takes its
+        row, the table is a new list object. So the list's identity and length show every change.
         """
         for seq in seqs:
             row, table = seq.row, seq.block_table

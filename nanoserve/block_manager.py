@@ -16,8 +16,8 @@ its key, and a sequence with the same prefix finds it.
                     └──── last free ──────┘      free, findable ◄──┘ last free
                                                  reused oldest first: the key is forgotten *then*
 
-Free blocks stand in one ordered dictionary. Nothing that can be found is given up while a *blank*
-block, in which nothing can be found, is free.
+Free blocks stand in one ordered dictionary: *blank* blocks, which no look-up finds, before findable
+ones. So a findable block is evicted only when no blank one is free.
 
 Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
 count equals the number of tables that hold the block, and have not released it; the cache names
@@ -60,7 +60,7 @@ class BlockManager:
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
-        # Told of each entry that is about to be forgotten, and of each that is new.
+        # Called with each entry that is about to be evicted, and with each new one.
         self.on_evict: Callable[[CacheEntry], None] | None = None
         self.on_commit: Callable[[CacheEntry], None] | None = None
 
@@ -99,7 +99,7 @@ class BlockManager:
         return (len(seq.token_ids) - 1) // self.block_size
 
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
-        """Look up the longest cached prefix of `seq`; takes nothing, so it can be asked freely."""
+        """Look up the longest cached prefix of `seq`. Takes no reference and changes no block."""
         if not self.enable_prefix_caching:
             return []
         hits: list[CacheEntry] = []
@@ -119,7 +119,7 @@ class BlockManager:
     def can_admit(self, hits: list[CacheEntry], num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` that starts with the blocks of `hits` fits now.
 
-        A hit that nobody references counts as free until it is taken: it is not free *for us*.
+        Hits without a reference count as free blocks, but `share` will take them: subtract these.
         """
         reused = sum(self.ref_counts[entry.block_id] == 0 for entry in hits)
         return self.num_blocks_for(num_tokens) - len(hits) <= len(self.free_blocks) - reused
@@ -163,7 +163,7 @@ class BlockManager:
             seq.num_committed_blocks = i + 1
             parent = seq.cache_entry if i > 0 else seq.root
             if i > 0 and parent is None:
-                continue  # our chain lost its place in the cache: no look-up could reach this
+                continue  # an earlier block of ours is not in the cache: no look-up gets past it
             block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]
             entry = self.cached.get(keys[i])
             if entry is None or (entry.parent is not parent and entry.tokens == tokens):
@@ -181,11 +181,11 @@ class BlockManager:
     def release(self, seq: Sequence, position: int) -> None:
         """Give back the blocks that lie wholly before `position`, which no window reaches any more.
 
-        The table keeps their ids, so that the others stay in their places; no step reads them. With
-        blocks of 16 and position 35, blocks 0 and 1 go. Confessed: a sequence is still only
-        admitted where all of its tokens would fit.
+        The table keeps the released ids, so that later blocks keep their index; no step reads the
+        released ones. With blocks of 16 and position 35, blocks 0 and 1 go. Simplification: a
+        sequence is still admitted only if all of its tokens fit.
         """
-        last = max(position // self.block_size, seq.num_released_blocks)  # never comes back
+        last = max(position // self.block_size, seq.num_released_blocks)  # released ones stay so
         for block_id in seq.block_table[seq.num_released_blocks:last]:
             self._dereference(block_id)
         seq.num_released_blocks = last

@@ -14,9 +14,9 @@ Invariants: a value that can't be honoured raises, and a control that no code ap
 (`CONTROLS`). An `EngineConfig` is never written to: a value that must be measured first, such as
 the longest sequence that fits, goes into a *new* config.
 
-Not known here: torch, devices, memory, vocabularies. What only the tokenizer can tell (how is this
-bad word spelt?) is checked in frontend/request.py. Road not taken: groups of options as in larger
-engines (one record for the cache, one for the scheduler); thirty fields fit on one screen.
+Not known here: torch, devices, memory, vocabularies. What needs the tokenizer (the tokens of a bad
+word) is checked in frontend/request.py. Road not taken: groups of options as in larger engines (one
+record for the cache, one for the scheduler); all options fit on one screen.
 """
 
 import warnings
@@ -52,7 +52,7 @@ class RequestOutputKind(Enum):
 
 
 def keep_dtype(dtype: Any) -> str:
-    """torch.float32 and vLLM's "half" are welcome, too: one spelling from here on."""
+    """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
     name = str(dtype).removeprefix("torch.")
     return only_if(DTYPE_ALIASES.get(name, name) in DTYPES, dtype) and DTYPE_ALIASES.get(name, name)
 
@@ -63,8 +63,8 @@ def keep_trace(path: Any) -> Any:
 
 
 def keep_biases(biases: Any) -> dict[int, float]:
-    """JSON knows only str keys: as in vLLM's server, "5" is token 5. A bias beyond the bound is
-    refused and not clamped in silence, as vLLM's server does."""
+    """JSON knows only str keys: as in vLLM's server, "5" is token 5. vLLM's server clamps a bias
+    beyond the bound in silence; here it is refused."""
     kept: dict[int, float] = {}
     for key, bias in only_if(isinstance(biases, dict), biases).items():
         id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
@@ -126,7 +126,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = option(False, FLAG)
     dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
-    model_impl: str = option("auto", MODEL_IMPL)  # whose network: ours where there is one
+    model_impl: str = option("auto", MODEL_IMPL)  # whose network; "auto": ours if we have it
     quantization: str | None = option(None, QUANTIZATION)  # of weights: see extras/quantization.py
     tensor_parallel_size: int = option(1, COUNT)  # ranks that share the model
     expert_parallel: bool = option(False, FLAG)  # ranks share out whole experts, not a part of each
@@ -135,13 +135,13 @@ class EngineConfig:
     max_num_batched_tokens: int | None = option(None, COUNT)  # the token budget of one step
     max_num_seqs: int | None = option(None, COUNT)  # sequences running at the same time
     gpu_memory_utilization: float = option(0.9, SHARE)  # of the GPU, for weights and KV together
-    kv_cache_memory_bytes: int | None = option(None, COUNT)  # says the KV cache's size outright
+    kv_cache_memory_bytes: int | None = option(None, COUNT)  # the KV cache's size: no measuring
     num_gpu_blocks_override: int | None = option(None, COUNT)  # the same in blocks, on any device
     block_size: int = option(16, COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, FLAG)
-    kv_offload_bytes: int = option(0, TOKEN_COUNT)  # of a pool for blocks that the cache forgets
-    kv_store: str | None = option(None, STORE)  # a folder of blocks that outlives the engine ...
-    kv_store_bytes: int = option(8 * 2 ** 30, COUNT)  # ... and what it may hold: block_store.py
+    kv_offload_bytes: int = option(0, TOKEN_COUNT)  # host memory for blocks that the cache evicts
+    kv_store: str | None = option(None, STORE)  # a folder of blocks that outlives the engine
+    kv_store_bytes: int = option(8 * 2 ** 30, COUNT)  # most bytes in that folder: block_store.py
     enable_chunked_prefill: bool = option(True, FLAG)
     scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see Scheduler.order
     enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
@@ -184,8 +184,8 @@ class EngineConfig:
         return (self.speculative_config or {}).get("model")
 
     def resolved(self, device: str, model_config: ModelConfig) -> "EngineConfig":
-        """A copy with what was left open settled, for `device` "cpu" or "cuda". Raises `ValueError`
-        for what this model can't do.
+        """A copy in which open options have values, for `device` "cpu" or "cuda". Raises
+        `ValueError` for what this model can't do.
 
         A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep
         the time between two tokens short. An explicit budget pulls the number of sequences down
@@ -229,7 +229,7 @@ class EngineConfig:
             runner=runner, model_impl=self.model_impl.replace("auto", "nanoserve"))
 
     def _resolve_runner(self, model_config: ModelConfig) -> str:
-        """The checkpoint decides, or the user. A missing LM head can't be made up for."""
+        """The user's choice, else the checkpoint's. Without an LM head only pooling is possible."""
         runner = self.runner
         if runner == "auto":
             runner = "pooling" if model_config.pools else "generate"
@@ -266,7 +266,7 @@ class SamplingParams:
     top_p: float = option(1.0, SHARE)  # the likeliest tokens that together have this probability
     top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
     min_p: float = option(0.0, number(0, 1))  # none less likely than the likeliest times this
-    seed: int | None = option(None, WHOLE)  # None: made of the engine's and the order of arrival
+    seed: int | None = option(None, WHOLE)  # None: from the engine's seed and the arrival number
     stop: str | list[str] | None = option(None, TEXTS)
     stop_token_ids: list[int] | None = option(None, TOKEN_IDS)
     ignore_eos: bool = option(False, FLAG)

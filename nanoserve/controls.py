@@ -1,18 +1,18 @@
 """What a request may do to its logits before a token is chosen: constraints and penalties.
 
 A constraint says which tokens may come (`allowed_token_ids`), may not (`bad_words`; EOS and stop
-tokens before `min_tokens`), or are favoured (`logit_bias`). A penalty makes a token less likely
-that has been there before: repetition (Keskar et al. 2019, "CTRL") divides a logit, or multiplies
-it where it is negative; frequency and presence are OpenAI's, and about the output alone.
+tokens before `min_tokens`), or are favoured (`logit_bias`). A penalty lowers the logit of a token
+that occurred before: repetition (Keskar et al. 2019, "CTRL") divides a logit, or multiplies it
+where it is negative; frequency and presence are OpenAI's, and look at the output only.
 
     logits of a row     1.0    3.0   -2.0    0.5
     bad word: token 1   1.0   -inf   -2.0    0.5
     bias: 1 on token 3  1.0   -inf   -2.0    1.5
     penalties           0.5   -inf   -4.0    1.5     repetition 2, tokens 0 and 2 were there
 
-All of them are lists of (row, token) pairs, so that the batch is edited in one go, and a row pays
-for the tokens it names, not for the vocabulary. A grammar allows too many tokens for that: it is a
-mask of one bit a token, in which the row's other constraints are counted in (extras/structured.py).
+All of them are lists of (row, token) pairs, so that the batch is edited in one go, and the cost of
+a row grows with the tokens it names, not with the vocabulary. A grammar allows too many tokens for
+that: it is a mask of one bit a token, which covers the row's other constraints, too.
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. When
 a request is made, `frontend/request.py` checks that some token stays possible in every row.
@@ -45,14 +45,14 @@ if set(CONTROLS) != APPLIED:
 
 @dataclass
 class Edits:
-    """What is done to the logits of r rows before anything is chosen; `None`: nothing of the kind.
+    """Changes to the logits of r rows before tokens are chosen. A field that is None changes none.
 
     Tokens are given as pairs, (2, n) int64: which of the r rows, and which token.
     """
 
     rows: torch.Tensor  # (r,) which of the batch's rows
-    closed: torch.Tensor | None = None  # (c,) those that allow nothing but ...
-    open: torch.Tensor | None = None  # (2, o)
+    closed: torch.Tensor | None = None  # (c,) rows that allow only the tokens in `open`
+    open: torch.Tensor | None = None  # (2, o) these tokens
     biased: torch.Tensor | None = None  # (2, b)
     biases: torch.Tensor | None = None  # (b,) float32
     banned: torch.Tensor | None = None  # (2, x)
@@ -89,7 +89,7 @@ class Edits:
 
 class RowState:
     """What the sampler keeps about a sequence from step to step: its constraints as arrays, and the
-    tokens that its penalties are about. A step looks only at the tokens that are new."""
+    tokens to be penalised with their counts. A step reads only the tokens that are new."""
 
     def __init__(self, seq: Sequence):
         params, bias = seq.params, seq.params.logit_bias or {}
@@ -99,7 +99,7 @@ class RowState:
         self.penalties = (
             params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.has_penalties = self.penalties != (1, 0, 0)
-        # Only a repetition penalty is about the prompt, whose tokens then count 0 times.
+        # Only the repetition penalty covers the prompt. Counts are of the output: 0 for now.
         self.ids = array("q", set(seq.token_ids[:seq.num_prompt_tokens])
                          if params.repetition_penalty != 1 else ())
         self.counts = array("f", [0] * len(self.ids))  # exact up to 2^24
@@ -112,7 +112,7 @@ class RowState:
         self.num_read = len(seq.token_ids)
 
     def with_drafts(self, drafts: list[int]) -> "RowState":
-        """As if these had been output, too, which is not known yet: a copy, if there are any."""
+        """A copy that counts `drafts` as output, which is not certain yet; `self` if none."""
         if not drafts:
             return self
         state = copy(self)
@@ -145,8 +145,8 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
 
 
 def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> Edits | None:
-    """Look through the rows that have controls, given with their sequences, and with the drafts
-    that they follow and that count as output there; `put` makes tensors."""
+    """The edits of all rows with controls. rows: each with its sequence, and with the drafts before
+    it, which count as output for this row. put: makes a tensor on the device."""
     edited, closed, open_ids, biased, banned, masks, seen = [], [], {}, {}, {}, {}, {}
     states: list[RowState] = []
     for i, seq, drafts in rows:
@@ -158,7 +158,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
                 or seq.grammar):
             continue  # logprobs only, or min_tokens that have been reached
         if state.has_penalties:
-            seq.sampler_state = None  # Ctrl-C in the middle of counting: it is made anew
+            seq.sampler_state = None  # after Ctrl-C during the count, the next step makes a new one
             state.read(seq)
             seq.sampler_state = state
             state = state.with_drafts(drafts)

@@ -6,17 +6,17 @@
             next step                       │ tokens, on the device
                 └───────────── Scheduler.update() ──► Request.output() ──► inbox
 
-`_advance` is that picture. With `async_scheduling` a step is launched before the previous one's
-tokens are looked at (overlap depth 1), otherwise after (depth 0). Both give the same tokens.
+`_advance` runs this cycle. With `async_scheduling` a step is launched before the host has read the
+previous step's tokens (overlap depth 1), otherwise after (depth 0). Both give the same tokens.
 
-**Who may call what.** Threads share an engine and take turns, step by step. A signal's handler and
-the garbage collector, which closes a forgotten stream, come in the middle of a step; they may abort
-and shut down, because that only puts an order into a queue that is emptied between two steps
+**Who may call what.** Threads share an engine and take turns, step by step. A signal handler, or
+the garbage collector closing a forgotten stream, runs in the middle of a step. Both may call
+`abort` and `shutdown`, which then only put an order into a queue; it is processed between two steps
 (parallel/interrupts.py).
 
-Invariants: a step takes effect in `Scheduler.update()` and not before, so whatever happens within
-it (an error, Ctrl-C), every request that was not finished can be aborted or go on. What
-`ctrl_c_held` encloses is done whole. Observers (frontend/metrics.py) watch and change nothing.
+Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
+within a step, every unfinished request can go on or be aborted. Ctrl-C never interrupts a block
+under `ctrl_c_held`. Observers (frontend/metrics.py) watch and change nothing.
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
@@ -43,8 +43,8 @@ from nanoserve.sequence import Sequence, Step
 class LLMEngine:
     """The engine of one model; `LLM` makes it.
 
-    runner: with its KV cache of `num_blocks` allocated. inputs: checks requests, turns them into
-    sequences. Names are those of vLLM's `LLMEngine`.
+    runner: its KV cache of `num_blocks` is allocated. inputs: checks prompts and parameters, and
+    makes requests of them. Names are those of vLLM's `LLMEngine`.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
@@ -53,13 +53,13 @@ class LLMEngine:
         self.scheduler = Scheduler(config, num_blocks, runner.model_config.window)
         self.metrics = EngineMetrics(config.enable_prefix_caching)
         self.observers: list[Observer] = [self.metrics]
-        self.trace: Any = None  # tools.recorder's, an observer that is written when work has ended
-        self.drafter: Any = None  # extras.speculative's, which puts guesses into a step
-        self.store: Any = None  # extras.block_store's, which a step may have blocks for
+        self.trace: Any = None  # tools.recorder's observer: writes its file when all requests ended
+        self.drafter: Any = None  # extras.speculative's: proposes the draft tokens of a step
+        self.store: Any = None  # extras.block_store's: keeps blocks outside the KV cache
         self.depth = 1 if config.async_scheduling else 0
         self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
-        self.inbox: list[RequestOutput] = []  # of requests added by hand: for the next step()
+        self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
@@ -69,10 +69,10 @@ class LLMEngine:
     def make_request(self, request_id: str, prompt: Prompt,
                      params: SamplingParams | None = None, priority: int = 0,
                      lora_request: Any = None) -> Request:
-        """Tokenise and check a request without touching the engine's state (an adapter is loaded).
+        """Tokenise and check a request, and load its adapter. Nothing is queued.
 
-        Raises `ValueError` for whatever `InputProcessor.process` refuses. What passes fits in the
-        KV cache, because `max_model_len` does.
+        Raises `ValueError` for whatever `InputProcessor.process` refuses. A request that passes
+        fits in the KV cache, because a sequence of `max_model_len` tokens does.
         """
         self.check_open()
         request = self.inputs.process(request_id, prompt, params, priority)
@@ -104,8 +104,8 @@ class LLMEngine:
                 observer.added(sequences, request.stats, request.prompt)
 
     def _unused_id(self) -> str:
-        """A number that no request has as its id. Given late: a stream may start long after it was
-        made."""
+        """A number that no request has as its id. It's chosen when a request is submitted: a stream
+        may start long after it was made."""
         self.num_named += 1
         while str(self.num_named) in self.requests:
             self.num_named += 1
@@ -146,8 +146,8 @@ class LLMEngine:
     def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit, step until all are done, and abort the rest if the caller or a step gives up.
 
-        A step moves the requests of all callers on; an output goes to the inbox of its own
-        request. So one thread's steps may bring another thread's outputs.
+        A step computes tokens for the requests of all callers, and each output goes to the inbox of
+        its own request. So one thread's steps may deliver another thread's outputs.
         """
         inbox: list[RequestOutput] = []
         num_unfinished = len(requests)
@@ -175,11 +175,11 @@ class LLMEngine:
                 for observer in self.observers:
                     observer.scheduled(step)
             if step.has_work:
-                # Ranks that are stopped in the middle of a step would be out of step for good.
+                # A rank stopped inside a step would no longer match the others' collectives.
                 with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
                     self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
             if step.sitting_out and not (step.has_work or self.in_flight):
-                self.store.wait()  # its thread reads blocks that they wait for
+                self.store.wait()  # its thread reads the blocks that these sequences wait for
             elif len(self.in_flight) > self.depth or not step.has_work:
                 self._take_result()
         except BaseException:
@@ -189,8 +189,8 @@ class LLMEngine:
     def _take_result(self) -> None:
         """Wait for the oldest step in flight and take its tokens into account.
 
-        Until `fetch` returns a step can be dropped as if it had never been; from `popleft` on it
-        counts, and Ctrl-C waits until its outputs lie in an inbox.
+        Until `fetch` returns, the step can be dropped without effect. From `popleft` on its tokens
+        count, and Ctrl-C is held until its outputs are in their inboxes.
         """
         if not self.in_flight:
             assert not self.requests, f"stuck: nothing can be scheduled for {list(self.requests)}"
@@ -208,7 +208,7 @@ class LLMEngine:
             self.scheduler.check()
 
     def _keep_prompt_logprobs(self, step: Step, logprobs: list[list]) -> None:
-        """Hand them to their requests, but for those that were aborted meanwhile."""
+        """Hand prompt logprobs to their requests, except to requests aborted meanwhile."""
         for seq, positions in step.prompt_logprob_positions.items():
             entries, logprobs = logprobs[:len(positions)], logprobs[len(positions):]
             if seq.finish_reason is None:
@@ -217,8 +217,8 @@ class LLMEngine:
     def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
 
-        `update` has counted the tokens already, so an error here must not keep any of them from its
-        caller: a tokenizer that fails ends its own request, and is heard of when all are served.
+        `update` has counted the tokens already, so every caller must get them. If a tokenizer
+        fails, only its request ends, and its error is raised after all outputs are handed over.
         """
         touched: dict[str, Request] = {}
         errors: list[Exception] = []
@@ -243,7 +243,7 @@ class LLMEngine:
             raise errors[0]
 
     def _drop_in_flight(self) -> None:
-        """Forget the launched steps; no request is lost, their tokens are asked for again."""
+        """Forget the launched steps. No request is lost: their tokens are scheduled again."""
         with ctrl_c_held():
             try:
                 self.runner.synchronize()
@@ -254,15 +254,15 @@ class LLMEngine:
     # ------------------------------------------------------------------- ends
 
     def abort(self, request_ids: list[str]) -> None:
-        """Order these requests to be ended, wherever they are; unknown ids are ignored. Their
-        outputs so far go to their inboxes, with `finish_reason` "abort". Threads, handlers of
-        signals and finalizers may call it at any time. Raises what a tokenizer raised at the rest
+        """End these requests, now or after the current step; unknown ids are ignored. Their outputs
+        so far go to their inboxes, with `finish_reason` "abort". Threads, signal handlers and
+        finalizers may call `abort` at any time. Raises a tokenizer's error if it fails on the rest
         of a text."""
         self.turns.order(lambda: self._abort(request_ids))
 
     def _abort(self, request_ids: list[str]) -> None:
-        """A tokenizer that fails keeps nothing running, and no output back: it is heard of when all
-        of them have ended. A step in flight that no request is left to wait for ends here, too."""
+        """End the requests now. A tokenizer's error is raised after all have ended and all outputs
+        are handed over. If no request is left, the steps in flight are finished here, too."""
         errors: list[Exception] = []
         for request in filter(None, (self.requests.pop(one, None) for one in request_ids)):
             for seq in request.sequences:
@@ -294,9 +294,9 @@ class LLMEngine:
                 self.trace.write()
 
     def shutdown(self) -> None:
-        """Give back all memory. The engine can't be used afterwards; calling it twice is fine.
-        Another thread's step is waited for; from within a step, in a signal's handler, it is put
-        off to that step's end."""
+        """Give back all memory. The engine can't be used afterwards; a second call is harmless.
+        Waits for another thread's step. Called within a step, by a signal handler, it takes effect
+        when that step ends."""
         if self.turns.is_within():
             self.turns.order(self._close)
         else:
@@ -342,8 +342,8 @@ class LLMEngine:
 
 
 def take_all(inbox: list) -> list:
-    """What is in it. The list itself stays, because others hold on to it; and so does what another
-    thread adds to it between these two lines."""
+    """Take all outputs out of `inbox`. The list object stays, because requests hold it; an output
+    that another thread appends between the two lines stays in it, too."""
     found = inbox[:]
     del inbox[:len(found)]
     return found

@@ -11,9 +11,9 @@ parallelism a rank keeps a share of each matrix only:
     qkv_proj.weight      rows 0..31        rows 32..39       rows 40..47         (48, 32)
 
 `tensors(path)` names these checkpoint tensors, each with a function that copies this rank's share
-of it. The loader proves that every one of them was called exactly once, and calls `finish_loading`
-behind the last one: there a weight is packed, into the order of memory in which this device
-multiplies (`ops.pack`).
+of it. The loader checks that each of these functions was called exactly once, and then calls
+`finish_loading`, which packs the weight into the memory layout that this device multiplies with
+(`ops.pack`).
 
 A Linear that is cut by rows gives a share of the outputs ("column parallel" in the literature,
 which writes the matrix transposed); one that is cut by columns sees a share of the inputs, and the
@@ -37,17 +37,17 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.rope_frequencies import rope_frequencies
 from nanoserve.parallel.ranks import SOLO, Ranks, Span, share_heads
 
-# What is a weight as it stands; integers and 8-bit floats mean nothing without their scales.
+# Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` of any layer
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights are kept, as what, and what computes: the same for all layers of a model.
+    """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    linear, embedding: who makes these layers, an annexe's classes in their places. unpack: what
-    makes weights of a quantised checkpoint's tensors, see `load_weights`.
+    linear, embedding: the classes of these layers; an annexe may put its own here. unpack: turns a
+    quantised checkpoint's tensors into weights, see `load_weights`.
     """
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class Placement:
 def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:
     """Copy a share of a checkpoint's tensor. columns: None where it has one dimension.
 
-    Raises `ValueError` for another shape, or for numbers that are no weights.
+    Raises `ValueError` for another shape, or for a dtype that plain weights don't have.
     """
     if tensor.dtype not in CHECKPOINT_DTYPES:
         raise ValueError(f"{tensor.dtype} in the file: quantised weights are not supported")
@@ -95,8 +95,8 @@ def beside(path: str, name: str) -> str:
 class RMSNorm(nn.Module):
     """Root mean square normalisation: `ops.rms_norm` and its weight.
 
-    The weight is kept in float32. offset: it is stored as its distance from 1 (Gemma), and 1 +
-    weight in bfloat16 would lose most of it.
+    The weight is kept in float32. offset: the checkpoint stores weight - 1 (Gemma); adding the
+    1 in bfloat16 would lose most digits.
     """
 
     def __init__(self, size: int, eps: float, on: Placement, offset: bool = False):
@@ -124,8 +124,8 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """x @ weight.T + bias. The rows of its weight are those of several checkpoint matrices.
 
-    inputs: the columns that are here. matrices: the checkpoint's names in order, each with the rows
-    that are here, e.g. {"q_proj": Span(32, 64, 64), ...}. A plain number means all of them.
+    inputs: this rank's columns. matrices: the checkpoint's names in order, each with this rank's
+    rows, e.g. {"q_proj": Span(32, 64, 64), ...}. A plain number means all of them.
     """
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
@@ -150,7 +150,7 @@ class Linear(nn.Module):
             start += rows.size
 
     def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
-        """One of the matrices has come, whose share is these rows of ours."""
+        """Copy this rank's share of one checkpoint matrix into the rows `here` of the weight."""
         copy_share(self.weight[here], rows, self.inputs, tensor)
 
     def finish_loading(self) -> None:
@@ -176,8 +176,8 @@ def as_span(share: Span | int) -> Span:
 class Embedding(nn.Module):
     """Token ids to vectors; with tied weights its matrix is the LM head, too.
 
-    A rank keeps a range of the vocabulary, answers zeros for the other tokens, and the sum over the
-    ranks is the answer. A packed weight has no rows to look up, so a tied one may be there twice.
+    A rank keeps a range of the vocabulary and gives zeros for the other tokens; the ranks' results
+    are summed. A packed weight has no rows to look up, so a tied one may be kept twice.
     """
 
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):
@@ -215,8 +215,8 @@ class Embedding(nn.Module):
 class Experts(nn.Module):
     """The gated MLPs of a mixture of experts, of which each token uses a few.
 
-    experts: those that are here; hidden_size: of the stream; inner: the share of each expert's
-    width. Either all experts are here with a share of each, or some of them whole.
+    experts: this rank's; hidden_size: of the residual stream; inner: this rank's share of each
+    expert's width. A rank has either a share of every expert, or some experts whole.
     """
 
     def __init__(self, experts: Span, hidden_size: int, inner: Span, activation: str,
@@ -230,7 +230,7 @@ class Experts(nn.Module):
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None  # takes the place of both
 
     def tensors(self, path: str) -> Tensors:
-        """Other ranks' experts, too: they must be in the checkpoint, and are passed over."""
+        """Other ranks' experts, too: they must be in the checkpoint, but are not copied."""
         hidden, width = Span.whole(self.down_proj.shape[1]), self.inner.size
         for expert in range(self.experts.total):
             i, name = expert - self.experts.start, f"{path}.{expert}"

@@ -5,15 +5,15 @@
                                                                  └──► LLMEngine: the loop
       generate, chat, stream ──► make_requests ──► drive ──► RequestOutput
 
-This is the one place where the parts meet; the loop itself is in engine.py, and `LLM` is that
-engine with a way to make it and a way to ask whole lists of it.
+This is the one place where the parts meet; the loop itself is in engine.py. `LLM` is that engine,
+plus the code that makes it from a checkpoint, and methods that take whole lists of prompts.
 
-Invariant: requests are checked completely before any work starts, so one bad prompt among many
-costs nothing.
+Invariant: all requests are checked before any work starts, so one bad prompt among many wastes no
+computation.
 
-The same engine generates, drafts and pools. Extras are imported where an option asks for one, so
-that all of this runs without them. The names and defaults are vLLM's, so that its users can change
-one import. What is not supported raises; nothing is accepted and ignored.
+The same engine generates, drafts and pools. An extra is imported only when an option asks for it,
+so `LLM` runs with that folder deleted. Names and defaults are vLLM's, so that its users need to
+change one import only. What is not supported raises; nothing is accepted and ignored.
 """
 
 import weakref
@@ -62,7 +62,7 @@ class LLM(LLMEngine):
                      self.model_config.num_key_value_heads)
         layers = {}
         if config.quantization is not None or self.model_config.quantization is not None:
-            from nanoserve.extras.quantization import choose_layers  # here: see below
+            from nanoserve.extras.quantization import choose_layers  # here: the core runs without
             config, layers = choose_layers(config, self.model_config, say)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
@@ -130,9 +130,9 @@ class LLM(LLMEngine):
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
         of these. sampling_params: one for all, one for each, or None for the model's defaults.
-        priority: one for each, the lowest first. use_tqdm: whether to show a bar, or what makes it.
-        summarize: end with a line of what it took. lora_request: a `LoRARequest` for all, or one or
-        None for each.
+        priority: one for each, the lowest first. use_tqdm: whether to show a progress bar, or a
+        function that makes one. summarize: print totals and times at the end. lora_request: a
+        `LoRARequest` for all, or one or None for each.
         Raises `ValueError` before any work starts. After Ctrl-C the engine stays usable.
         """
         self.inputs.check_generates()
@@ -185,7 +185,7 @@ class LLM(LLMEngine):
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def make_requests(self, prompts, params, priority=None, lora_request=None) -> list[Request]:
-        """Check everything first: a list of params, say, must match the prompts."""
+        """A checked request for each prompt; a list of params, say, must be as long as prompts."""
         self.check_open()
         prompts = self.inputs.tokenize(as_list(prompts))
         params = one_for_each(params, len(prompts), "sampling_params")
@@ -212,7 +212,7 @@ class LLM(LLMEngine):
         return self.inputs.default_sampling_params()
 
     def encode(self, prompts, pooling_params=None, **options) -> list:
-        """What prompts, or their tokens, become: see `extras.pooling.PoolingInputs.encode`."""
+        """Pooled prompts, or a row for each token: see `extras.pooling.PoolingInputs.encode`."""
         return self._pool("encode", prompts, pooling_params, **options)
 
     def embed(self, prompts, **options) -> list:
@@ -240,7 +240,7 @@ class LLM(LLMEngine):
         return self
 
     def __getattr__(self, name: str):
-        """Asked only for what is not there: methods of vLLM's are refused with a way round."""
+        """Called for missing names only: for a vLLM method, the error names an alternative."""
         raise AttributeError(missing_method(name, dir(type(self))))
 
     def __enter__(self) -> "LLM":
@@ -268,7 +268,7 @@ class LLM(LLMEngine):
 
 
 def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelConfig, Any]:
-    """What the checkpoint is, and who makes its network: None for our own `Decoder`."""
+    """The checkpoint's config, and what makes its network: None for our own `Decoder`."""
     known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
     if asked.model_impl != "transformers" and (known or not EXTRAS.exists()):
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), None

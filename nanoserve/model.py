@@ -94,8 +94,8 @@ class DecoderLayer(nn.Module):
     sum anyway: a layer takes and returns the stream as two terms, each (num_tokens, hidden_size).
     `wanted`: see `Decoder.forward`.
 
-    `post_attention_layernorm` is a name with two meanings: for most families the norm in front of
-    the MLP, which Gemma calls `pre_feedforward_layernorm` because it has one behind attention, too.
+    `post_attention_layernorm` has two meanings: in most families it is the norm before the MLP; in
+    Gemma it is a norm after attention, and `pre_feedforward_layernorm` is the one before the MLP.
     """
 
     def __init__(self, config: ModelConfig, index: int, on: Placement, expert_parallel: bool):
@@ -179,8 +179,8 @@ class MoE(nn.Module):
     """A mixture of experts: a router picks a few MLPs for each token and weighs their answers
     (Shazeer et al. 2017; Jiang et al. 2024, "Mixtral of Experts").
 
-    Over ranks either each expert is shared out like an MLP, or (`expert_parallel`) the experts are:
-    fewer and larger matrix products, but a rank whose experts are popular is waited for.
+    Ranks have either a share of every expert, as of an MLP, or (`expert_parallel`) whole experts:
+    fewer and larger matrix products, but all ranks wait for the one whose experts are chosen most.
     """
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool):
@@ -189,7 +189,7 @@ class MoE(nn.Module):
         self.experts_per_token = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
         experts, inner = as_span(config.num_experts), as_span(config.moe_intermediate_size)
-        # Every rank has the router, so that all of them pick the same experts unasked.
+        # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
         if expert_parallel:
             experts = on.share(experts.total)

@@ -7,10 +7,10 @@ The runner owns device memory. It loads the weights, finds out what is left (dev
 *returns* how many KV blocks fit; `LLM` decides on that number and hands it back to
 `allocate_kv_cache`.
 
-Invariants: only the runner touches KV bytes, and a step never waits for the device. `launch` queues
-a step and the copy of its tokens to the host, and returns; the engine waits for them in `fetch`.
-With overlap the next step is queued before that. The host has not seen its inputs; the step finds
-them in `last_tokens`, on the device:
+Invariants: only the runner touches KV bytes, and `launch` never waits for the device. It queues a
+step and the copy of its tokens to the host; the engine waits for these tokens in `fetch`. With
+overlap the next step is queued before that `fetch`. The host does not know its input tokens yet, so
+the step reads them from `last_tokens`, on the device:
 
     host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
@@ -54,12 +54,12 @@ from nanoserve.sampler import (
 )
 from nanoserve.sequence import Step
 
-STOP = -1  # in the place of a step's first length: no more steps will come
-LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)  # below zero: no step
+STOP = -1  # as the first number of a buffer, else a length: no more steps will come
+LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)  # what ends the other ranks
 
 
 class Pooler(Protocol):
-    """What takes the LM head's place, and is asked in the sampler's: see extras/pooler.py."""
+    """Replaces the LM head and the sampler in an engine that pools: see extras/pooler.py."""
 
     unused: tuple[str, ...]
 
@@ -69,12 +69,12 @@ class Pooler(Protocol):
 
 
 class ModelRunner:
-    """Weights, KV cache and buffers on one device, which is one rank's.
+    """Weights, KV cache and buffers of one rank, on its device.
 
-    config: resolved, device and dtype included. folder: the checkpoint's. graph_class: what records
-    decode steps; a stand-in does on a CPU. pooler: see `Pooler`. make_network: of a network that is
-    no `Decoder` (extras/transformers_model.py). layers: entries of `Placement`. make_adapters: see
-    extras/lora.py.
+    config: resolved, device and dtype included. folder: the checkpoint's. graph_class: records
+    decode steps; on a CPU, tests pass a stand-in. pooler: see `Pooler`. make_network: makes a
+    network that is no `Decoder` (extras/transformers_model.py). layers: entries of `Placement`.
+    make_adapters: see extras/lora.py.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
@@ -125,7 +125,7 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers, for the KV heads of this rank."""
-        num_blocks = 16  # a namespace may fill several small blocks up to a larger piece
+        num_blocks = 16  # a namespace may pad several small blocks to one larger unit
         caches = self._new_caches(num_blocks, torch.device("meta"))
         return sum(k.nbytes + v.nbytes for k, v in caches) // num_blocks
 
@@ -170,14 +170,14 @@ class ModelRunner:
                                         max_model_len, config.block_size, self.device,
                                         staged=self.wants_graphs, num_drafts=config.num_drafts,
                                         moves=bool(config.kv_offload_bytes or config.kv_store))
-        # One more than there are rows: padding writes there.
+        # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
 
     @property
     def wants_graphs(self) -> bool:
-        """Plain torch operators ask the host for lengths, and collectives of several ranks have not
-        been tried in a graph: neither is recorded."""
+        """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
+        the host, and not with several ranks: collectives in a graph have not been tried."""
         return (not self.config.enforce_eager and self.pooler is None
                 and self.config.kernels == "triton" and self.ranks.size == 1
                 and self.config.model_impl != "transformers" and not self.config.enable_lora
@@ -185,8 +185,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record decode steps of all sizes, if this engine wants to. They live in the memory that
-        the KV cache has left; raises `ValueError` when it is too little."""
+        """Record decode steps of all sizes, if `wants_graphs`. Graphs use the memory that the KV
+        cache has left over; raises `ValueError` when that is too little."""
         if self.wants_graphs:
             self.graphs = DecodeGraphs(
                 self.config.max_num_seqs, lambda size: self.builder.fix_tables(
@@ -196,8 +196,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> SamplerOutput:
-        """Queue one step. Returns the token of each of `step.samples()`, and whatever logprobs are
-        wanted, on their way to the host; of a pooler, hidden states in their place."""
+        """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
+        wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
         size = None
         only_decodes = len(step.sampling) == step.num_tokens
         if self.graphs is not None and only_decodes and step.sampling and not step.network:
@@ -227,15 +227,15 @@ class ModelRunner:
         return True
 
     def _unpack(self, buffer: torch.Tensor) -> Batch:
-        """The step's batch, and its blocks moved before anything reads or writes them."""
+        """Unpack the batch, and save and load its blocks before the step reads or writes them."""
         batch = self.builder.unpack(buffer)
         if self.pool is not None:
             self.pool.move(batch.host)
         return batch
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
-        """Rank 0's packed step to all. Its length stands in its header, so that a long one takes a
-        second broadcast; most fit into the first, with some 8,000 tokens and table entries."""
+        """Broadcast rank 0's packed step. A long one takes a second broadcast, since its length is
+        in its header; most fit into the first one's `MIN_BUFFER` numbers."""
         if self.ranks.size > 1:
             self.ranks.broadcast_host(buffer[:MIN_BUFFER])
             if buffer[0] >= 0 and packed_length(buffer) > MIN_BUFFER:
@@ -270,7 +270,7 @@ class ModelRunner:
         return torch.where(ids < 0, self.last_tokens[(-1 - ids).clamp(min=0)], ids)
 
     def _remember(self, batch: Batch, token_ids: torch.Tensor) -> None:
-        """For the next step, whose inputs these are before the host knows them."""
+        """Keep sampled tokens on the device: the next step's input, not yet known to the host."""
         self.ranks.broadcast(token_ids)
         self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)
 
@@ -290,9 +290,9 @@ class ModelRunner:
         """What is recorded: a step in which each row computes one token and samples the next. Here
         nothing may depend on what the host knows of the batch, but for its size.
 
-        The hidden states are returned and not the logits: a recording keeps the memory of what it
-        returns, and logits of 20 sizes and 152,000 tokens would be 0.7 GB. Who has to see logits
-        multiplies with the LM head once more, which is 2 to 8% of a step.
+        It returns hidden states, not logits: a recording keeps the memory of what it returns, and
+        logits of 20 sizes and 152,000 tokens would be 0.7 GB. A batch with edits or logprobs
+        multiplies with the LM head once more.
         """
         ids = self._known(batch.input_ids)
         hidden = self.model(ids, batch.positions, self.kv_cache, batch)
@@ -301,8 +301,8 @@ class ModelRunner:
         return hidden, token_ids
 
     def _replay(self, batch: Batch, inputs: SamplingInputs, size: int) -> SamplerOutput:
-        """A recorded step. With edits in the batch, of which the recording knows nothing, all rows
-        choose once more."""
+        """Replay a recorded step. A recording has no edits: where a row of the batch has some, all
+        rows choose their tokens once more."""
         self.builder.fix_tables(batch)
         hidden, token_ids = self.graphs.replay(size)
         output = SamplerOutput(token_ids)

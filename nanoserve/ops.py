@@ -10,7 +10,7 @@ function written to be read beside the formula of its paper:
 This module is a *namespace*, and `device/` has twins of it, with the same names, signatures and
 meaning: Triton kernels for GPUs, compiled C++ for CPUs. Layers and the sampler are handed one of
 them and can't tell which. **The slow version is the specification**: it may be slow, it must be
-obvious. What a twin may differ by is rounding; the same tests, in float64, hold all of them.
+obvious. A twin may differ in rounding only; all of them pass the same tests, which use float64.
 
 Invariants: arguments are left as they are, but for the KV cache. Norms, activations, RoPE and
 attention compute in float32 and round once, to the dtype of their input; so does each product.
@@ -36,7 +36,7 @@ Floors = tuple[torch.Tensor, torch.Tensor]  # see `floors`
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight in whatever order of memory this namespace multiplies with; opaque to others.
+    """A weight in the memory layout that this namespace's `linear` reads; opaque to all others.
 
     weight: (outputs, inputs), or (experts, outputs, inputs). The result may share its memory.
     """
@@ -62,8 +62,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual): the next layer's input, and the residual stream, of which
-    the norm reads the rounded sum. Both (num_tokens, size). residual None: x begins the stream."""
+    """(norm(x + residual), x + residual): the next layer's input, and the residual stream. The norm
+    reads the sum after rounding. Both (num_tokens, size). residual None: x begins the stream."""
     total = x if residual is None else x + residual
     return rms_norm(total, weight, eps), total
 
@@ -77,7 +77,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_proj: torch.Tensor, down_proj: torch.Tensor, first_expert: int,
             activation: str) -> torch.Tensor:
-    """The weighted sum of what each token's experts answer; of this rank's experts alone.
+    """For each token, the weighted sum of its experts' outputs; only this rank's experts count.
 
     hidden: (num_tokens, hidden_size); weights, ids: (num_tokens, experts per token); gate_up_proj
     and down_proj: packed, of experts first_expert, first_expert + 1, ..., each with matrices of
@@ -97,8 +97,8 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
 
 def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's empty K and V caches. Their order of memory is this namespace's own affair; here
-    it is (num_blocks, block_size, num_kv_heads, head_dim)."""
+    """A layer's empty K and V caches. Each namespace chooses its own memory layout; this one's is
+    (num_blocks, block_size, num_kv_heads, head_dim)."""
     shape = num_blocks, block_size, num_kv_heads, head_dim
     return (torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape, dtype=dtype, device=device))
@@ -212,7 +212,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
 
     logits: (s, vocab_size); temperature: (s,) float32; seeds (64 bits) and positions: (s,) int64,
     which alone decide the row's random number; floors: see `floors`, None for no filter. Returns
-    (s,) int64. By inverse CDF: the first token whose cumulated mass exceeds that share of all.
+    (s,) int64. By inverse CDF: the first token whose cumulated probability exceeds that number.
     """
     heated, vocab_size = _heated(logits, temperature), logits.shape[1]
     if floors is not None:

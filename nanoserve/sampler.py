@@ -5,15 +5,15 @@
        └► logprobs: the model's own, before any of these
 
 Invariant: **randomness is a function.** The number that decides a token is computed from the
-request's seed and the token's position. There is no generator state to share, so who else is in the
-batch, chunking, preemption and the order of steps can't change a draw.
+request's seed and the token's position. There is no generator state to share, so a draw does not
+depend on the other rows of the batch, on chunking, preemption or the order of steps.
 
 Everything is vectorised over the batch, and what no row asks for is not computed: a batch of greedy
 rows is one argmax. The arithmetic is the namespace's: `ops`, or a twin of it. All of them draw from
-the same distribution, as functions of seed and position. A seed's text may be another one on
-another device, because one namespace uses an inverse CDF and another one Gumbel noise.
+the same distribution, as functions of seed and position. But one uses an inverse CDF and another
+one Gumbel noise, so the same seed may give different texts on different devices.
 
-Not known here: the queue, text, who is told.
+Not known here: the queue, text, who receives a token.
 """
 
 from dataclasses import dataclass, fields
@@ -29,9 +29,9 @@ from nanoserve.sequence import Step
 
 @dataclass
 class SamplingInputs:
-    """What s rows ask of the sampler, on the device; and on the host, who asks for what."""
+    """What s rows ask of the sampler: tensors on the device, and flags and lists on the host."""
 
-    batch: Batch  # temperature and its like of every row
+    batch: Batch  # temperature, top_k, top_p, min_p and seed of every row
     num_samples: int = 0  # rows that are no padding
     all_greedy: bool = True
     any_filters: bool = False  # top-k, top-p or min-p
@@ -39,16 +39,16 @@ class SamplingInputs:
     logprob_rows: list[int] | None = None  # rows that want logprobs ...
     logprob_rows_on_device: torch.Tensor | None = None  # (r,) ... the same on the device
     num_logprobs: int = 0  # the most that any of them asks for
-    prompt_targets: torch.Tensor | None = None  # (p,) the tokens behind prompt positions that ...
-    num_prompt_logprobs: int = 0  # ... want logprobs, and the most that any of them asks for
+    prompt_targets: torch.Tensor | None = None  # (p,) the tokens to score, one a prompt position
+    num_prompt_logprobs: int = 0  # the most top logprobs that any of these positions asks for
 
     @classmethod
     def of(cls, step: Step, batch: Batch, vocab_size: int) -> "SamplingInputs":
-        """Look through the rows of a step, which are about to sample their last token.
+        """Find out what the rows of a step ask for, before they sample.
 
-        With drafts a sequence has several rows, one behind the other (`Step.samples`): each samples
-        behind one draft more. Which rows ask for what is found on the host: asking the device would
-        wait for it. A draft network is always greedy.
+        With k drafts a sequence has k + 1 rows here (`Step.samples`), each after one draft more.
+        Parameters are read on the host, because reading them from the device would wait for it. A
+        draft network is always greedy.
         """
         seqs, drafts, inputs = step.samples(), step.drafts, cls(batch)
         here = partial(put, device=batch.seeds.device)
@@ -82,8 +82,8 @@ class SamplingInputs:
 
 
 def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> torch.Tensor:
-    """Numbers on their way to the device. From memory that is not pinned a copy may first wait for
-    everything that was queued before it; torch frees the pinned one when the copy has ended."""
+    """Queue a copy of numbers to the device. From memory that is not pinned, a copy may first wait
+    for all work queued before it. torch frees the pinned memory when the copy has ended."""
     tensor = torch.as_tensor(values, dtype=dtype)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -120,7 +120,7 @@ class Logprobs:
 
 @dataclass
 class SamplerOutput:
-    """What a step has to say: on the device, and after `to_host` on its way from there."""
+    """A step's results: on the device, and after `to_host` on their way to the host."""
 
     token_ids: torch.Tensor  # (s,) int64
     logprobs: Logprobs | None = None  # of the rows that want them ...
@@ -129,8 +129,8 @@ class SamplerOutput:
     ready: torch.cuda.Event | None = None  # when it has arrived
 
     def to_host(self) -> "SamplerOutput":
-        """Queue the copy to the host right behind the step, before the next one is launched, or its
-        reader would wait for that one as well."""
+        """Queue the copy to the host right behind the step, and before the next one is launched:
+        otherwise the host would have to wait for both."""
         if self.token_ids.is_cuda:
             self.token_ids = self.token_ids.to("cpu", non_blocking=True)  # into pinned memory
             self.logprobs = self.logprobs and self.logprobs.to_host()
@@ -155,7 +155,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType,
            token_ids: torch.Tensor | None = None) -> SamplerOutput:
     """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows.
 
-    ops: the namespace that computes. token_ids: what a graph has chosen, without knowing of edits.
+    ops: the namespace that computes. token_ids: what a graph has chosen, without the edits.
     """
     if token_ids is None or inputs.edits is not None:
         token_ids = choose(logits, inputs, ops)
@@ -185,8 +185,8 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType) -> tor
 
 def choose_unedited(logits: torch.Tensor, batch: Batch, ops: ModuleType,
                     any_filters: bool = True) -> torch.Tensor:
-    """`choose` without edits. Each row's wishes are read on the device, so that a graph of this is
-    right for any batch."""
+    """`choose` without edits. Each row's parameters are read on the device, so that a CUDA graph of
+    this function is right for any batch."""
     floors = None
     if any_filters:
         floors = ops.floors(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)

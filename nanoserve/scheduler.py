@@ -10,18 +10,18 @@ Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 202
     B (9 tokens)  ●●●           ●●●●●● ↦ b    ○ ↦ b         ○ ↦ b       ○ decoded token
     C (4 tokens)                ●             ●●● ↦ c       ○ ↦ c       ↦ a token is sampled
 
-When blocks run out, the last sequence in the order gives all of its blocks back and waits again; it
-keeps its tokens, and recomputes what the prefix cache has lost of them. With priorities, it also
-makes way for one that waits and comes before it. `order` says who comes before whom.
+When blocks run out, the running sequence that is last in the `order` is preempted: it gives its
+blocks back and waits again. It keeps its tokens, and recomputes those that the prefix cache has
+lost. With policy "priority", a waiting sequence that is earlier in the order also preempts it.
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
 
 A step takes effect only in `update()`. Between `schedule()` and `update()` a sequence merely counts
 what is in flight: tokens being computed, and samples whose value is not known yet. So a step can be
-scheduled while the one before still runs (overlap), and a step that failed is dropped by zeroing
-the counts: nothing was promised, so nothing is rolled back. The device runs steps in order. So a
-sequence that ends gives its blocks back at once, even while a step in flight writes to them: their
-next owner writes later.
+scheduled while the one before still runs (overlap). A failed step is dropped by zeroing the counts:
+its tokens are scheduled again, and nothing is rolled back. The device runs steps in order, so a
+sequence that ends gives its blocks back at once, even while a step in flight writes to them: the
+blocks' next owner writes later.
 
 Not known here: torch, text, devices. Road not taken: preemption by swapping KV to the host, which
 moves more bytes than recomputing the few blocks that the prefix cache lost.
@@ -37,14 +37,14 @@ from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
 
-RATE = 1000  # with "shortest": so many prompt tokens weigh as much as a second of waiting
+RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
 
 
 class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
     config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: how many keys a
-    query sees at most, if that is so in every layer.
+    query sees at most, None if a layer has no such limit.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):
@@ -72,7 +72,7 @@ class Scheduler:
     def check_fits(self, seq: Sequence) -> None:
         """Refuse what could never run: a clear error now is better than waiting for ever.
 
-        The last token is sampled but never computed: 64 slots hold 65 tokens, or a pooled 64.
+        The last output token is never computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
         """
         capacity = self.blocks.num_blocks * self.blocks.block_size
         if max(seq.max_num_tokens - 1, seq.num_prompt_tokens) > capacity:
@@ -82,25 +82,25 @@ class Scheduler:
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. The keys of its blocks are made here and not in a step. Raises
-        `ValueError` if it could never fit."""
+        """Queue a sequence. Its block keys are computed here, so that no step has to wait for them.
+        Raises `ValueError` if it could never fit."""
         self.check_fits(seq)
         if self.blocks.enable_prefix_caching:
             self.blocks.keys(seq)
         insort(self.waiting, seq, key=self.order)
 
     def order(self, seq: Sequence) -> tuple[float, int, int]:
-        """Who goes first. Unique, and it never changes, so that one that was preempted comes back
-        to where it stood.
+        """The sort key of both queues; the smallest is first. A sequence's key is unique and never
+        changes, so a preempted sequence returns to its old position.
 
             fcfs        arrival                                     first come, first served
             priority    priority, arrival                           the lowest number first
             shortest    arrival_time + num_prompt_tokens / 1,000    shortest job first, with aging
 
         With `shortest` a prompt of 1,000 tokens is as urgent as one of 10 that came 0.99 seconds
-        later. All that wait grow older at the same rate, so the difference between two never
-        changes, and no sequence starves. (A key that counts what is *left* to compute would change
-        in every step.)
+        later. All waiting times grow at the same rate, so the order of two sequences never changes,
+        and no sequence starves. (A key that counts what is *left* to compute would change in every
+        step.)
         """
         urgency: float = 0
         if self.policy == "priority":
@@ -129,9 +129,9 @@ class Scheduler:
         return step
 
     def _interrupt(self, step: Step) -> Sequence | None:
-        """Let the last running sequences make way for one that comes before them and lacks a seat
-        or blocks. Returns one that can't leave yet, because a step in flight computes it: it gets
-        no share of this step, or it would be in flight for ever."""
+        """Preempt running sequences, the last first, while the first waiting one is earlier in the
+        order and lacks a row or blocks. Returns a victim that a step in flight still computes: it
+        gets no share of this step, so that the next call can preempt it."""
         while self.running and self.waiting:
             seq, last = self.waiting[0], self.running[-1]
             if self.order(last) < self.order(seq) or self._has_room(seq):
@@ -142,15 +142,15 @@ class Scheduler:
         return None
 
     def _has_room(self, seq: Sequence) -> bool:
-        """Whether it could start now, or waits for a block that another sequence is computing."""
+        """Whether `seq` could start now, or waits for a block that another sequence computes."""
         hits = self.blocks.find_prefix(seq)
         return self._next_block_is_pending(seq, len(hits)) or (
             len(self.running) < self.max_num_seqs
             and self.blocks.can_admit(hits, len(seq.token_ids)))
 
     def _schedule_running(self, step: Step, budget: int, leaving: Sequence | None) -> int:
-        """Returns the budget that is left: 0 when blocks ran out, so that no sequence is
-        admitted to the blocks that another one waits for. This loop is the hot path of decoding."""
+        """Returns the budget that is left; 0 when blocks ran out, so that no new sequence takes the
+        blocks that a running one waits for. This loop is the hot path of decoding."""
         running, blocks = self.running, self.blocks
         block_size = blocks.block_size
         i = 0
@@ -162,7 +162,7 @@ class Scheduler:
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
             if seq.num_unknown_tokens and (seq.needs_output_tokens or seq.num_draft_tokens
                                            or seq.num_tokens >= seq.max_num_tokens):
-                num_new = 0  # wait: the next draw needs it, or it is the last (8 of 8, 7 known)
+                num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget
             end = done + num_new
@@ -177,9 +177,9 @@ class Scheduler:
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the tail until `seq` has blocks for `num_tokens`.
 
-        False ends the step early: `seq` itself had to go, or the next victim is still being
-        computed by a step in flight and is waited for. `running` is sorted, so a victim never
-        stands before `seq`, and never has a share of this step.
+        False ends the step early: `seq` itself was preempted, or the next victim must wait for a
+        step in flight that computes it. `running` is sorted, so a victim never comes before `seq`,
+        and never has a share of this step.
         """
         while not self.blocks.allocate(seq, num_tokens):
             if self.running[-1].num_inflight_tokens or self._preempt_last(step, seq) is seq:
@@ -196,12 +196,12 @@ class Scheduler:
         return victim
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
-        """Admit in order, and stop at the first that doesn't fit: the queue never jumps.
+        """Admit in order, and stop at the first that doesn't fit: no sequence overtakes it.
 
-        One exception: a sequence whose next block is being computed for another one right now sits
-        out this step and then hits that block. It keeps its place: a sequence that overtakes it
-        must fit whole into this step, and only decodes from then on. It counts as a seat, so that
-        a long queue of look-alikes is not searched step after step.
+        One exception: if another sequence is computing the next block of `seq` right now, `seq`
+        sits out this step and then hits that block. Later sequences may start only if the step
+        holds their whole prompt: they only decode from then on. A sequence that sits out counts
+        against `max_num_seqs`: a long queue with one prefix is not searched in every step.
         """
         sitting_out = step.sitting_out
         while budget > 0 and len(sitting_out) < len(self.waiting) and (
@@ -217,8 +217,8 @@ class Scheduler:
             num_new = min(len(seq.token_ids) - num_cached, budget)
             whole = num_cached + num_new == len(seq.token_ids)
             may_be_cut = self.enable_chunked_prefill and not sitting_out
-            # Room for all its tokens is asked for, not only for this chunk's: prompts that start
-            # together and then preempt each other waste more than the blocks that lie idle here.
+            # There must be room for all its tokens, not only for this chunk: otherwise prompts that
+            # start together would preempt each other, which wastes more than some idle blocks.
             if not (whole or may_be_cut) or not self.blocks.can_admit(hits, len(seq.token_ids)):
                 break
             del self.waiting[len(sitting_out)]
@@ -231,8 +231,8 @@ class Scheduler:
             budget -= num_new
 
     def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
-        """Let decoding rows compute guesses of what follows them (extras/speculative.py), with the
-        budget and blocks that all have left. Who has 7 of 10 tokens needs only 2 guesses."""
+        """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks
+        that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
         blocks, budget = self.blocks, self.max_num_batched_tokens - step.num_tokens
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
@@ -248,7 +248,7 @@ class Scheduler:
                 budget -= len(drafts)
 
     def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether a step in flight computes it, or the store reads its file right now."""
+        """Whether a step in flight computes that block, or the store reads it from a file now."""
         if num_hits >= self.blocks.max_hits(seq):
             return False
         return (bool(self.pending_keys) and self.blocks.keys(seq)[num_hits] in self.pending_keys
@@ -257,14 +257,14 @@ class Scheduler:
     def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
         self.blocks.share(seq, hits)
         seq.num_computed_tokens = len(hits) * self.blocks.block_size
-        if seq.num_cached_tokens is None:  # not again after a preemption: that's no saving
+        if seq.num_cached_tokens is None:  # a hit after a preemption is not counted: it saves none
             seq.num_cached_tokens = num_cached
         seq.row = self.free_rows.pop()
         insort(self.running, seq, key=self.order)
 
     def _add_loads(self, step: Step, seq: Sequence, slots: list[int]) -> None:
-        """Have the step bring these blocks from the store, behind those that were hit. Like tokens
-        that it computes, they are in flight, and count when it has finished."""
+        """Let the step load these blocks from the store; they follow the hit blocks. Their tokens
+        are in flight until the step has finished, as tokens that it computes are."""
         size = self.blocks.block_size
         first = seq.num_computed_tokens // size
         step.block_loads += zip(seq.block_table[first:], slots, strict=False)  # the table is longer
@@ -339,8 +339,8 @@ class Scheduler:
                num_tokens: int | None = None) -> None:
         """End a sequence in whatever state it is; ending it twice is harmless.
 
-        num_tokens: where its text ends, if a step brought more. A stop string found in the text of
-        the token that ended it otherwise is the better reason: the text is cut there.
+        num_tokens: how many tokens it keeps, if a step brought more. If its last token has ended it
+        and also completes a stop string, the reason becomes "stop": the text is cut at the string.
         """
         del seq.token_ids[num_tokens or len(seq.token_ids):]
         if seq.finish_reason is not None:
@@ -354,7 +354,7 @@ class Scheduler:
             self._retire(seq)
 
     def drop_in_flight(self) -> None:
-        """Forget all launched steps, after an error or Ctrl-C: their tokens are asked for again."""
+        """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again."""
         for step in self.in_flight:
             if self.store is not None:
                 self.store.dropped(step)
@@ -364,7 +364,7 @@ class Scheduler:
         self.pending_keys.clear()
 
     def _retire(self, seq: Sequence) -> None:
-        """It runs no more: its row and its blocks go back."""
+        """`seq` stops running: give its row and its blocks back."""
         self.free_rows.append(seq.row)
         seq.row = -1
         self.blocks.free(seq)
@@ -376,7 +376,7 @@ class Scheduler:
         self.blocks.check(self.running + self.waiting)
         for line in (self.running, self.waiting):
             assert line == sorted(line, key=self.order), "running or waiting is out of order"
-            assert not any(seq.finish_reason for seq in line), "one has ended, but is still there"
+            assert not any(seq.finish_reason for seq in line), "an ended sequence is still queued"
         assert len(self.running) <= self.max_num_seqs, (
             f"{len(self.running)} sequences run, max_num_seqs is {self.max_num_seqs}")
         rows = [seq.row for seq in self.running] + self.free_rows

@@ -1,9 +1,9 @@
 """The nouns: what the engine keeps about a request, and what a step plans.
 
 **A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
-KV in the cache.** A step gives some sequences a share of the token budget to close the gap. Chunked
-prefill, a prefix hit, preemption, decoding and checking guesses are all that one subtraction, so
-there is no phase, no status and no `is_prefill` here.
+KV in the cache.** The other tokens are its *gap*. A step gives some sequences a share of the token
+budget to close it. Chunked prefill, a prefix hit, preemption, decoding and checking drafts are all
+this one subtraction, so there is no phase, no status and no `is_prefill` here.
 
 The glossary. These words mean one thing each, everywhere:
 
@@ -12,19 +12,19 @@ The glossary. These words mean one thing each, everywhere:
     num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
     num_inflight_tokens  how many more a launched, unfinished step is computing
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
-    num_draft_tokens     guesses of what follows that a launched step computes and checks
+    num_draft_tokens     draft tokens, guessed ahead, that a launched step computes and checks
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
-    num_prompt_logprobs  how many leading prompt positions are to give a prompt logprob, or
-                         (pooling) their hidden state
+    num_prompt_logprobs  how many prompt positions, from the first on, must give a prompt logprob
+                         or, where prompts are pooled, a hidden state
     num_new_tokens       how many tokens a step computes for a sequence
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
     slot                 a place for one token's KV: block id * block_size + offset in the block
     slot_mapping         the slot of every token of a step
-    query_len            num_new_tokens of a row of the batch
+    row                  a sequence in a step's batch; `Sequence.row` is another, fixed index
+    query_len            num_new_tokens of a row
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
-    row                  a running sequence's index in the persistent block-table matrix
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
@@ -55,17 +55,17 @@ class Sequence:
     seed: int = 0  # 64 bits; with the position it fixes the random number of each token
     stop_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end it
     eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
-    late_ids: frozenset[int] = frozenset()  # what may not come before params.min_tokens
-    bad_word_ids: list[list[int]] = field(default_factory=list)  # tokens that may not come together
-    grammar: Any = None  # what its output must match, see extras/structured.py
-    adapter: int = 0  # which one changes the weights for it, 0 for none: extras/lora.py
-    root: "CacheEntry | None" = None  # parent of its first block: the adapter's content
+    late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
+    bad_word_ids: list[list[int]] = field(default_factory=list)  # the output contains none of these
+    grammar: Any = None  # the rules its output must follow: extras/structured.py
+    adapter: int = 0  # the number of its LoRA adapter, 0 for none: extras/lora.py
+    root: "CacheEntry | None" = None  # parent of its first block: its key hashes the adapter
     max_num_tokens: int = 0  # prompt plus output never grow beyond this
     arrival_time: float = 0.0  # in seconds, by any clock that all sequences share
     num_prompt_tokens: int = field(init=False)
     num_prompt_logprobs: int = field(init=False)
-    needs_output_tokens: bool = field(init=False)  # the host must see one to draw the next
-    has_controls: bool = field(init=False)  # the sampler must look closer at it
+    needs_output_tokens: bool = field(init=False)  # the next draw must know all output tokens
+    has_controls: bool = field(init=False)  # it has penalties, constraints or logprobs
 
     # Progress: changed by the scheduler alone.
     num_computed_tokens: int = 0
@@ -90,7 +90,7 @@ class Sequence:
     def __post_init__(self):
         params = self.params
         self.num_prompt_tokens = len(self.token_ids)
-        # One of the samples is enough; and what follows the last position is not the prompt's.
+        # Only for the first sample; and the last prompt position predicts an output token.
         scores = params.prompt_logprobs is not None and self.index == 0
         self.num_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -111,8 +111,8 @@ class Sequence:
 
     @property
     def needs_all_positions(self) -> bool:
-        """Whether every token must really be computed, and none come from the prefix cache, which
-        keeps no logits (until an output token is known: by then the prompt has its logprobs)."""
+        """Whether every prompt token must be computed, and none taken from the prefix cache, which
+        keeps no logits. False from the first output token on: the prompt is scored by then."""
         return self.num_prompt_logprobs > 0 and len(self.token_ids) == self.num_prompt_tokens
 
     @property
@@ -127,8 +127,8 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class CacheEntry:
-    """A block that the prefix cache can find. Equal only to itself, which makes `parent` a proof of
-    the whole prefix."""
+    """A block that the prefix cache can find. Entries are compared by identity: two blocks with the
+    same `parent` object follow the same prefix."""
 
     key: bytes
     block_id: int
@@ -144,17 +144,17 @@ class Step:
     index: int
     num_new_tokens: dict[Sequence, int] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # position of each row's first new token
-    sampling: list[Sequence] = field(default_factory=list)  # rows that close their gap: one token
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # ... and one for each draft
+    sampling: list[Sequence] = field(default_factory=list)  # they close their gap: each samples
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
     network: int = 0  # which network computes it; 1 drafts for 0, greedily
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
-    preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # and for whom, maybe itself
+    preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
     sitting_out: list[Sequence] = field(default_factory=list)  # wait for blocks being computed
-    pending_keys: list[bytes] = field(default_factory=list)  # full blocks it will have filled
+    pending_keys: list[bytes] = field(default_factory=list)  # keys of the blocks that it fills
     block_saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
     block_loads: list[tuple[int, int]] = field(default_factory=list)  # done after the saves
-    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that are loaded so
+    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens in its loaded blocks
 
     @property
     def has_work(self) -> bool:
@@ -165,15 +165,15 @@ class Step:
         return sum(self.num_new_tokens.values())
 
     def samples(self) -> list[Sequence]:
-        """Whose each sampled token is. A row of k drafts stands there k + 1 times: it samples
-        behind its newest token, and behind each draft."""
+        """The sequence of each sampled token, in order. A sequence with k drafts is listed k + 1
+        times: it samples after its newest token, and after each draft."""
         if not self.drafts:
             return self.sampling
         return [seq for seq in self.sampling for _ in range(1 + len(self.drafts.get(seq, ())))]
 
     def outcome(self, sampled: list[int | None]) -> dict[Sequence, list[int]]:
-        """What the tokens of `samples()` come to: none where a prompt is pooled, and for a row with
-        drafts those up to the first that its draft did not foresee, or that ends it.
+        """Each sequence's new tokens, given one for each of `samples()`. A pooled prompt has none.
+        With drafts they end at the first that differs from its draft, or that ends the sequence.
 
         Example: drafts 5 6 7, sampled 5 6 9 4 gives 5 6 9. The 4 would have followed a 7.
         """
@@ -194,7 +194,7 @@ class Step:
         return result
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:
-        """Results of some of `samples()`, given by index there: each sequence's, in order."""
+        """Group results by sequence. results: of some of `samples()`, by their index in it."""
         samples, found = self.samples(), dict[Sequence, list]()
         for place, result in results.items():
             found.setdefault(samples[place], []).append(result)

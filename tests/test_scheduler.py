@@ -390,7 +390,7 @@ def set_field(name, value):
     (set_field("num_unknown_tokens", -1), "sequence A computed tokens it lacks"),
     (set_field("num_unknown_tokens", 2), "sequence A awaits 2 samples of 1 steps"),
     (lambda scheduler, seq: setattr(scheduler.waiting[0], "row", 3), "sequence C waits, but"),
-    (lambda scheduler, seq: setattr(scheduler.waiting[0], "finish_reason", "stop"), "still there"),
+    (lambda scheduler, seq: setattr(scheduler.waiting[0], "finish_reason", "stop"), "still queued"),
     (lambda scheduler, seq: scheduler.running.remove(seq), "block 0 counts 1 references but"),
     (set_field("num_committed_blocks", 0), "can be found before it is computed"),
     (set_field("num_committed_blocks", 2), "committed 2 blocks, but only 1 are full"),

@@ -152,8 +152,8 @@ def take_device(name: str, local_rank: int | None) -> torch.device:
     """The device of an engine, ready for it. local_rank: which GPU is this rank's, None where there
     is one rank: it takes the user's current GPU.
 
-    What an engine before this one has left in torch's pool goes back to the GPU: weights that were
-    put into pieces of its KV cache would keep the rest of them from being of use.
+    Memory that an earlier engine left in torch's pool goes back to the GPU: otherwise torch would
+    put small weights into that engine's large KV caches, and the rest of each would stay unused.
     """
     if name != "cuda":
         keep_freed_memory()
