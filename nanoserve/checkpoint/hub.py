@@ -3,7 +3,7 @@
 A model is named by a folder, by a hub id such as "Qwen/Qwen3-0.6B", or by the name of a bundled one
 ("storyteller", wherever the package is installed). A folder is taken as it is. A hub id is fetched
 by `huggingface_hub`, which keeps a cache and works offline from it; only the files that an engine
-reads are asked for. Pickled weights are, where there are no others.
+reads are fetched. Pickled weights are fetched only where there are no others.
 
 Invariant: the caller gets a folder, or a `ValueError` that names the option, the value and the
 reason. An engine that went on with an empty folder would answer with random text (nano-vllm #97).

@@ -1,4 +1,4 @@
-"""Files to parameters: find the files, find each tensor's place, and prove none was missed.
+"""Weight files to parameters: copy each tensor to its layer, and check that none is missing.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
 in which file. Files are read one tensor at a time straight from the page cache, so that loading
@@ -57,12 +57,12 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                  show_progress: bool = True, unused: tuple[str, ...] = (),
                  load_format: str = "auto",
                  unpack: Callable[[Tensors, dict], Tensors] | None = None) -> None:
-    """Fill `model` from the files in `folder`. unused: the beginnings of tensors' names that may be
-    there and are passed over. load_format: see FORMATS. unpack: makes weights of a quantised
-    checkpoint's tensors, before they come into the books.
+    """Fill `model` from the files in `folder`. unused: beginnings of the names of tensors that are
+    skipped. load_format: see FORMATS. unpack: turns a quantised checkpoint's tensors into weights.
 
-    The books are kept in one dict: all places there are, from which each tensor takes its own. What
-    finds none, or finds it taken, is left over; what remains at the end is missing.
+    The dict `missing` begins with every tensor that the model needs, and each tensor that is read
+    is removed from it. A tensor that is not in it is left over, or comes twice; what remains in it
+    at the end is missing from the files.
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
@@ -118,8 +118,8 @@ def _translated(name: str) -> str:
 
 
 def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
-    """A copy of the embedding may stay where it is. A head of its own, in spite of what config.json
-    says, was trained: without it the text is fluent and wrong."""
+    """A stored head that equals the embedding is ignored. One that differs was trained on its own,
+    although config.json says that it's tied: without it the text is fluent but wrong."""
     embedding = model.get_submodule("embed_tokens")
     share = head[embedding.tokens.start:embedding.tokens.stop].to(embedding.weight)
     if not torch.equal(share, embedding.weight):
@@ -131,9 +131,9 @@ def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
 def load_dummy_weights(model: nn.Module, seed: int) -> None:
     """Random weights that keep activations at a sensible size; for benchmarks and tests.
 
-    Each parameter has a seed of its own, so that what all ranks must have alike (a router) is
-    alike. Equal shares of a matrix are alike, too: it is not the model that one rank would have.
-    A large one repeats its first million numbers: half a billion would take half a minute.
+    Each parameter has its own seed, so a parameter that all ranks keep whole (a router) is equal on
+    all of them. But so are their shares of a matrix: it is another model than on one rank. A large
+    parameter repeats its first million numbers, because drawing all of them is slow.
     """
     for module in model.modules():
         if hasattr(module, "make_room"):  # its weight is there only while it is loaded
@@ -168,7 +168,7 @@ def stored_tensors(folder: Path, load_format: str = "auto",
     place, and the system may drop them again at once. Raises `ValueError` naming the file.
     """
     files = _weight_files(folder, load_format)
-    # None: only on a terminal, where the bar goes away when all is loaded.
+    # disable=None: tqdm shows the bar on a terminal only.
     hide = True if len(files) == 1 or not show_progress else None
     for file in tqdm(files, desc="Loading weights", unit="file", disable=hide, leave=False):
         read = _read_pickle if file.suffix == ".bin" else _read_safetensors

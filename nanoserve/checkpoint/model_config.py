@@ -9,12 +9,12 @@ dialect is absorbed here; the rest of the engine asks "is there a q-norm?", neve
       over FAMILIES[...]   what the family's files leave out, or never say because it is always so
       becomes              ModelConfig(qk_norm=True, windows=(None, ...), rope=RopeConfig(...), ...)
 
-Invariant: a feature that is not implemented is refused by name. Left out without a word it would
-give fluent wrong text, which is worse than none.
+Invariant: a feature that is not implemented is refused by name. To ignore it would give fluent but
+wrong text.
 
 Not known here: torch, tensors, options of the engine. Road not taken: transformers' own
-`AutoConfig`. It would spare us the dialects and cost an import of several seconds, and a feature
-that we do not have would pass through it unseen.
+`AutoConfig`. It reads all dialects, but its import is slow, and it accepts features that this
+engine does not have.
 """
 
 import json
@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict] = {
     "Gemma3ForCausalLM": dict(_GEMMA, max_position_embeddings=131072, sliding_window_pattern=6,
                               qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
 }
-# What a name ends with says which head the checkpoint has. The network below it is the generator's.
+# The end of an architecture's name is the head's. The layers below are those of ...ForCausalLM.
 HEAD = re.compile(
     r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|ForRewardModeling|"
     r"EmbeddingModel|Model)$")
@@ -113,7 +113,7 @@ class ModelConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool  # the chosen experts' weights are made to sum to 1
-    # Gemma's ways.
+    # What Gemma does differently.
     activation: str  # "silu" or "gelu_tanh"
     norm_offset: bool  # RMSNorm multiplies by 1 + weight
     scale_embedding: bool  # embeddings times sqrt(hidden_size)
@@ -150,10 +150,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
-        """The same from the files' contents.
+        """Read the contents of the two files.
 
-        Of both files' EOS ids generation_config.json's count, if it has any: a chat model's turn
-        often ends with a token that config.json doesn't name, and would run on without it.
+        EOS ids are those of generation_config.json, if it has any: a chat model's turn often ends
+        with a token that config.json doesn't name, and would run on without it.
         """
         architecture = read_architecture(config)
         family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
@@ -193,7 +193,7 @@ class ModelConfig:
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether the checkpoint can generate. GPT-2's name is of the time before the others'."""
+        """Whether the checkpoint can generate. "LMHeadModel" is the older ending, as in GPT-2."""
         return self.architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
     @property
@@ -203,7 +203,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """The widest layer's: no layer reads keys further back. None: some layer reads all."""
+        """The largest window of all layers; None if some layer reads all keys."""
         reaches = [window for window in self.windows if window is not None]
         return max(reaches) if len(reaches) == len(self.windows) else None
 
@@ -286,8 +286,8 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, Any]) -> dict:
 def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer. A file names the layers' types, or a rule: every n-th sees
     everything (Gemma), the first n do (Qwen 2 and 3). Others have one for all layers, or none, and
-    what their files say about single layers is ignored, as transformers does. The exception: a
-    Mistral's file that names types is a Ministral's, and they count."""
+    what their files say about single layers is ignored, as transformers does. The exception is a
+    Mistral file with layer types, which is a Ministral's: its types are used."""
     every = _size(config, "sliding_window_pattern", family.get("full_every", num_layers + 1))
     first, kinds = _size(config, "max_window_layers", 0, low=0), config.get("layer_types")
     if kinds is None:
@@ -305,7 +305,7 @@ def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | No
 
 
 def _activation(config: dict) -> str:
-    """Gemma's files carry both names, and only the second one is true."""
+    """Gemma's files have both names; `hidden_activation` is the right one."""
     return config.get("hidden_activation", config.get("hidden_act", "silu"))
 
 
@@ -320,7 +320,7 @@ def read_dtype(config: dict) -> str:
 
 
 def _read_quantization(config: dict) -> dict | None:
-    """The entry as it stands: who unpacks the weights knows what it means."""
+    """The entry, unchanged: extras/quantization.py interprets it."""
     entry = config.get("quantization_config")
     if entry is not None and not isinstance(entry, dict):
         raise ValueError(f"config.json: quantization_config={entry!r:.60} must be an object")

@@ -1,8 +1,8 @@
-"""How a model knows where a token stands, and how far it can reach: the settings of RoPE.
+"""The settings of RoPE: how positions become angles, and recipes for texts longer than in training.
 
-Rotary position embedding (Su et al. 2021) turns pairs of numbers by angles that grow with the
+Rotary position embedding (Su et al. 2021) rotates pairs of numbers by angles that grow with the
 position. Beyond the lengths a model was trained on the angles are new to it, so checkpoints come
-with recipes to stretch them. They have been written down in two spellings:
+with recipes to stretch the waves. Files write these recipes in two spellings:
 
     transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, ..}
                      or one such object each for "full_attention" and "sliding_attention"
@@ -10,7 +10,7 @@ with recipes to stretch them. They have been written down in two spellings:
 
 Both become a `RopeConfig`, which is all that rope_frequencies.py sees. Invariant: a recipe
 that is not known is refused by name; "dynamic" is known and refused, because with it a token's KV
-would depend on who else is in the batch.
+would depend on the other requests of the batch.
 
 Not known here: torch, and the rest of config.json.
 """
@@ -18,7 +18,7 @@ Not known here: torch, and the rest of config.json.
 import math
 from dataclasses import dataclass
 
-# The recipes, and what each can't do without.
+# The recipes, and the entries that each needs.
 NEEDED = {"default": (), "linear": ("factor",), "yarn": ("factor",),
           "llama3": ("factor", "low_freq_factor", "high_freq_factor",
                      "original_max_position_embeddings")}
@@ -30,8 +30,8 @@ NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 class RopeConfig:
     """Rotary position embedding: "default", or with one of three ways to reach further.
 
-    "linear" stretches every wave by `factor`, "llama3" and "yarn" only the long ones, each with its
-    own idea of where to begin; yarn also scales cos and sin by `attention_factor`.
+    "linear" stretches every wave by `factor`, "llama3" and "yarn" only the long ones, each by its
+    own rule of which are long; yarn also scales cos and sin by `attention_factor`.
     """
 
     theta: float = 10000.0
@@ -49,8 +49,8 @@ class RopeConfig:
 def read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
     """RoPE of all layers, and of those with a window where the file tells them apart (Gemma 3).
 
-    config: config.json's entries, nulls left out, over the family's. Raises `ValueError` naming the
-    recipe or the entry that is not supported.
+    config: config.json's entries without nulls, and the family's defaults. Raises `ValueError`
+    naming the recipe or the entry that is not supported.
     """
     entries, local = _rope_entries(config), None
     if "rope_local_base_freq" in config:  # in the family's defaults, so always for Gemma 3
@@ -72,8 +72,8 @@ def _rope_entries(config: dict) -> dict:
         if not isinstance(config.get(name) or {}, dict):
             raise ValueError(f"config.json: {name}={config[name]!r} must be an object")
         entries |= config.get(name) or {}
-    # Beside a single object the length in training counts more than in it; see transformers'
-    # `standardize_rope_params`. Beside one for each kind of layer it is not read.
+    # Beside a single object, this top-level entry wins over the object's; see transformers'
+    # `standardize_rope_params`. Beside one object for each kind of layer it is not read.
     name = "original_max_position_embeddings"
     if name in config and not {"full_attention", "sliding_attention"} & set(entries):
         entries[name] = config[name]
@@ -135,7 +135,7 @@ def stretched_length(config: dict, rope: RopeConfig) -> int:
 
 
 def override_new_spelling(config: dict, overrides: dict) -> None:
-    """An override in the old spelling wins over a file in the new; a scaling replaces it all."""
+    """Overrides in the old spelling win over a file in the new; rope_scaling replaces a recipe."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or not rope or "rope_parameters" in overrides:
         return
@@ -157,7 +157,7 @@ def override_new_spelling(config: dict, overrides: dict) -> None:
 
 
 def read_number(name: str, value: object) -> float:
-    """A number above 0; everything that config.json has numbers for is that."""
+    """A number above 0, as all numbers must be that are read by this function."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {name} must be a number above 0, got {value!r}")
     return value

@@ -1,8 +1,8 @@
 """How fast each pair of dimensions turns: RoPE's frequencies, and three recipes to stretch them.
 
 A pair i of a head of d dimensions turns by theta^(-2i/d) radians a position (Su et al. 2021). The
-first pairs turn fast and tell neighbours apart, the last ones hardly turn and tell far places
-apart. Beyond the lengths of its training a model meets angles of the slow pairs that are new to it:
+first pairs turn fast and tell neighbours apart, the last ones hardly turn and tell distant
+positions apart. Beyond the lengths of its training a model meets new angles of the slow pairs:
 
     pair       0 ............................ d/2 - 1
     turns      many in training               less than one
@@ -22,9 +22,9 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     """Radians a position for each pair of dimensions, (head_dim / 2,), in float32.
 
-    To reach further than it was trained, a model's waves are stretched by `factor`: all of them
-    ("linear"), or only the long ones, which never made a full turn in training, with a blend in
-    between. "llama3" blends by the number of turns, "yarn" (Peng et al. 2023) by the index.
+    For longer texts than in training, waves are stretched by `factor`: all of them ("linear"), or
+    only the long ones, which never made a full turn in training, with a blend in between. "llama3"
+    blends by the number of turns, "yarn" (Peng et al. 2023) by the index.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta ** exponents

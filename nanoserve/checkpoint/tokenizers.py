@@ -19,7 +19,7 @@ from nanoserve.checkpoint.hub import find_model
 
 
 class Tokenizer(Protocol):
-    """What the engine asks of a tokenizer: transformers' names, and anything with them will do."""
+    """What the engine uses of a tokenizer, by transformers' names; any such object will do."""
 
     eos_token_id: int | None
     chat_template: str | None
@@ -43,7 +43,7 @@ def load_tokenizer(folder: Path, name: str | None = None, *, optional: bool = Fa
         name, "tokenizer", weights=False, code=trust_remote_code)
     if optional and not any(source.glob("*token*")):
         return None
-    from transformers import AutoTokenizer  # here: a second, which only who reads one need wait
+    from transformers import AutoTokenizer  # here: a slow import, for engines with a tokenizer only
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         if len(tokenizer) < 2:  # transformers makes an empty one up where there is none

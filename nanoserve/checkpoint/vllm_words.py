@@ -1,22 +1,22 @@
-"""What other people's scripts say: vLLM's words that mean something else here, or nothing.
+"""vLLM's names of options, fields and methods: each is handed on, renamed, dropped or refused.
 
 A script that was written for vLLM names options, fields and methods that this engine may not have.
-Each of them has one of four answers:
+There are five cases:
 
-    max_model_len=512             a word of ours            handed on
-    enable_expert_parallel=True   another word for ours     handed on under our name
+    max_model_len=512             a name of ours            handed on
+    enable_expert_parallel=True   another name for ours     handed on under our name
     kv_cache_dtype="auto"         asks for nothing          dropped: leaving it out means the same
-    kv_cache_dtype="fp8"          asks for what is missing  `ValueError`: a sentence, the way round
-    max_modle_len=512             nobody's word             `TypeError`, with the nearest word
+    kv_cache_dtype="fp8"          asks for what is missing  `ValueError` with an alternative
+    max_modle_len=512             in neither engine         `TypeError` with the nearest name
 
-Invariant: nothing is accepted and ignored. A word is dropped only where its value asks for what
-happens anyway: None, and the values listed in `NOTHING`, or for a word that isn't listed there
-False, 0, and an empty text or collection.
+Invariant: nothing is accepted and ignored. A name is dropped only if its value asks for what
+happens anyway: None, a value listed in `NOTHING`, or, for a name that isn't listed there, False, 0
+or an empty text or collection.
 
-`takes_vllms_words` puts this in front of a class or a function. A feature that arrives removes its
-line from the table. Not known here: what our own words mean; that is config.py. This file imports
-nothing of nanoserve, so that config.py may use it. Road not taken: to write all of vLLM's options
-into our signatures, where they would hide those that do something.
+`takes_vllms_words` checks the arguments of a class or a function so. When a feature is added, its
+line leaves the tables below. Not known here: what our own options mean; that is config.py. This
+file imports nothing of nanoserve, so that config.py may use it. Road not taken: to write all of
+vLLM's options into our signatures, where they would hide those that do something.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +29,7 @@ Decorated = TypeVar("Decorated", bound=Callable)
 
 # vLLM's name, and ours.
 RENAMED = {"enable_expert_parallel": "expert_parallel"}
-# Words of ours for which vLLM takes None as "the default", and we have a default of another kind.
+# Our options whose default is not None, and for which vLLM takes None to mean "the default".
 LEFT_OPEN = ("seed", "enable_prefix_caching", "enable_chunked_prefill")
 # Values that ask for nothing, of words for which this isn't simply False, 0 or an empty one.
 NOTHING: dict[str, tuple] = {
@@ -234,10 +234,10 @@ def takes_vllms_words(where: str, refused: Mapping[str, str]) -> Callable[[Decor
 
 def in_our_words(where: str, given: Mapping[str, Any], known: Collection[str],
                  refused: Mapping[str, str]) -> dict[str, Any]:
-    """What was `given`, in words that are `known`.
+    """The arguments `given`, under names that are `known`.
 
-    where: whose words they are, for messages. Raises `ValueError` for a word in `refused` whose
-    value asks for something, `TypeError` for a word that neither engine has, or that comes twice.
+    where: the function's name, for messages. Raises `ValueError` for a name in `refused` whose
+    value asks for something, `TypeError` for a name that neither engine has, or that comes twice.
     """
     ours: dict[str, Any] = {}
     for said, value in given.items():
@@ -255,7 +255,7 @@ def in_our_words(where: str, given: Mapping[str, Any], known: Collection[str],
 
 
 def missing_method(name: str, known: Collection[str]) -> str:
-    """What to say to a user who looks for a method of vLLM's `LLM`, or has mistyped one of ours."""
+    """The message for a method of vLLM's `LLM` that is missing here, or for a mistyped name."""
     if name in METHODS:
         return f"LLM.{name} is not supported: {METHODS[name]}"
     return f"LLM has no {name}: {_nearest(name, [n for n in known if n[0] != '_'])}"
@@ -271,7 +271,7 @@ def _asks_for_nothing(word: str, value: Any) -> bool:
 
 
 def _nearest(word: str, known: Collection[str]) -> str:
-    """Typing errors: the one word that was probably meant, and not a list of thirty."""
+    """For typing errors: the name that was probably meant."""
     if found := get_close_matches(word, known, 1):
         return f"did you mean {found[0]}?"
     return "its help() tells what there is"

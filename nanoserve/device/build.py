@@ -1,14 +1,14 @@
 """Compile device/cpu.cpp, or a file like it, for this machine on first use, and load it.
 
-A wheel can't know which instructions a CPU has, so the source travels, and the system's compiler
-makes a library of it in some seconds, once. It is kept under a hash of all that went into it:
+A wheel can't know which instructions a CPU has. So it contains the source, and the system's
+compiler makes a library of it once. The library is kept under a hash of all that went into it:
 
     source, flags, the compiler's version, the CPU's features, torch's OpenMP library
       └──► ~/.cache/nanoserve/cpu-2f6a….so     compiled to another name, then renamed
 
 Invariants: what lies in that folder will be run, so folder and file must be this user's, closed to
 all others, and no links; otherwise a temporary folder takes its place. A compiler is called without
-a shell and with a time limit. Of several processes that come at once one builds, the others wait.
+a shell and with a time limit. If several processes start at once, one builds and the others wait.
 
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
 pool of threads that fights the first for the cores, so this library is linked to torch's own file.
@@ -37,7 +37,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 # Arithmetic as it is written: no -ffast-math, which would also change it for the whole process.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fopenmp",
          "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
-SECONDS = 300  # that a compiler may take; it takes some seven
+SECONDS = 300  # the longest that a compiler may take
 
 
 class BuildError(ImportError):
@@ -72,7 +72,7 @@ def load(source: Path | None = None) -> ctypes.CDLL:
 
 
 def words(variable: str) -> list[str]:
-    """Of an environment variable, as a shell takes them. Raises `BuildError` for half a quote."""
+    """An environment variable, split as a shell does. Raises `BuildError` for an open quote."""
     try:
         return shlex.split(os.environ.get(variable, ""))
     except ValueError as error:
@@ -96,7 +96,7 @@ def build(source: Path, compiler: list[str], flags: list[str], openmp: Path, pat
 
 
 def run(command: list[str]) -> str:
-    """What the command prints. Raises `BuildError` with its words."""
+    """What the command prints. Raises `BuildError` with its output if it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS,
                                 stdin=subprocess.DEVNULL)
@@ -140,7 +140,7 @@ def cache_folder() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether it is there, is no link, and this user alone can read, write and run it."""
+    """Whether `path` exists, is no link, and only this user can read, write and run it."""
     try:
         status = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which device runs the model, and which operators: what was asked for, held against what is there.
+"""Which device and which operators run the model: what the user asked for, and what is available.
 
     asked            found                            becomes
     device="auto"    a GPU that torch sees            "cuda", else "cpu"
@@ -8,8 +8,8 @@
                      a CPU and a compiler             "cpu", the compiled twin
                      a CPU without a compiler         "onednn", `ops` with packed products
 
-Invariant: a slow path is never silent. What the user left open is settled with a line for standard
-error; what the user named and the machine has not is an error with the remedy.
+Invariant: a slow path is never silent. A slower choice that the user left open is reported on
+standard error; a choice that the user made and the machine lacks is an error with the remedy.
 
 Not known here: models, memory.
 """
@@ -34,9 +34,8 @@ def pick_device(device: str) -> str:
 
 
 def namespace(kernels: str) -> ModuleType:
-    """`ops`, or the twin of it that `kernels` names. Imported late, because only who uses a twin
-    needs what it needs: a compiler, or triton, which there is for Linux alone. Raises `ImportError`
-    where that is missing."""
+    """`ops`, or the twin of it that `kernels` names. A twin is imported late, because it needs a
+    compiler, or triton, which exists for Linux only. Raises `ImportError` where this is missing."""
     if kernels == "triton":
         from nanoserve.device import kernels as triton_kernels
         return triton_kernels
@@ -50,8 +49,8 @@ def namespace(kernels: str) -> ModuleType:
 
 
 def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConfig, list[str]]:
-    """What this machine's devices and software make of a resolved config, with what to say about
-    it. Raises `ValueError` where the user asked for what isn't there."""
+    """Adapt a resolved config to this machine; also returns a message for each change. Raises
+    `ValueError` where the user asked for what isn't there."""
     said: list[str] = []
     if config.device == "cuda" and config.dtype == "bfloat16" and (
             not torch.cuda.is_bf16_supported(including_emulation=False)):
@@ -100,7 +99,7 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
 
 
 def describe_device(device: torch.device, kernels: str) -> str:
-    """For the line that tells what an engine runs on."""
+    """The device, as the start-up line names it."""
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     return "cpu (Triton's interpreter, very slow)" if kernels == "triton" else "cpu"

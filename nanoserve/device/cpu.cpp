@@ -23,8 +23,8 @@
 //
 // Every sum is made by one thread in the order of its inputs, so a row's numbers depend neither on
 // the threads nor on the other rows. float16 comes here as float32. Threads are OpenMP's, which
-// torch has started. Work is dealt out in small pieces, so that a thread which loses its core to
-// another program costs its share and no more.
+// torch has started. Threads take small portions of the work one by one, so a thread that loses its
+// core to another program delays only the portion it has.
 //
 // Shapes and dtypes are checked in cpu.py before an address comes here. Built by build.py.
 
@@ -44,7 +44,7 @@
 #include <immintrin.h>
 #endif
 
-extern "C" int omp_get_num_threads();  // without omp.h, which Apple's compiler hasn't
+extern "C" int omp_get_num_threads();  // without omp.h, which Apple's compiler lacks
 
 namespace {
 
@@ -118,8 +118,8 @@ template <class T> inline uint32_t unit_of(const T *x, long u, long count) {
     else return x[2 * u].bits | (2 * u + 1 < count ? uint32_t(x[2 * u + 1].bits) << 16 : 0);
 }
 
-// Memory of the calling thread, which outlives the call: memory that is new to a process costs more
-// than what is computed in it. `place` keeps its uses apart. It begins at a line of the cache.
+// Memory of the calling thread, kept between calls: the first use of a new page costs more than the
+// arithmetic on it. place: a number for each use. The memory is aligned to a line of the cache.
 template <class X> X *scratch(int place, long count) {
     static thread_local std::vector<uint64_t> memory[8];
     const size_t words = size_t(count) * sizeof(X) / 8 + 16;
@@ -566,8 +566,8 @@ template <class T> struct Attention {
         }
     }
 
-    // V of a piece. Its dead lanes may hold infinities or NaN, other requests' numbers, and 0 * inf
-    // is NaN: where there are any, a copy without them.
+    // V of a piece. Lanes outside it hold other requests' numbers, maybe infinities or NaN, and
+    // 0 * inf is NaN: if there are such lanes, returns a copy with zeros in them.
     const uint32_t *living(const Piece &piece, long place, long kv_head) const {
         const uint32_t *values = cache.values(piece.tile, kv_head);
         if (piece.count == PANEL) return values;

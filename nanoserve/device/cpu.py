@@ -1,7 +1,7 @@
 """The CPU's namespace: `ops`, compiled. What each function means is written there.
 
-device/cpu.cpp computes. This file stands between it and tensors: it checks what could make an
-address wrong (dtypes, order of memory, sizes), makes room for the result, and calls.
+device/cpu.cpp computes. This file calls it for tensors: it checks what could make an address wrong
+(dtypes, memory layout, sizes), allocates the result, and calls.
 
     x (rows, inputs) ─ checked ─► addresses, sizes ─► the library ─► out (rows, outputs)
 
@@ -36,7 +36,7 @@ FUNCTIONS = {(name, dtype): ctypes.CFUNCTYPE(None)(address) for dtype, table in 
 
 
 class Panels(NamedTuple):
-    """A packed weight: the panels' 32-bit units, and the shape and dtype of what it was."""
+    """A packed weight: the panels' 32-bit units, and the shape and dtype of the original."""
 
     memory: torch.Tensor
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ def call(name: str, dtype: torch.dtype, *arguments: torch.Tensor | float | None)
 
 
 def check(is_right: bool, what: str) -> None:
-    """Raises `ValueError`, in whatever mode Python runs."""
+    """Raises `ValueError`; unlike an assert, also under `python -O`."""
     if not is_right:
         raise ValueError(f"the compiled operators can't take this: {what}")
 
@@ -75,7 +75,7 @@ def no_half(x):
 
 
 def in_float32(function: Callable) -> Callable:
-    """The same for a whole function, whose results become float16 again."""
+    """A decorator: float16 arguments are computed in float32, and results become float16 again."""
     @wraps(function)
     def widened(x, *arguments):
         if x.dtype != HALF:
@@ -87,7 +87,7 @@ def in_float32(function: Callable) -> Callable:
 
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Memory that is read again and again: in large pages, where the system has some."""
+    """Zeroed memory, in large pages where the system has them: for what is read in every step."""
     memory = torch.empty(shape, dtype=dtype, device=device)
     if memory.is_cpu:
         LIBRARY.advise_huge_pages(as_argument(memory), as_argument(memory.nbytes))
@@ -154,8 +154,8 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate
 
 def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles of 16 slots, as cpu.cpp describes them. The shape is only a label that tells the sizes:
-    slots are filled up to whole tiles and heads to whole panels. float16 is kept as float32."""
+    """Tiles of 16 slots, as cpu.cpp describes them. The shape only tells the sizes: slots are
+    padded to whole tiles, and heads to whole panels. float16 is kept as float32."""
     while num_blocks * block_size % PANEL:
         num_blocks += 1
     shape = num_blocks, block_size, num_kv_heads, -(-head_dim // PANEL) * PANEL

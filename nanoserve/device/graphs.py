@@ -1,8 +1,8 @@
-"""CUDA graphs: a decode step is recorded once for each batch size, and replayed ever after.
+"""CUDA graphs: a decode step is recorded once for each batch size, and then replayed.
 
-A decode step of a small model is some 400 kernels of a few microseconds each. Started one by one
-from Python they take longer to start than to run; a graph starts them all at once. The price is
-that nothing in a graph can change but the contents of memory:
+A decode step of a small model is hundreds of short kernels, which take longer to start one by one
+from Python than to run; a graph starts them all at once. The price is that nothing in a graph can
+change but the contents of memory:
 
     recorded                    replayed, two steps later
     input_ids   at 0x7f00       the same address: the new ids must have been put there
@@ -11,9 +11,9 @@ that nothing in a graph can change but the contents of memory:
                                 memory by the kernels, and never handed over by the host
 
 So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
-stopped below it, and the first full batch was a crash), and `Batch` has each of its tensors at the
-same address for the same size. Only steps of decodes are recorded, with the LM head and the choice
-of the tokens; a step with a piece of a prompt is large, its launches hide behind its work.
+stopped below it, and the first full batch crashed), and `Batch` has each of its tensors at the same
+address for the same size. Only steps of decodes are recorded, with the LM head and the choice of
+the tokens. In a step with prompt tokens the kernels run long enough to hide the launches.
 
 Invariant: a replay gives what the recorded function would have given, bit for bit.
 
@@ -35,7 +35,7 @@ Recorded = tuple[torch.Tensor, ...]  # what the function returned: the same memo
 
 
 class CudaGraph:
-    """One recording. Those of one `pool` are never in use at the same time and share its memory."""
+    """One recording. Recordings of one `pool` share its memory: only one of them runs at a time."""
 
     def __init__(self, pool=None):
         self.graph, self.shared_pool = torch.cuda.CUDAGraph(), pool
@@ -58,7 +58,7 @@ class CudaGraph:
 class DecodeGraphs:
     """The recordings of a step of decodes, by its number of rows.
 
-    prepare: makes a batch of so many rows, at its place in memory. run: what is recorded.
+    prepare: makes a batch of so many rows, at its fixed addresses. run: what is recorded.
     graph_class: `CudaGraph`, or a stand-in. Raises `ValueError` when memory runs out.
     """
 
@@ -69,7 +69,7 @@ class DecodeGraphs:
         start, pool = time.perf_counter(), None
         on_gpu = graph_class is CudaGraph
         if on_gpu:
-            torch.cuda.empty_cache()  # a recording begins with that, too: it is no gain of memory
+            torch.cuda.empty_cache()  # as each recording does: its gain must not count below
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
         try:
             # The largest first: the smaller ones fit into the memory that it took.
@@ -104,8 +104,8 @@ class DecodeGraphs:
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, then every 16th, later every 64th, and the largest itself, whatever it is.
 
-    Padding costs little, because attention skips it and weights are read once anyway; a recording
-    costs a quarter of a second. 20 of them cover 256 sequences.
+    Padding costs little, because attention skips it and weights are read once anyway, while each
+    recording takes time and memory. 20 recordings cover 256 sequences.
     """
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(320, max_num_seqs, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]

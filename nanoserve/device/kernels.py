@@ -1,7 +1,7 @@
-"""The Triton kernels: a namespace like `ops`, its plain torch twin, for layers to choose from.
+"""The Triton kernels for GPUs, a twin of `ops` with the same functions. This file: attention.
 
-Here stands paged attention, `kernels_fused` has the rest. It reads K and V where they lie, a tile
-of BLOCK_N keys at a time, and keeps a running softmax (FlashAttention; Dao et al. 2022):
+`kernels_fused` has the other functions. Attention reads K and V where they lie, a tile of BLOCK_N
+keys at a time, and keeps a running softmax (FlashAttention; Dao et al. 2022):
 
     one program: BLOCK_Q queries of a row, and the GROUP query heads that share a KV head, folded
     into the BLOCK_M rows of one matrix product, so that K and V are read once a group
@@ -15,9 +15,9 @@ Decode is the same with one query: one source, two launches. Few rows with long 
 a GPU: their keys are split over programs whose results `_combine_kernel` joins (flash-decoding).
 
 Invariant: a launch depends on shapes and on `num_decodes` alone, never on a length; what varies is
-read from the device. So a CUDA graph of it stays true, and nothing is tuned or chosen at run time.
+read from the device. So a CUDA graph of a launch stays valid, and nothing is tuned at run time.
 Road not taken: a work list of prefill tiles made on the host, which would be one more copy a step;
-finding a tile's row in `cu_seqlens_q` takes log2(rows) reads, a microsecond, and needs nothing.
+instead a tile finds its row in `cu_seqlens_q` with log2(rows) reads.
 """
 
 from functools import cache
@@ -44,14 +44,14 @@ from nanoserve.ops import argmax, linear, new_cache, pack
 # own; all but attention comes from kernels_fused.
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
            "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET as it is now, when it decides
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, as it is at this import
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is an instruction
 
 # By `table_line` and phase, for heads of 256 bytes (128 in bf16); for others see `_tiles`.
-# Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. Two tiles
-# of 64 keys on their way are 64 KB, in each of two (A100) or three (H100) programs side by side,
-# and counting instructions, computing a tile takes a third of the time that reading it does.
-# Prefill wants flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, the least wgmma takes;
+# Decode reads each key once for a few flops. BLOCK_M 16 is the least a tensor core takes. A program
+# that loads two tiles of 64 keys ahead needs 64 KB: an A100's multiprocessor has room for two, an
+# H100's for three. By counting instructions, reading a tile takes three times as long as computing.
+# Prefill is bound by flops. BLOCK_M 128 is two of Hopper's warpgroups of 64 rows, wgmma's least;
 # with 4 warps a thread would hold 128 numbers of the output alone. BLOCK_N 64 spills on sm_80.
 LAUNCHES = {
     ("sm_80", "decode"): dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3),
@@ -72,8 +72,8 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
     both with the same strides; the last dimension contiguous. fp16, bf16, fp32. Any head size (a
     power of two wastes nothing) and any block size (best a multiple of BLOCK_N; with other sizes
-    each key looks up its block). In a graph `num_decodes` is the bucket; rows of padding have
-    seq_len 0 and yield zeros.
+    each key looks up its block). In a graph `num_decodes` is the recorded size; rows of padding
+    have seq_len 0 and yield zeros.
     """
     assert k_cache.stride() == v_cache.stride(), "one set of strides serves K and V"
     arch, out = table_line(q.device), torch.empty_like(q)
@@ -112,7 +112,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
     """Over how many programs a decode row's keys are spread: a power of two, from shapes alone.
 
-    On sm_90 with 8 KV heads: 32 for one row, 8 for 8, 2 for 32, and from 64 rows on they are not.
+    On sm_90 with 8 KV heads: 32 for one row, 8 for 8, 2 for 32, and 1 from 64 rows on.
     """
     if INTERPRETED:  # one program after the other: nothing to gain
         return 1
@@ -122,8 +122,8 @@ def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
 
 @cache
 def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
-    """The table's entry, for this head: a tile of keys keeps its bytes, within 16 to 64 keys. fp32,
-    which has no tensor cores and is for comparisons, gets half of that, or spills a lot."""
+    """The table's entry, for this head size: a tile of keys keeps its size in bytes, within 16 to
+    64 keys. fp32, for comparisons and without tensor cores, gets half of that, to avoid spills."""
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
     size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
@@ -287,7 +287,7 @@ def _combine_kernel(sums_ptr, stats_ptr, out_ptr, num_splits, out_stride_token, 
     """Join the splits of one head of a row. Grid: (heads, rows).
 
     sums: (splits, rows, heads, head_dim); stats: (splits, rows, heads, 2). A split without keys has
-    sum 0, total 0 and a highest score of -1e30, and so have those that there are not.
+    sum 0, total 0 and a highest score of -1e30; splits from num_splits on are treated as such.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_D)

@@ -1,6 +1,6 @@
 """Triton kernels for what lies between the large matrix products: one pass where torch takes many.
 
-A decode step at batch 256 moves so little per operation that launches and trips to memory are the
+A decode step at batch 256 moves so little per operation that launches and memory traffic are the
 cost, not arithmetic. So each kernel reads its input once and writes its result once:
 
     qkv ──► q-norm, k-norm, RoPE ──► q, and K and V straight into their slots of the cache
@@ -30,7 +30,7 @@ FMA = dict(enable_fp_fusion=True)  # a * b + c in one go; Triton 3.10 wants to b
 NORM_PAIRS = 1024  # pairs a program turns: one 128-bit load of each half a lane for 4 warps
 GATED_BLOCK = 1024  # columns a program multiplies: 8 a lane, one 128-bit load of each half
 SAMPLE_CHUNK, SAMPLE_BLOCK = 8192, 2048  # logits a program looks at, and how many at a time
-FILTER_BLOCK = 16384  # logits at a time, 32 a lane: bytes in flight are what one program lacks
+FILTER_BLOCK = 16384  # logits at a time, 32 a lane: a program alone must have many loads in flight
 # Grouped matmul. A few rows an expert are bound by memory: the smallest tile there is, deep loads.
 # Many are bound by arithmetic: 128 rows, as Hopper's wgmma starts at 64. float32 is for checks:
 # without tensor cores, sums take registers.
@@ -53,7 +53,7 @@ def table_line(device: torch.device) -> str:
 
 
 def line_of(major: int, minor: int) -> str:
-    """The line for a compute capability, from 8.0 on: older cards have no kernels, but `ops`.
+    """The table line for a compute capability, from 8.0 on: older cards run `ops` instead.
 
     H100's asks for wgmma, which (9, x) alone has, and for its 227 KB of shared memory, which B200
     has as well. A100's is for all others: it stays below 99 KB, the least of them (8.6, 8.9, 12.0).
@@ -127,8 +127,8 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
                     slot_mapping: torch.Tensor) -> torch.Tensor:
     """`ops.norm_rope_store`.
 
-    A row of qkv and the caches is dense, rows may be further apart. Returns the new q, dense: as
-    many bytes are written as in place, attention reads neat rows, and running twice turns once.
+    A row of qkv and the caches is dense, rows may be further apart. Returns a new, dense q: that
+    writes as many bytes as rotating in place, and a second call does not rotate q twice.
     """
     head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
@@ -163,7 +163,7 @@ def _add_rms_norm_kernel(x, residual, weight, eps, out, total, x_stride, residua
 
 
 def _norm_launch(size: int) -> dict:
-    """The row as a whole, 8 elements a lane as far as 16 warps reach."""
+    """A program takes a whole row: 8 elements a lane, with at most 16 warps."""
     block = triton.next_power_of_2(size)
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
@@ -279,8 +279,8 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             activation: str) -> torch.Tensor:
     """`ops.experts`, of contiguous tensors.
 
-    Pairs of token and expert are sorted by expert, and cut into tiles of one expert each. How many
-    tiles that makes only the device knows; the grid is the most there can be, the surplus returns.
+    Pairs of token and expert are sorted by expert, and cut into tiles of one expert each. Only the
+    device knows the number of tiles; the grid is the most there can be, surplus programs return.
     """
     assert all(x.is_contiguous() for x in (hidden, weights, ids, gate_up_proj, down_proj))
     (num_tokens, size), per_token = hidden.shape, ids.shape[1]
@@ -327,8 +327,8 @@ def _stir(x):
 def _exponential(key, ids):
     """-log(1 - u) for each token id, u in (0, 1) from 32 bits of (key, id) alone.
 
-    The winner of 150,000 tokens has a u of about 1e-5, which float32 tells from its neighbours; of
-    1 - u it keeps seven bits. So a series takes log's place there: u + u^2/2 + u^3/3 + u^4/4.
+    The winner of 150,000 tokens has a u of about 1e-5. float32 keeps all bits of u, but only seven
+    in 1 - u. So a series replaces the log for small u: u + u^2/2 + u^3/3 + u^4/4.
     """
     bits = (_stir(key + ids.to(tl.uint64) * GOLDEN) >> 32).to(tl.uint32)
     bits ^= bits >> 31  # the last step, for the upper half
@@ -350,8 +350,8 @@ def _sample_kernel(logits, temperature, seeds, positions, floors, last_ids, scor
                    vocab_size, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """The best score in a chunk of a row, and the lowest id that has it.
 
-    A score is x - log(e), x the scaled logit and -log(e) Gumbel noise. Of two, x - log(e) > y -
-    log(d) is exp(x - y) * d > e: each lane races its tokens like that, and takes one log in all.
+    A score is x - log(e), x the scaled logit and -log(e) Gumbel noise. x - log(e) > y - log(d) is
+    exp(x - y) * d > e: so each lane compares its tokens without a log, and takes one at the end.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
@@ -388,7 +388,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
 
     Ties go to the lowest id. Greedy rows are `ops.draw`'s token for token. Drawn ones are only
     distributed alike: an inverse CDF takes one random number a row where this takes one a logit, so
-    the same seed says something else on a CPU. (The tests have these very bits in plain torch.)
+    a seed gives another token on a CPU. (The tests compute the same bits in plain torch.)
     """
     s, vocab_size = logits.shape
     lowest, last = floors or (None, None)
@@ -419,9 +419,9 @@ def _weigh(logits, vocab_size, heat, middle, top, COUNT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _between(low, high):
-    """The middle one of the floats above `low` and not above `high`; next to it if they are equal.
+    """The middle of the floats in (low, high]; the float after `low` if both are equal.
 
-    A float's bits grow with it; a negative one's, less the sign, are turned round: then so do all.
+    Taken as integers, floats' bits are in order if all but the sign of negative ones is flipped.
     """
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     low, high = low ^ ((low >> 31) & 0x7FFFFFFF), high ^ ((high >> 31) & 0x7FFFFFFF)
@@ -433,8 +433,8 @@ def _between(low, high):
 def _search(logits, vocab_size, heat, low, top, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The largest number of the row from which on the weight reaches `target`; `low` if none does.
 
-    Bisection, a pass a step. The ends move to numbers of the row, so that it ends after about
-    log2(vocab_size) steps, and after 32 whatever the numbers are.
+    Bisection, one pass over the row a step. Its ends move to numbers of the row, so it takes about
+    log2(vocab_size) steps, and never more than 32.
     """
     high = top
     while low < high:
@@ -480,10 +480,10 @@ def _find_floors_kernel(logits, temperature, log_min_p, top_k, top_p, floors, la
 
 def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
            top_p: torch.Tensor, min_p: torch.Tensor) -> Floors:
-    """`ops.floors`. The programs of rows that don't ask return at once, as greedy ones do.
+    """`ops.floors`. The programs of greedy rows and of rows without a filter return at once.
 
-    Confessed: a row is searched by one program, in about 20 passes for top-k and as many for top-p,
-    over a row that lies in the L2 cache.
+    Known limit: a row is searched by one program, in about 20 passes for top-k and as many for
+    top-p. The row stays in the L2 cache.
     """
     s, vocab_size = logits.shape
     lowest = torch.empty(s, dtype=torch.float32, device=logits.device)

@@ -1,6 +1,6 @@
 """How much memory there is for the KV cache.
 
-On a GPU it is measured: the largest step that can come is run once, and the rest is the cache's.
+On a GPU this is measured: the largest possible step is run once, and the cache gets the rest.
 
     total  | others' | weights | largest step's activations | KV blocks ........ | kept free |
            └──────── gpu_memory_utilization of it: what may be in use ───────────┘
@@ -8,15 +8,15 @@ On a GPU it is measured: the largest step that can come is run once, and the res
 CUDA graphs, recorded when the cache is there, take their own working memory out of what is kept
 free: a few hundred MB for 256 rows of a large vocabulary.
 
-What others use, another process on the same card or a display, is found by asking the driver: what
-is not free, and not ours. An engine that did not subtract it counted a negative number of blocks.
+Memory that others use (another process on the GPU, a display) is what the driver reports as neither
+free nor ours. An engine that did not subtract it counted a negative number of blocks.
 
 On a CPU a fixed share of what is free is taken, because a laptop's owner has other programs open.
-Linux says what is available without swapping, and a container may be allowed less. What a step has
-freed is kept for the next one (`keep_freed_memory`): memory that is new to a process costs more
-than what is computed in it.
+Linux says what is available without swapping, and a container may be allowed less. Memory that a
+step has freed is kept for the next one (`keep_freed_memory`): the first use of a new page costs
+more than the arithmetic on it.
 
-Not known here: models, who owns a block. Road not taken: sizing the cache by trial until memory is
+Not known here: models, block tables. Road not taken: sizing the cache by trial until memory is
 exhausted; a laptop that swaps is worse than a small cache.
 """
 
@@ -36,8 +36,8 @@ CPU_MEMORY_SHARE = 0.25  # of what is free
 MIN_CACHE_TOKENS = 2 ** 16
 UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
-# glibc's names in malloc.h, and what is asked for: keep up to this much at the heap's end, take
-# what is smaller from the heap (the highest that is allowed), and let the heap grow in such pieces.
+# glibc's names in malloc.h, and their values: keep so much free memory at the heap's end; allocate
+# what is smaller than this on the heap (the highest value allowed); extend the heap by this much.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_MEMORY = {M_TRIM_THRESHOLD: GB, M_MMAP_THRESHOLD: 2 ** 25, M_TOP_PAD: 2 ** 26}
 # What a row of the largest step asks for: whatever takes memory in the sampler.
@@ -46,9 +46,9 @@ EVERYTHING = dict(temperature=1.0, top_k=100, top_p=0.9, logprobs=20, logit_bias
 
 def fit_to_cache(config: EngineConfig, num_blocks: int,
                  asked: int | None) -> tuple[EngineConfig, list[str]]:
-    """Lower `max_model_len` to what the KV cache holds; returns what to say about it, too. config:
-    resolved. asked: the user's own length, which raises `ValueError` instead; so does a cache of
-    one token, if it should hold a prompt and an answer."""
+    """Lower `max_model_len` to what the KV cache holds; also returns a message. config: resolved.
+    asked: the user's own length. Raises `ValueError` if `asked` does not fit, or if a cache of one
+    token should hold a prompt and an answer."""
     capacity = num_blocks * config.block_size
     if config.max_model_len <= capacity:
         return config, []
@@ -66,8 +66,8 @@ def fit_to_cache(config: EngineConfig, num_blocks: int,
 
 
 def largest_step(config: EngineConfig) -> Step:
-    """A step that takes as much memory as any can: all rows and all tokens there may be, the first
-    row's as many as fit, every position's logprobs, drafts for all, and all of them in block 0.
+    """A step that takes as much memory as any can: the most rows and tokens, a first row as long as
+    possible, logprobs of every position, and drafts for every row. All rows use block 0.
     config: resolved.
 
     Kernels read keys where they lie, so it doesn't matter that nothing was computed before. Plain
@@ -98,7 +98,7 @@ def largest_step(config: EngineConfig) -> Step:
 
 def gpu_budget(config: EngineConfig, device: torch.device,
                run_largest_step: Callable[[], None]) -> tuple[int, str]:
-    """Bytes that are left for KV, negative if there are none, and how that comes about."""
+    """Bytes that are left for KV, negative if there are none, and how they were computed."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
@@ -149,8 +149,8 @@ def cpu_budget(local_size: int) -> tuple[int, str]:
 
 
 def take_device(name: str, local_rank: int | None) -> torch.device:
-    """The device of an engine, ready for it. local_rank: which GPU is this rank's, None where there
-    is one rank: it takes the user's current GPU.
+    """The device of an engine, prepared. local_rank: this rank's GPU; None for an only rank, which
+    takes the user's current GPU.
 
     Memory that an earlier engine left in torch's pool goes back to the GPU: otherwise torch would
     put small weights into that engine's large KV caches, and the rest of each would stay unused.
@@ -161,12 +161,12 @@ def take_device(name: str, local_rank: int | None) -> torch.device:
     if local_rank is not None:
         torch.cuda.set_device(local_rank)  # kernels are launched on the current one
     torch.cuda.empty_cache()
-    return torch.device("cuda", torch.cuda.current_device())  # with its number: it stays there
+    return torch.device("cuda", torch.cuda.current_device())  # with its number: it won't change
 
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Raises `ValueError` where there is too little. what: it is for, and the remedy."""
+    """Raises `ValueError` if memory runs out inside. what: what it is for, and the remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch's and numpy's
@@ -177,9 +177,9 @@ def keep_freed_memory() -> bool:
     """Ask the C library to keep what tensors leave, and not to return it to the system each time.
 
     A prefill's activations are tens of megabytes each. By default glibc maps such a tensor and
-    unmaps it again, and the system zeroes every page anew: of 2,048 tokens of a 0.6B model a
-    quarter of the time. It is asked for the whole process, in which at most 1 GB stays unused.
-    False where the library is another one, whose habits are its own (musl, macOS).
+    unmaps it again, and the system zeroes every page anew, which takes a large share of a prefill's
+    time. The setting is for the whole process, in which at most 1 GB stays unused. False where the
+    C library is another one (musl, macOS).
     """
     try:
         return all([ctypes.CDLL(None).mallopt(*wish) for wish in KEPT_MEMORY.items()])

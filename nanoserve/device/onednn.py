@@ -1,4 +1,4 @@
-"""`ops` with packed matrix products: what a CPU runs where no compiler is to be had.
+"""`ops` with packed matrix products: what a CPU runs where there is no C++ compiler.
 
 oneDNN, the library behind torch on most CPUs, multiplies by small tiles. `F.linear` finds the rows
 of a weight as the checkpoint has them and reorders them into tiles in every call, which for few
@@ -13,7 +13,7 @@ Invariant: `linear` gives what `F.linear` gives, up to rounding. torch's operato
 private (its compiler inserts them), so they are tried out before they are trusted, and a weight
 that they can't take is kept as it is.
 
-Not known here: who multiplies. Confessed: experts are not packed.
+Not known here: layers. Known limit: experts are not packed.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ from nanoserve.ops import (
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
            "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
-TYPICAL_ROWS = 64  # tokens for which the order is chosen; within a few percent it serves any number
+TYPICAL_ROWS = 64  # rows of x that the order is chosen for; it serves any other number, too
 DTYPES = (torch.bfloat16, torch.float32)  # in float16 few CPUs multiply
 
 
