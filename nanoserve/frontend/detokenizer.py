@@ -1,8 +1,8 @@
 """Tokens to text while they arrive: no half characters, no half stop strings.
 
 Two things make this harder than decoding token by token. One character may need several tokens (an
-emoji is four bytes, and a token may hold two of them), and what a token reads as may depend on the
-one before it (a leading space, for many tokenizers). So a small window is decoded twice, without
+emoji is four bytes, and a token may hold two of them), and a token's text may depend on the token
+before it (a leading space, for many tokenizers). So a small window is decoded twice, without
 and with the new tokens; the difference is the new text, and while it ends in U+FFFD, the mark of an
 unfinished character, it is kept back. (The method is that of Hugging Face's
 text-generation-inference and of vLLM's first detokenizer.)
@@ -19,8 +19,8 @@ A decoder with byte tokens (SentencePiece's, as of Llama 2 and Gemma) decodes a 
 whole: one byte that begins a new character spoils the characters before it, which were emitted
 already. There the new tokens are decoded by themselves.
 
-Invariants: the pieces that were emitted, put together, are the final text; and the text does not
-depend on whether anybody looked at it before the end.
+Invariants: the texts that were emitted, joined, are the final text; and the final text does not
+depend on whether it was read before the end.
 
 Not known here: where the tokens come from, and what ends a request otherwise.
 """

@@ -1,17 +1,17 @@
-"""What the model thought of the tokens: the logprobs of one request, as its caller gets them.
+"""The logprobs of one request's tokens, in the form in which its caller gets them.
 
-A step says of a token: its id, its logprob, its rank, and the same of the likeliest tokens of that
+For each token a step gives its id, logprob and rank, and those of the likeliest tokens at that
 position. Here these become vLLM's `dict[token_id, Logprob]`, one for each token, the token itself
-first. A request that wants 2 gets 2 of however many its batch has looked up:
+first. A request that wants 2 gets 2, even if its batch has looked up more:
 
     chosen 7    likeliest 3 7 9 (of which it wants 2)    ->    {7: rank 2, 3: rank 1}
     chosen 9    likeliest 3 7 9                          ->    {9: rank 3, 3: rank 1, 7: rank 2}
 
-Of a prompt, position i says what the model thought of token i + 1; the first token has no logprob,
-hence the `None` in front.
+In a prompt, position i gives the logprob of token i + 1; the first token has no logprob, hence the
+`None` in front.
 
-Invariant: one dict for each token, whatever else happens. So a dict is kept first, which can't
-fail, and gets the text of its tokens afterwards, which can: a tokenizer is somebody else's code.
+Invariant: there is one dict for each token, even after an error. So a dict is stored first, and the
+texts of its tokens are added afterwards, because a tokenizer may fail.
 
 Not known here: tensors, steps, when an output is made.
 """
@@ -24,7 +24,7 @@ Entry = tuple[int, float, int]  # token id, logprob, rank
 
 
 class LogprobHistory:
-    """Everything one request has been told and will be told. tokenizer: None makes no text."""
+    """All logprobs of one request. tokenizer: None leaves the tokens' texts out."""
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None):
         self.params = params
@@ -41,14 +41,14 @@ class LogprobHistory:
         self.cumulative[index] += entries[0][1]
 
     def add_prompt(self, positions: range, entries: list[list[Entry]]) -> None:
-        """What a step's positions of the prompt say. After a preemption they are computed again:
-        what is known already is passed over."""
+        """Entries of the prompt positions of a step. After a preemption positions are computed
+        again: those already known are skipped."""
         for position, one in zip(positions, entries, strict=True):
             if position + 1 == len(self.prompt):
                 self.prompt.append(self._as_dict(one, self.params.prompt_logprobs))
 
     def decode(self) -> None:
-        """Write to everything new the text of its tokens, each token on its own."""
+        """Add to all new dicts the texts of their tokens, each token decoded alone."""
         if self.tokenizer is None:
             return
         for logprobs in self.undecoded:

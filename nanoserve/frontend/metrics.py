@@ -1,7 +1,7 @@
 """What the engine did, in numbers: counters, a snapshot in vLLM's names, and one line to read.
 
-A request's own times and counts travel with it (`RequestOutput.metrics`, see `sequence.py`); here
-they are set, and summed up over all requests. The words of the field:
+A request's own times and counts are in its `RequestOutput.metrics` (frontend/outputs.py). They are
+set here, and summed up over all requests. The words of the field:
 
     TTFT         time to first token: from the request's arrival until its first token is known
     TPOT         time per output token: (last token - first token) / (output tokens - 1); with
@@ -13,9 +13,9 @@ they are set, and summed up over all requests. The words of the field:
                     │                                             │                       │
                     └──────────────────── TTFT ───────────────────┘───── TPOT each ───────┘
 
-Invariant: metrics observe. `llm` tells them, as it tells any observer, what was `added`,
-`scheduled`, `updated` and `ended`; nothing decides by what they count, so without them every token
-would be the same. They cost some microseconds a step, growing with the sequences that get a token.
+Invariant: metrics observe. The engine tells them, like any observer, what was `added`, `scheduled`,
+`updated` and `ended`; no decision depends on their counts, so they change no token. Their cost a
+step grows with the number of sequences that get a token.
 
 Not known here: files, servers, torch. A snapshot is made when it is asked for (`LLM.get_metrics`):
 gauges are read off the scheduler then, and are never kept. Road not taken: a metrics library with a
@@ -65,7 +65,7 @@ class Observer(Protocol):
 
 @dataclass
 class Counter:
-    """A number that only grows. `name` and `labels` are Prometheus' notions."""
+    """A number that only grows. `name` and `labels` as in Prometheus."""
 
     name: str
     labels: dict[str, str]
@@ -117,8 +117,8 @@ class EngineMetrics:
     def scheduled(self, step: Step) -> None:
         """A step was planned.
 
-        A sequence that comes back after a preemption is no second query: it looks for blocks that
-        it has made itself. (Neither is it one in vLLM, which counts such look-ups apart.)
+        A look-up after a preemption is not counted: the sequence looks for blocks that it has
+        filled itself. (vLLM counts such look-ups separately.)
         """
         if step.num_new_tokens:
             num_tokens = step.num_tokens
@@ -135,8 +135,8 @@ class EngineMetrics:
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        """A step has finished, and the sequences `grown` have got these tokens: none where they
-        were pooled, and of several a stop string may still cut some off."""
+        """A step has finished. grown: the new tokens of each sequence, none where it was pooled; a
+        stop string may still remove the last ones."""
         now, stats = self.clock(), self.stats
         self.num_generation_tokens += sum(map(len, grown.values()))
         for seq in grown:
@@ -148,7 +148,7 @@ class EngineMetrics:
                 self.num_prompt_tokens += seq.num_prompt_tokens
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """They have a `finish_reason`; saying so twice is harmless."""
+        """These sequences have a `finish_reason`. A second call is harmless."""
         for seq in sequences:
             if self.stats.pop(seq, None) is not None:
                 assert seq.finish_reason is not None, f"sequence {seq.name} has not ended"
@@ -157,8 +157,8 @@ class EngineMetrics:
     def read(self, scheduler: Scheduler, model: str) -> list[Counter | Gauge | Histogram]:
         """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.
 
-        "vllm:kv_cache_usage_perc" is a share of 1, whatever its name says; cached blocks that
-        nobody uses count as free. Requests are counted as their samples: n=2 runs as two.
+        "vllm:kv_cache_usage_perc" is a number from 0 to 1, in spite of its name; cached blocks that
+        nobody uses count as free. Samples are counted, not requests: n=2 is two.
         """
         labels = {"model_name": model, "engine": "0"}
         blocks, name = scheduler.blocks, "vllm:{}".format
@@ -220,15 +220,15 @@ def _time(seconds: float) -> str:
 
 
 def say(*lines: str) -> None:
-    """Lines for whoever watches, on standard error. A bar that is drawn there steps aside: tqdm
-    clears it, and draws it again below the lines."""
+    """Print lines on standard error. If a progress bar is drawn there, tqdm clears it and draws it
+    again below the lines."""
     for line in lines:
         tqdm.write(f"nanoserve: {line}", file=sys.stderr)
 
 
 def prompts_bar(num_requests: int, use_tqdm: bool | Callable) -> tqdm:
-    """The bar of `generate` and its like. use_tqdm: whether it is wanted, or (as in vLLM) what
-    makes it. Where standard error is no terminal it is silent: a log file has no use for it."""
+    """The progress bar of `generate` and `encode`. use_tqdm: whether to show a bar, or (as in vLLM)
+    a function that makes one. Where standard error is no terminal, none is shown."""
     make = use_tqdm if callable(use_tqdm) else tqdm
     wanted = bool(use_tqdm) and num_requests > 0
     return make(total=num_requests, desc="Processed prompts", unit="prompt", dynamic_ncols=True,
@@ -238,7 +238,7 @@ def prompts_bar(num_requests: int, use_tqdm: bool | Callable) -> tqdm:
 class Progress:
     """The bar of `generate`: prompts done, prompt and output tokens per second.
 
-    summarize: end with a line of what it took.
+    summarize: at the end, print the line of `summary`.
     """
 
     def __init__(self, num_requests: int, use_tqdm: bool | Callable, summarize: bool):

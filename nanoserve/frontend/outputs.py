@@ -48,7 +48,7 @@ class RequestStateStats:
 
     The names are vLLM V1's, of its class of this name; the last four are ours. `arrival_time` is
     a wall clock's (`time.time`), the `_ts` are `time.monotonic`'s: 0.0 means "not yet". With n > 1
-    they are of the first sample that got so far, and the counts of all samples together.
+    a time is the first sample's to get there (`last_token_ts`: the last's); counts are of all.
     """
 
     num_generation_tokens: int = 0

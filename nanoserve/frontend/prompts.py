@@ -4,11 +4,11 @@
     [5, 9, 31]                              TokensPrompt(prompt_token_ids=[5, 9, 31])
     tokenizer("Once upon a time")           tokenizer(["Once upon", "There was"], padding=True)
 
-The last two are transformers' `BatchEncoding`s. One may hold several prompts, which is why a list
-of prompts has to be made before the prompts are read one by one (`InputProcessor.read_prompt`).
+The last two are transformers' `BatchEncoding`s. A `BatchEncoding` may hold several prompts, so it
+becomes a list before prompts are read one by one (`InputProcessor.read_prompt`).
 
-Invariant: a prompt that was padded loses its padding, whose attention mask is 0. A model that read
-it would answer with another text, and say nothing.
+Invariant: the padding of a prompt, where its attention mask is 0, is removed. A model that read it
+would give another text, without an error.
 
 Not known here: vocabularies, tokenizers, limits. `TextPrompt` and `TokensPrompt` are vLLM's names;
 both are dicts, as there.
@@ -35,7 +35,7 @@ class TokensPrompt(TypedDict):
 
 
 def is_token_id(value: object) -> bool:
-    """Whole numbers, numpy's included; True and False are none."""
+    """Whether `value` is a whole number, numpy's included; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -36,7 +36,7 @@ from nanoserve.sequence import Sequence
 
 @dataclass(eq=False)
 class Request:
-    """A checked request: its sequences, one a sample, and what its caller has been told."""
+    """A checked request: its sequences, one a sample, and how much its caller has got."""
 
     request_id: str
     prompt: str | None
@@ -44,24 +44,24 @@ class Request:
     params: SamplingParams
     priority: int
     max_num_tokens: int  # prompt and output
-    eos_ids: frozenset[int]  # what ends it; none with ignore_eos
-    late_ids: frozenset[int]  # what may not come before `min_tokens`
+    eos_ids: frozenset[int]  # tokens that end a sequence; empty with ignore_eos
+    late_ids: frozenset[int]  # tokens not allowed before `min_tokens`
     bad_word_ids: list[list[int]]
-    grammar: Any  # what the output must match, or None
+    grammar: Any  # the rules that the output must follow, or None: extras/structured.py
     tokenizer: Tokenizer | None  # None: no text is made
-    adapter: Any = None  # which one speaks, see extras/lora.py
+    adapter: Any = None  # its LoRA adapter: extras/lora.py
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
-    told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) a sample
+    told: list[tuple[int, int]] = field(default_factory=list)  # (characters, tokens) sent, a sample
     history: LogprobHistory = field(init=False)
     num_told_of_prompt: int = 0  # prompt logprobs that a DELTA has carried
     stats: RequestStateStats = field(default_factory=RequestStateStats)
     inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
-        """Make the sequences, one a sample, which from here on know nothing of each other: that
-        they share a prompt is something the prefix cache finds out by itself.
+        """Make the sequences, one a sample. From here on they are independent; the prefix cache
+        finds out by itself that they share a prompt.
 
         Each one's seed is a hash of the request's seed, or else of the engine's and the arrival, so
         that a script that is run twice writes the same text twice.
@@ -90,11 +90,11 @@ class Request:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
     def add_tokens(self, seq: Sequence, logprobs: list[list[tuple]] | None = None) -> str | None:
-        """Turn what is new of `seq` into text; returns the stop string that now is in it, which
-        ends the text behind `num_read` tokens, though a step may have brought more.
+        """Turn the new tokens of `seq` into text. Returns the stop string that is in the text now,
+        if any: the text then ends after `num_read` tokens, even if the step brought more.
 
         logprobs: each new token's, where they are wanted. They are kept before any text is made, so
-        that tokens and logprobs stay in step when a tokenizer fails.
+        that there are as many logprobs as tokens even when a tokenizer fails.
         """
         index = seq.index
         for i, token_id in enumerate(seq.token_ids[self.num_read[index]:]):
@@ -123,8 +123,8 @@ class Request:
     def output(self) -> RequestOutput:
         """What the caller gets now: all of it, or what is new since the last output (DELTA).
 
-        While a sample runs only its `visible_text` is shown, which never shrinks; so a DELTA can be
-        cut out by counting the characters that were told before.
+        While a sample runs only its `visible_text` is shown, which never shrinks; so a DELTA is the
+        text behind the characters that were sent before.
         """
         params, completions = self.params, []
         for seq in self.sequences:
@@ -212,7 +212,7 @@ class InputProcessor:
                        stats=RequestStateStats(arrival_time=time.time()))
 
     def check_envelope(self, request_id: str, priority: int) -> None:
-        """What any request has, whatever it asks for."""
+        """Check the id and the priority, which every kind of request has."""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r}")
         if type(priority) is not int:
@@ -223,7 +223,7 @@ class InputProcessor:
                              "scheduling_policy='priority'")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
-        """What is indexed with must be there: on a GPU a wrong index ends the whole process."""
+        """Token ids must be in the vocabulary: on a GPU a wrong index ends the whole process."""
         size = self.model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
@@ -252,7 +252,7 @@ class InputProcessor:
         return found
 
     def _grammar(self, params: SamplingParams, eos_ids: frozenset[int]) -> Any:
-        """What the output must match, compiled."""
+        """The compiled grammar that the output must follow."""
         if self.grammars is None:
             from nanoserve.extras.structured import Grammars  # here: the core runs without extras
             self.grammars = Grammars(self.tokenizer_for("structured_outputs"),
@@ -314,9 +314,9 @@ class InputProcessor:
         return text, ids
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The same prompts, those that are texts with their token ids: all in one call, for which
-        the library has threads, and equal ones once. What is wrong with one of them is not found
-        here but where it is read, so that the error can name it."""
+        """The same prompts, with token ids added to texts: in one call, for which the library has
+        threads, and equal texts once. A wrong prompt raises no error here but where it is read by
+        itself, so that the error can name it."""
         texts = [_text_alone(prompt) for prompt in prompts]
         different = list(dict.fromkeys(filter(None, texts)))
         if len(different) < 2 or not callable(self.tokenizer):
@@ -374,11 +374,11 @@ class InputProcessor:
 
 def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: frozenset[int],
                              bad_word_ids: list[list[int]]) -> None:
-    """In every situation some token must be possible, or the model would have to make one up.
+    """Refuse params with which all logits of a step could become -inf.
 
     A bad word is counted as if its last token were banned all the time, unless it contains a token
-    that is not allowed. That is too much: two allowed tokens, each banned behind the other, would
-    do. But it is simple, and always safe.
+    that is not allowed. This also refuses some params that would work (two allowed tokens, each
+    banned behind the other). But it is simple, and always safe.
     """
     allowed = set(params.allowed_token_ids or ())
     words = [word for word in bad_word_ids if not allowed or allowed.issuperset(word)]
@@ -395,7 +395,7 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: 
 
 
 def _role(message: dict) -> str:
-    """Who speaks. A template looks for the roles that it knows, and drops what has none."""
+    """The message's role. A template silently drops a message without one."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"a message needs a 'role' such as 'system', 'user' or 'assistant', got "

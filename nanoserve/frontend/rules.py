@@ -1,12 +1,12 @@
 """How a user's value is checked: every field of a record has a *rule*.
 
-A rule is the words for what the value must be, and a function that gives the value as it is kept.
+A rule is a text that says what the value must be, and a function that returns the value to keep.
 
     value ──rule──► kept: "half" is "float16", one stop string a list of one, numpy's 5 an int 5
               └───► ValueError: the field, what it must be, the value
 
-Invariant: `check_fields` is the only place where a value is checked, and a field without a rule
-can't exist. What concerns two fields at once stands behind it, in the record's `__post_init__`.
+Invariant: every single value is checked by `check_fields`, and a field without a rule can't exist.
+Checks of two fields together follow in the record's `__post_init__`.
 
 Not known here: which fields there are (config.py). Road not taken: a validation library, which
 would be a package more, with errors in its own words.
@@ -48,7 +48,7 @@ def check_fields(record: Any) -> None:
 
 
 def only_if(is_right: bool, value: Any) -> Any:
-    """value; raises `ValueError` of it if it isn't right."""
+    """Returns `value`; raises `ValueError` with its repr unless `is_right`."""
     if not is_right:
         raise ValueError(repr(value))
     return value
@@ -65,7 +65,7 @@ def instance(kind: type | tuple[type, ...], what: str) -> Rule:
 
 def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False,
            whole: bool = False) -> Rule:
-    """low <= value <= high (low < value if `above`); NaN fails every comparison. True is none."""
+    """low <= value <= high (low < value if `above`). NaN and True are refused."""
     bound = "" if low == -math.inf else f" of at least {low}"
     if high != math.inf:
         bound = f" in {'(' if above else '['}{low}, {high}]"
@@ -79,7 +79,7 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
 
 
 def list_of(one: Rule, what: str, least: int = 0) -> Rule:
-    """Any collection but a str or a dict, whose members keep a rule. A list of its own is kept."""
+    """Any collection but a str or a dict, with members that pass rule `one`; kept as a new list."""
     def keep(values):
         only_if(isinstance(values, Iterable) and not isinstance(values, (str, dict)), values)
         kept = [one.keep(value) for value in values]

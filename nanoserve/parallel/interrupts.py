@@ -1,12 +1,12 @@
-"""Interruptions: Ctrl-C that waits for the books, threads that take turns, orders in a queue.
+"""Interruptions: Ctrl-C is held back while state changes, and threads take turns.
 
-Python delivers Ctrl-C between any two lines of the main thread. `ctrl_c_held` encloses what must
-not be left half done: it notes the signal and delivers it at its end. A step of the engine, and the
-start and the end of a rank's process, are such places.
+Python delivers Ctrl-C between any two lines of the main thread. A change that must not be left half
+done stands in a `with ctrl_c_held()` block, which notes the signal and delivers it at its end. The
+engine does so around its changes in a step, and around the start and end of a rank's process.
 
-    with ctrl_c_held():        ^C is noted
-        ...                    the books change, all of them
-    KeyboardInterrupt          here, if it was
+    with ctrl_c_held():        Ctrl-C is noted
+        ...                    changes that belong together
+    KeyboardInterrupt          is raised here, if Ctrl-C was noted
 
 Not known here: steps, requests, ranks.
 """
@@ -21,10 +21,10 @@ from contextlib import contextmanager, nullcontext
 
 @contextmanager
 def ctrl_c_held():
-    """Let Ctrl-C wait until the block is done, so that it never meets half-changed books.
+    """Hold Ctrl-C until the `with` block is done, so that it never interrupts it half-way.
 
-    Signals reach only the main thread; elsewhere nothing is done. Blocks may be nested: the inner
-    one hands the signal on to the outer one.
+    Signals reach only the main thread; in other threads nothing is done. `with` blocks may be
+    nested: the inner one hands the signal on to the outer one.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -44,17 +44,17 @@ class Turns:
     """Threads take turns, and *orders* are carried out between two turns.
 
         with turns:           this thread's turn; others wait, and each gets its own
-        turns.order(work)     from anywhere: another thread, a signal's handler, a finalizer
+        turns.order(work)     from anywhere: another thread, a signal handler, a finalizer
 
-    A handler and the garbage collector come in the middle of their own thread's turn. What they ask
-    for is an order: appended to a queue, carried out at once if no turn is taken, else at its end.
+    A signal handler or a finalizer may run in the middle of its own thread's turn. So its work is
+    an order: it is put into a queue, and done at once if no turn is taken, else when the turn ends.
 
-    A plain lock goes to the thread that is awake: the one that gave it back a moment ago takes it
-    again, hundreds of times. Here a thread that waits stands in a doorway with room for one, and
-    the thread that comes back has to wait behind it.
+    A plain lock is unfair: the thread that has just released it usually takes it again. So there is
+    a second lock, the doorway. A thread holds the doorway while it waits for a turn; a thread that
+    wants another turn must first get the doorway.
 
-    Confessed: Ctrl-C in the very moment of taking a turn or giving it back can leave the lock with
-    the main thread, which may enter again, and no other thread.
+    Known limit: Ctrl-C at the moment when the main thread takes or ends a turn can leave the lock
+    with it. Then no other thread gets a turn.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class Turns:
         self.depth += 1
 
     def __exit__(self, *exc_info) -> None:
-        """What fails in an order is printed: the caller whose turn it was had no part in it."""
+        """Errors of orders are printed: they are not the fault of the caller whose turn it was."""
         self.depth -= 1
         try:
             errors = self._carry_out()
@@ -79,7 +79,7 @@ class Turns:
             traceback.print_exception(error)
 
     def order(self, work: Callable[[], None]) -> None:
-        """Never waits. Raises what `work` raises, if it is carried out at once."""
+        """Do `work` now or when the turn ends; never waits. Raises work's error if done now."""
         self.orders.append(work)
         for error in self._carry_out():
             raise error
@@ -89,7 +89,7 @@ class Turns:
         return bool(self.depth) and self._is_mine()
 
     def _carry_out(self) -> list[Exception]:
-        """All orders, unless a thread's turn is not over: its end will see them."""
+        """Do all orders and return their errors. If a turn is not over, its end does them."""
         errors: list[Exception] = []
         while self.orders and self.lock.acquire(blocking=False):
             try:

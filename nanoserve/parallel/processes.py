@@ -1,4 +1,4 @@
-"""Where the ranks come from, and how none of them waits for ever for one that died.
+"""The ranks' processes: how they start, and how none of them waits for ever for one that died.
 
 `LLM(tensor_parallel_size=2)` starts its own ranks as child processes on this machine; under
 `torchrun` the ranks exist already, maybe on several machines, and are joined.
@@ -7,11 +7,11 @@
                                    │ stdin: what to do          │ store: heartbeats          │
     child, rank 1                  └► run_child ─► serve: receive, forward, ... ─────────┴► exits
 
-Each rank counts its heartbeats in a shared store, and watches the others'. A count is compared with
-itself only, never with a clock: a rank is dead when its count stood still during 15 beats of
-one's own, so that a laptop that was suspended kills no rank. Mostly it is known sooner: a child's
-exit by its parent, a closed connection by a rank in a collective, and a parent's end by its
-children, whose standard input ends with it.
+Each rank counts its heartbeats in a shared store, and watches the others' counts. A rank is taken
+for dead when its count has not changed during 15 beats of the watching rank. No clock is compared,
+so suspending a laptop kills no rank. Mostly a death is noticed sooner: a parent sees its child's
+exit, a rank in a collective sees a closed connection, and a child sees the end of its standard
+input when its parent ends.
 
 Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
 shared memory outlives the engine. Between requests no rank waits with a time-out, so that an engine
@@ -43,7 +43,7 @@ START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 HEARTBEAT_SECONDS = 1.0
 MAX_MISSED_HEARTBEATS = 15
-LOOPBACK = "127.0.0.1"  # ranks on one machine are nobody else's business, whatever its network is
+LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outside
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
 # A child ignores Ctrl-C, which is rank 0's business, before it does anything that takes time.
@@ -67,7 +67,7 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     can't be, `RuntimeError` if a rank doesn't come up.
 
     Under torchrun the ranks above 0 come here with the same script. They serve until rank 0 shuts
-    down, and then their script ends: what follows in it is rank 0's to do.
+    down, and then their script ends: only rank 0 runs the rest of it.
     """
     if size == 1:
         return Ranks()
@@ -137,10 +137,10 @@ def run_child() -> None:
         serve(ranks, payload)
         ranks.close()
         sys.stdout.flush()
-        os._exit(0)  # there is nothing left to do, and torch takes a second for it
+        os._exit(0)  # nothing is left to do, and torch's own exit is slow
     except Exception as error:
-        # In one line, because rank 0 mostly says the same. Then the process ends at once: the
-        # others are to hear of it from its sockets and not from its silence.
+        # In one line, because rank 0 mostly prints the same. Then the process ends at once: the
+        # others notice closed sockets sooner than missing heartbeats.
         _end(rank, f"{type(error).__name__}: {error}")
 
 
@@ -193,7 +193,7 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
         torch.cuda.set_device(ranks.local_rank)
         ranks.group = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), ranks.rank,
                                             ranks.size, dist.ProcessGroupNCCL.Options())
-    with ctrl_c_held():  # a thread is started by halves otherwise
+    with ctrl_c_held():  # an interrupted start would leave a half-started thread
         ranks.watch.start()
     ranks.watch.store_server = store  # rank 0's own serves the others for as long as it is kept
     return ranks
@@ -203,26 +203,26 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
 
 
 class Watch(threading.Thread):
-    """Counts up this rank's heartbeat, looks at the others', and ends what has to end.
+    """Counts this rank's heartbeats, watches the others', and ends ranks when one has died.
 
-    store: a connection of its own, because another's calls may block. children: on a rank 0 that
-    has started the others, their processes, rank 1 first.
+    store: a connection of its own, because calls on a shared one may block. children: the processes
+    that this rank 0 has started, rank 1 first.
     """
 
     def __init__(self, ranks: Ranks, store: dist.Store, children: list[subprocess.Popen]):
         super().__init__(name="nanoserve-watch", daemon=True)
         self.ranks, self.store, self.children = ranks, store, children
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self.heartbeats = dict.fromkeys(others, 0)  # as the store has them, ...
-        self.seen = dict.fromkeys(others, 0)  # ... and how they were a beat ago
+        self.heartbeats = dict.fromkeys(others, 0)  # the counts in the store
+        self.seen = dict.fromkeys(others, 0)  # these counts one beat ago
         self.missed = dict.fromkeys(others, 0)
         self.lost: str | None = None
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
-        self.threads_before: int | None = None  # to be had again when the engine has ended
+        self.threads_before: int | None = None  # restored when the engine has ended
 
     def wait_for_all(self) -> None:
-        """Until every heart beats. Raises `RuntimeError` naming the rank that doesn't come."""
+        """Wait for every rank's first heartbeat. Raises `RuntimeError` naming a rank without."""
         deadline = time.monotonic() + START_TIMEOUT.total_seconds()
         self.store.add(f"heartbeat/{self.ranks.rank}", 1)
         for rank in self.heartbeats:
@@ -243,8 +243,8 @@ class Watch(threading.Thread):
                 return
 
     def _exchange_heartbeats(self) -> None:
-        """A thread of its own: where a machine has lost its power, its store never answers, and
-        nobody's heartbeat gets on any more."""
+        """In a thread of its own: if the store's machine loses power, these calls never return, and
+        `run` must still notice that no heartbeat arrives."""
         try:
             while not self.stopped.wait(HEARTBEAT_SECONDS):
                 self.store.add(f"heartbeat/{self.ranks.rank}", 1)
@@ -262,15 +262,15 @@ class Watch(threading.Thread):
             time.sleep(0.05)
 
     def give_up(self) -> None:
-        """This rank is out of step: the others are ended, or find out because its heart stops. The
-        deaths that follow are no news."""
+        """This rank can't go on. Its children are ended; other ranks notice that its heartbeat has
+        stopped. Deaths from here on are not reported."""
         self.stopped.set()
         _kill(self.children)
 
     def close(self) -> None:
-        """The engine has ended. Children leave by themselves, or are made to."""
+        """The engine has ended: wait for the children to exit, and kill those that don't."""
         self.stopped.set()
-        if self.is_alive() and threading.current_thread() is not self:  # whoever collects an engine
+        if self.is_alive() and threading.current_thread() is not self:  # which a finalizer may use
             self.join()
         deadline = time.monotonic() + GRACE_SECONDS
         for child in self.children:
@@ -302,9 +302,9 @@ class Watch(threading.Thread):
         return None
 
     def _end_all(self, reason: str) -> None:
-        """Rank 0 hears of it in its next call, or in this one: killing the children breaks the
-        collective that it may be waiting in. A rank without children can only end, if it hasn't by
-        itself: its collective may have failed, or rank 0 and its store have said goodbye."""
+        """Rank 0 raises an error in its next call, or in the present one: killing the children
+        breaks the collective in which it may wait. Without children, a rank that is busy or above 0
+        ends its own process, unless it has stopped by itself within `GRACE_SECONDS`."""
         ranks = self.ranks
         ranks.fail(reason)
         if ranks.rank == 0:

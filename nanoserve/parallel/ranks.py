@@ -17,7 +17,7 @@ the same forward.
 
 Invariants: all ranks call the same collectives in the same order; a rank that fails in between
 says so and never takes part again. A group belongs to its engine and not to the process, so that
-two engines, or a user's own process group, don't meet.
+two engines, or an engine and a user's own process group, don't interfere.
 
 Not known here: where the ranks come from and how their deaths are noticed (processes.py), weights,
 steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
@@ -88,7 +88,7 @@ def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 class Ranks:
-    """All ranks as one of them sees them: its share of things, and the collectives.
+    """What one rank knows of all ranks: its number, its shares, and the collectives.
 
     With a single rank there is no group, and every collective is the identity.
     """
@@ -101,13 +101,13 @@ class Ranks:
         self.control = None  # gloo, between the hosts: the packed steps
         self.group = None  # between the devices: gloo again, or NCCL
         self.watch = None  # processes.Watch
-        self.process = os.getpid()  # a fork of ours inherits all this, and none of it is its own
-        self.busy = False  # inside `together`: a rank that is hung would hang us
+        self.process = os.getpid()  # a forked process has a copy of this object, and must not close
+        self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
     def share(self, total: int, rank: int | None = None) -> Span:
-        """This rank's, or another's. Shares differ by one at most: 10 over 4 are 2, 3, 2, 3."""
+        """The share of `rank`, or of this rank. Sizes differ by 1 at most: 2, 3, 2, 3 of 10."""
         rank = self.rank if rank is None else rank
         return Span(total * rank // self.size, total * (rank + 1) // self.size, total)
 
@@ -171,7 +171,7 @@ class Ranks:
     # ------------------------------------------------------- living and dying
 
     def fail(self, reason: str) -> None:
-        """The ranks can't go on. The first reason is the true one: others follow from it."""
+        """Note why the ranks can't go on. The first reason is kept: later ones follow from it."""
         with self.lock:
             self.broken = self.broken or reason
 
@@ -182,8 +182,8 @@ class Ranks:
 
     @contextmanager
     def together(self):
-        """What all ranks do at the same time. An error inside leaves them out of step for good: it
-        is the last thing this group does, and it names the rank that died, if one did."""
+        """Encloses what all ranks do at the same time. After an error inside, their collectives no
+        longer match: the group is closed, and the error names the rank that died, if one did."""
         if self.size == 1:
             yield
             return
@@ -205,8 +205,8 @@ class Ranks:
 
     @contextmanager
     def waiting(self):
-        """For results of this rank's device, which the death of another one may hold up or spoil.
-        Ctrl-C is harmless in here."""
+        """Encloses waiting for this rank's device, whose results another rank's death may delay or
+        spoil. Ctrl-C is harmless in here."""
         self.busy = self.size > 1
         try:
             yield
@@ -215,7 +215,7 @@ class Ranks:
         self.raise_if_broken()
 
     def abort(self, reason: str) -> None:
-        """End the others without asking: they may wait for something that will not come."""
+        """End the other ranks at once: they may wait for a message that will not come."""
         if self.watch is not None:
             self.fail(reason)
             self.watch.give_up()
