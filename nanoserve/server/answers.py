@@ -13,9 +13,9 @@ each, because almost everything differs: the names, the shape of a piece, the lo
 Invariants: the pieces' texts joined are the whole text, and the last piece of a choice, and only
 that, has a `finish_reason`. JSON has no -Infinity, so a logprob is at least `MIN_LOGPROB`.
 
-Confessed: a token's `bytes` are those of its text, and so those of U+FFFD where a token is a part
-of a character. Not known here: HTTP, the engine. Road not taken: pydantic models for what goes
-out; they cost more than the rest of a piece, and there is one for each token.
+Known limit: a token's `bytes` are those of its text, and so those of U+FFFD where a token is part
+of a character. Not known here: HTTP, the engine. Road not taken: pydantic models for answers; they
+cost more time than all the rest of a stream's event, and there is an event for each token.
 """
 
 import json
@@ -193,7 +193,7 @@ class ChatAnswer(Answer):
                     finish_reason=sample.finish_reason, stop_reason=sample.stop_reason)
 
     def openings(self) -> list[dict]:
-        """Who speaks, said of every choice before it does."""
+        """The role of every choice, sent before its first token."""
         return [{"choices": [self._piece(index, dict(role="assistant", content=""))]}
                 for index in range(len(self.requests) * self.body.num_samples)]
 

@@ -7,16 +7,16 @@
     body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
               400                   400                          429        503 if it is dead
 
-An error is OpenAI's object, whatever went wrong, and bad input is never a 500: all that can be
-wrong with it is a `ValueError` of `prepare`, which happens before the answer begins.
+Every error is answered with OpenAI's error object, and bad input is never a 500: whatever is wrong
+with it, `prepare` raises a `ValueError` before the answer begins.
 
-Invariant: a client that goes away aborts its request. A stream is cancelled by the web framework,
-which hears of it; an answer that comes in one piece is watched over here (`unless_gone`), because a
-plain endpoint would compute to the end for nobody.
+Invariant: when a client goes away, its request is aborted. The web framework notices this only for
+a stream. For an answer in one message `unless_gone` watches the connection, because a plain
+endpoint would compute to the end.
 
-Not known here: the command line, keys and limits (guard.py). Road not taken: Starlette alone, which
-FastAPI stands on; FastAPI writes `/openapi.json` from the bodies' classes, which people read at
-`/docs` and tests are made of.
+Not known here: the command line, keys and limits (guard.py). Road not taken: Starlette alone, on
+which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, which the page
+`/docs` shows and from which tests are generated.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.tracer import Tracer, page
 
-GONE = 499  # what others' logs say when the client has closed the connection
+GONE = 499  # nginx's status for a client that has closed the connection
 COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
 
 
 class Server:
-    """What the endpoints share. names: what clients may call the model; the first stands in the
-    answers. chat_template: in the place of the tokenizer's own. adapters: a `LoRARequest` for each
-    further name."""
+    """What the endpoints share. names: the model's names for clients; answers have the first.
+    chat_template: replaces the tokenizer's own. adapters: a `LoRARequest` for each further
+    name."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
                  adapters: dict[str, Any] | None = None):
@@ -132,7 +132,7 @@ class Server:
             raise BadRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
 
     def _defaults(self, body: GenerationBody):
-        """generation_config.json's, whose limit of tokens counts, if it has one."""
+        """The values of generation_config.json, with its limit of tokens if it has one."""
         defaults = self.llm.get_default_sampling_params()
         if "max_new_tokens" not in self.llm.model_config.generation_defaults:
             defaults.max_tokens = None if isinstance(body, ChatBody) else COMPLETION_TOKENS
@@ -271,7 +271,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 class AsciiResponse(JSONResponse):
-    """JSON that any text can be told in: also one that UTF-8 has no bytes for."""
+    """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()
@@ -287,7 +287,7 @@ def error_response(status: int, message: str, kind: str = "invalid_request_error
 
 @contextmanager
 def bad_requests(body: Body):
-    """What is refused inside is the client's to change."""
+    """Turns a `ValueError` inside into a `BadRequest`."""
     try:
         yield
     except BadRequest:
@@ -303,7 +303,7 @@ async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return AsciiResponse(task.result()) if task.done() else Response(status_code=GONE)
-    except asyncio.CancelledError as error:  # whoever listens is still there: the server ends
+    except asyncio.CancelledError as error:  # the client is still there: the server is ending
         raise EngineDeadError("the server is told to end, and this request took longer than "
                               "--drain-seconds: send it again") from error
     finally:
@@ -313,7 +313,7 @@ async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
 
 
 async def _wait_until_gone(http: Request) -> None:
-    """The body has been read: what still comes is that there is nobody any more."""
+    """The body has been read, so the only message that still comes is the disconnect."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

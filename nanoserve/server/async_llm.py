@@ -7,21 +7,21 @@
     `yield`  ◄── Reader, one output ◄── Inbox.append(output): merged into what waits there
     cancelled ► order: abort   ───────► carried out between two steps
 
-A step takes as long as it takes: some 10 ms, or seconds for a long prompt on a CPU. So the event
-loop never waits for one. What it wants of the engine is an *order*, put into a queue that the
-thread of steps empties before each step. Prompts are tokenised in a thread of their own.
+A step may take long, above all a long prompt's on a CPU, so the event loop never waits for a step.
+A call that changes the engine is an *order*, put into a queue that the thread of steps empties
+before each step. Prompts are tokenised in a thread of their own.
 
 Invariants: a slow reader costs the memory of one output for each of its requests, because a new
-output is merged into the one that waits (what is CUMULATIVE replaces it, a DELTA is joined to it).
-Whoever waits always hears: of an output, of the step that failed, or of the engine's end. A
-generator that is cancelled, closed or forgotten has its requests aborted.
+output is merged into the unread one (a CUMULATIVE output replaces it, a DELTA is joined to it).
+A waiting generator always gets something: an output, or the error of a failed step or of a dead
+engine. A generator that is cancelled, closed or forgotten has its requests aborted.
 
-After a failed step the requests that ran are aborted and told, and the engine goes on. After
-`MAX_FAILURES` failed steps in a row, or when a rank has died, it is dead: `check_health` says so,
-and so does every request. (vLLM's names: Kwon et al. 2023 and its V1 `AsyncLLM`.)
+After a failed step the requests that ran end with an error, and the engine goes on. After
+`MAX_FAILURES` failed steps in a row, or when a rank has died, the engine is dead: `check_health`
+and every request raise. (vLLM's names: Kwon et al. 2023 and its V1 `AsyncLLM`.)
 
 Not known here: HTTP. Road not taken: a process of its own for the steps, as in vLLM; the kernels
-release Python's lock while they compute, so a thread does, and there is nothing to serialise.
+release Python's lock while they compute, so a thread is enough, and nothing is serialised.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
 from nanoserve.llm import LLM
 
-MAX_FAILURES = 3  # steps that fail one after the other: nothing that comes will fare better
+MAX_FAILURES = 3  # failed steps in a row, after which the engine takes no more requests
 
 
 class EngineGenerateError(RuntimeError):
@@ -66,7 +66,7 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM, pace: float | None = None):
         self.llm = llm
-        # On a CPU whoever tells and whoever is told share the cores with the steps.
+        # On a CPU the event loop and the readers take cores away from the steps.
         self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.readers: dict[Reader, list[Request]] = {}  # seen by the thread of steps alone
@@ -113,7 +113,7 @@ class AsyncLLM:
                                    lora_request)
 
     async def tokenize(self, work: Callable, *args, **options) -> Any:
-        """Call something that uses the tokenizer, in the thread that may."""
+        """Call `work`, which uses the tokenizer, in the one thread that may use it."""
         return await asyncio.get_running_loop().run_in_executor(
             self.tokenizing, partial(work, *args, **options))
 
@@ -138,7 +138,7 @@ class AsyncLLM:
             self._order(partial(self.llm.abort_request, request_id))
 
     async def between_steps(self, work: Callable[[], Any]) -> Any:
-        """Have the thread of steps call `work`, which then finds everything at rest."""
+        """Call `work` in the thread of steps, between two steps. Returns its result."""
         done: Future = Future()
         self._order(partial(_settle, done, work))
         return await asyncio.wrap_future(done)
@@ -146,7 +146,7 @@ class AsyncLLM:
     # --------------------------------------------------------------- health
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError`; also for a rank that has died while nobody asked."""
+        """Raises `EngineDeadError` if the engine is dead, also if a rank died while it was idle."""
         if self.dead is None:
             try:
                 self.llm.check_open()
@@ -220,7 +220,7 @@ class AsyncLLM:
             self._leave(reader)
 
     def _leave(self, reader: "Reader") -> None:
-        """Nobody reads any more: abort what still runs. An id may be another request's by now."""
+        """The reader is gone: abort what still runs. An id may be another request's by now."""
         requests = self.readers.pop(reader, [])
         if unfinished := [request.request_id for request in requests
                           if self.llm.requests.get(request.request_id) is request]:
@@ -230,7 +230,7 @@ class AsyncLLM:
         self.stopping = True
 
     def _end(self, reason: BaseException) -> None:
-        """Tell everybody, those included whose orders come at this very moment."""
+        """Hand the error to all readers, also to those whose orders are still in the queue."""
         with self.lock:
             self.dead = reason
         error = EngineDeadError(f"the engine is dead: {reason}")
@@ -260,11 +260,11 @@ class AsyncLLM:
 
 
 class Doorbell:
-    """Wakes an event loop: once for all readers that a step has news for, and not too often.
+    """Wakes an event loop once for all readers that a step has outputs for, and not too often.
 
-    pace: how many readers may be told something in a second. To tell 64 of them that each has one
-    more token takes the loop as long as a small model's step takes; so after it told 64 it rests
-    for 64 / pace seconds, and what comes meanwhile is merged. One reader alone notices nothing.
+    pace: how many readers may be woken in a second. To wake 64 readers for one token each takes the
+    loop as long as a small model's step. So after waking 64 it pauses for 64 / pace seconds, and
+    outputs that come meanwhile are merged. With one reader the pause is too short to notice.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: float):
@@ -274,7 +274,7 @@ class Doorbell:
         self.resting = False
 
     def ring(self, reader: "Reader") -> None:
-        """With the lock taken, from any thread. A loop that is closed has no readers left."""
+        """Call it with the lock held, from any thread. A closed loop has no readers left."""
         self.rung.append(reader)
         if len(self.rung) == 1 and not self.resting:
             with suppress(RuntimeError):
@@ -292,7 +292,7 @@ class Doorbell:
 
 @dataclass(eq=False)
 class Inbox:
-    """What the engine knows of a reader: where one request's outputs go."""
+    """The inbox of one request, as the engine calls it: hands outputs to the request's reader."""
 
     reader: "Reader"
     request: Request
@@ -311,13 +311,13 @@ class Reader:
         self.news = asyncio.Event()
 
     def put(self, request: Request, output: RequestOutput) -> None:
-        """In the thread of steps. Behind an error comes nothing, above all no output of the abort
-        that follows it, which would look like an end."""
+        """Called in the thread of steps. After an error nothing is added: the output of the abort
+        that follows would look like a normal end."""
         with self.bell.lock:
             if self.error is not None:
                 return
             older = self.unread.get(request)
-            # What is pooled has no kind, and one output.
+            # A pooling request has no `output_kind`, and one output only.
             kind = getattr(request.params, "output_kind", None)
             if older is not None and kind is RequestOutputKind.DELTA:
                 output = merged(older, output)
@@ -326,7 +326,7 @@ class Reader:
                 self.bell.ring(self)
 
     def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
-        """The reader hears of it behind what it has not read yet."""
+        """Let `take` raise this error, after the unread outputs."""
         error.__cause__ = cause
         with self.bell.lock:
             self.error = self.error or error

@@ -7,11 +7,11 @@
 Every option of `EngineConfig` is an option here, by its name with dashes: they are made from the
 dataclass, so a new one is there at once, checked by its own rule. An option of a dict takes JSON.
 
-SIGTERM and Ctrl-C close the door: no connection is taken any more, what runs may finish for
-`--drain-seconds`, then it is aborted, and the process ends with status 0.
+After SIGTERM or Ctrl-C the server takes no more connections. Running requests may finish within
+`--drain-seconds`; then they are aborted, and the process ends with status 0.
 
-The address is 127.0.0.1 unless another is asked for: a server without a key on all addresses is
-everybody's. Not known here: endpoints. Road not taken: typer or click, for one verb.
+The address is 127.0.0.1 unless another is asked for: anybody could use a server without a key on
+all addresses. Not known here: endpoints. Road not taken: typer or click, for one command.
 """
 
 import argparse
@@ -140,8 +140,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
-    """A `LoRARequest` by its name. Each is loaded once, to hear now what is wrong with it; those
-    that don't fit into `max_loras` are loaded again when a client asks for them."""
+    """A `LoRARequest` by its name. Each adapter is loaded once, so that errors come at the start;
+    those that don't fit into `max_loras` are loaded again when a client asks for them."""
     if not modules:
         return {}
     from nanoserve.extras.lora import LoRARequest  # here: an annexe that may be deleted
@@ -156,7 +156,7 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound, and not heard yet. Raises `OSError` if the port is taken."""
+    """A bound socket that does not listen yet. Raises `OSError` if the port is taken."""
     family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,7 +169,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Door(uvicorn.Server):
-    """uvicorn, which says where it is when it is open. It is told the sockets, and so doesn't."""
+    """uvicorn's server, which prints no address for given sockets: here it prints `greeting`."""
 
     def __init__(self, config: uvicorn.Config, greeting: str):
         super().__init__(config)
@@ -190,8 +190,8 @@ def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
 
 
 def run(door: Door, listening: socket.socket) -> None:
-    """Until a signal comes. uvicorn closes the door and waits; when all is over it sends itself
-    the signal once more, which then ends the process in order."""
+    """Serve until a signal comes. uvicorn then stops serving and waits; at the end it raises the
+    signal once more, which ends the process with status 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         door.run(sockets=[listening])

@@ -3,16 +3,16 @@
     request ──► key? ──► room? ──► body, up to a limit ──► the application
                 401       429            413
 
-The guard is an ASGI application around another one. It answers before anything was read or
-computed, so that a flood costs what a refusal costs: a body is read only when there is room for
-its request, and no more of it is kept than the limit allows.
+The guard is an ASGI application around another one. It refuses a request before anything is read or
+computed, so that a flood of requests costs little: a body is read only when there is room for its
+request, and no more of it is kept than the limit allows.
 
 Room is counted in sequences: one for a request as long as it is open, and one more for each further
 sample once its body says how many it wants (`Ticket.widen`). So a body of 100 prompts with n=10
 takes a thousand places, and gives them back when its answer was sent or its client has gone.
 
-Invariants: every key is compared in constant time, and all of them, so that the time of an answer
-says nothing about a key. A ticket is given back exactly once, whatever happens to the request.
+Invariants: a client's key is compared with all keys, each in constant time, so that the time of an
+answer says nothing about a key. A ticket is given back exactly once, also after an error.
 
 Not known here: models, the engine. Road not taken: middleware of the web framework's own; its base
 class hides from the application that a client has gone away.
@@ -24,8 +24,8 @@ from hashlib import sha256
 
 from nanoserve.server.protocol import BadRequest, error_body
 
-PATIENCE = 16  # how many times the limit is read of a body that is too long
-# Who watches a server, or reads what it offers, needs no key. None of these shows what was asked.
+PATIENCE = 16  # a body that is too long is read up to so many times the limit
+# Paths that need no key: they show the server's state and its API, but no prompt and no text.
 OPEN_PATHS = {"/health", "/version", "/metrics", "/docs", "/openapi.json"}
 
 
@@ -54,8 +54,8 @@ class Ticket:
 
 
 class Guard:
-    """app: what is guarded. api_keys: none lets everybody in. max_requests: sequences that may be
-    open, running or waiting. max_body_bytes: of one request."""
+    """app: the application to guard. api_keys: an empty list needs no key. max_requests: sequences
+    that may be open, running or waiting. max_body_bytes: of one request."""
 
     def __init__(self, app, api_keys: list[str] = (), max_requests: int = 1024,
                  max_body_bytes: int = 4 * 2 ** 20):
@@ -90,7 +90,7 @@ class Guard:
         return not self.digests or (any(found) and scheme.lower() == b"bearer")
 
     def flooded(self) -> tuple[str, None, int, str]:
-        """Of `BadRequest`: message, param, status, code."""
+        """The arguments of a `BadRequest`: message, param, status, code."""
         return (f"{self.num_open} requests are open and {self.max_requests} are the limit "
                 "(--max-requests): try again later", None, 429, "rate_limit_exceeded")
 

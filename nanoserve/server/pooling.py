@@ -8,11 +8,11 @@ An embedding model scores by the cosine of two embeddings, so a query that all d
 compared with is computed once. A reranker reads query and document at once, as one prompt a pair.
 Which of the two a model is, its pooler knows.
 
-Each endpoint comes in two halves, because all errors of the client come before any work: the first
-checks and tokenises, and gives back the second, which computes and may be cancelled.
+An endpoint's function checks and tokenises, and returns a coroutine that computes and may be
+cancelled. So all errors of the client are found before any computing.
 
 Not known here: HTTP, how vectors are made (extras/pooling.py). Road not taken: the engine's own
-`embed` and `score`, which hold their thread until all is done, whoever has gone away meanwhile.
+`embed` and `score`, which hold their thread until all is done, even if the client has gone away.
 """
 
 import base64
@@ -45,7 +45,7 @@ class Job:
     adapter: Any = None
 
     async def prepare(self, prompts: list, task: str, body: Body) -> list:
-        """Raises `ValueError` if the model is a generator, or has not this task."""
+        """Raises `ValueError` if the model is a generator, or does not have this task."""
         if self.engine.llm.runner.pooler is None:
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
@@ -56,7 +56,7 @@ class Job:
                 for i, prompt in enumerate(prompts)]
 
     async def vectors(self, requests: list) -> list[torch.Tensor]:
-        """In the order of the requests."""
+        """Run the requests; returns their vectors in the same order."""
         found = {}
         async with aclosing(self.engine.outputs(requests)) as outputs:
             async for output in outputs:
@@ -66,7 +66,7 @@ class Job:
         return [found[request.request_id] for request in requests]
 
     async def scores(self, first: list[str], second: list[str], body: Body) -> tuple[list, Work]:
-        """Requests that were checked, and what gives a score for each pair."""
+        """The checked requests, and a coroutine that returns a score for each pair."""
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
                              "one text and many, or as many of one kind as of the other")
@@ -96,7 +96,7 @@ class Job:
 
 
 def num_prompts(body: Body) -> int:
-    """How many prompts a body comes to, at most: its room (guard.py)."""
+    """The most prompts that a body can make: the places that it takes (guard.py)."""
     if isinstance(body, EmbeddingBody):
         return len(as_prompts(body.input))
     if isinstance(body, RerankBody):

@@ -1,4 +1,4 @@
-"""The engine's numbers for Prometheus: read when somebody asks, in vLLM's names and buckets.
+"""The engine's numbers for Prometheus: read at scrape time, in vLLM's names and buckets.
 
     engine ─► EngineMetrics     counters, gauges: `LLM.get_metrics()`, read at scrape time ─┐
            └► RequestHistograms how long requests waited, prefilled, decoded: an observer  ─┴► text
@@ -14,9 +14,9 @@ buckets are its own (public documentation of vLLM V1's metrics).
 Invariants: two engines in one process never share numbers, because nothing is registered globally;
 each `/metrics` has a registry of its own, with one `Collector` that reads one engine. A scrape
 takes no lock and waits for no step. A request is counted when the last of its samples has ended,
-and if it got a token: one that was aborted before has no such times.
+and only if it got a token: one that was aborted before its first token has no such times.
 
-Confessed: between two tokens that one step brought (drafts that were right) no time passes; the
+Known limit: between two tokens that one step brought (drafts that were right) no time passes; the
 step's time is divided among them. Not known here: HTTP. Road not taken: the library's own
 histograms, which lock for each observation and live in a global registry unless told otherwise.
 """
@@ -96,7 +96,7 @@ class Distribution:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """As Prometheus wants it: how many are at most so large."""
+        """As Prometheus wants it: for each limit, how many observations are at most that."""
         total, found = 0, []
         for limit, count in zip((*map(float, self.limits), "+Inf"), self.counts, strict=True):
             total += count
@@ -141,7 +141,7 @@ class RequestHistograms:
             self.last_token[seq] = now
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """Saying so twice is harmless, here as elsewhere."""
+        """Sequences have ended. A second call is harmless."""
         for seq in sequences:
             self.last_token.pop(seq, None)
             stats, siblings = self.open.pop(seq, (None, []))
@@ -188,11 +188,11 @@ class Collector:
         return generate_latest(self.registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is fixed in advance: the registry need not ask an engine to find out."""
+        """Empty: so the registry does not read the engine when this collector is registered."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The library calls this at scrape time. A dead engine still tells its histograms."""
+        """The library calls this at scrape time. A dead engine still gives its histograms."""
         try:
             numbers = self.engine.get_metrics()
         except RuntimeError:

@@ -11,9 +11,9 @@ over. *Refused* ones would change it, so that ignoring them would give another t
 that was asked for; the answer says why and what to do instead. Any other unknown field is refused,
 too: it may be a misspelt one.
 
-Invariant: a field that is left out, or null, is the model's own (generation_config.json), which is
-not always the default of `SamplingParams`. Chat without `max_tokens` fills what room there is, a
-completion has 16 tokens, as OpenAI's.
+Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
+which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
+room there is, and a completion has 16 tokens, as OpenAI's.
 
 Not known here: the engine, HTTP. Road not taken: the `openai` package's own types, which describe
 what OpenAI serves and not what this server does.
@@ -104,8 +104,8 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """The fields that completions and chats share. What `SamplingParams` knows by the same name
-    goes there as it is."""
+    """The fields that completions and chats share. A field that `SamplingParams` has by the same
+    name is handed on unchanged."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -164,7 +164,7 @@ class GenerationBody(Body):
 
     @property
     def num_samples(self) -> int:
-        """Of each prompt."""
+        """How many samples each prompt gets."""
         return self.n or 1
 
     @property
@@ -304,8 +304,8 @@ def error_body(message: str, kind: str = "invalid_request_error", param: str | N
 
 
 def blamed_field(message: str, body: Body) -> str | None:
-    """The field that an error of `SamplingParams` and its kind begins with; or the prompt, which
-    has another name in each body, where the message is about that."""
+    """The field with which an error message begins. If the message is about the prompt: the field
+    of this body that holds the prompt."""
     first = re.match(r"\w*", message)[0]
     if first == "structured_outputs" and getattr(body, "response_format", None) is not None:
         return "response_format"

@@ -8,11 +8,11 @@ is full and a request comes while nothing else runs.
     recording 1 ──full──► nothing is kept ──idle, then a request──► recording 2
 
 Invariants: a recording begins with no request running, which is what it needs to know every block
-it sees. It holds no text: whoever may look at a server's steps may not read its users' prompts.
+it sees. It holds no text: to see a server's steps must not mean to read its users' prompts.
 
-Confessed: a server that is never idle shows the first steps since it last was, up to the recorder's
-limit. Not known here: what is recorded, and how the page shows it. Road not taken: to keep the
-latest steps instead; a recording tells what changed, so it can't be cut at the front.
+Known limit: a server that is never idle shows only the first steps since it was last idle, up to
+the recorder's limit. Not known here: what is recorded, and how the page shows it. Road not taken:
+to keep the latest steps instead; a recording lists changes, so its beginning can't be cut off.
 """
 
 from pathlib import Path
