@@ -1,1 +1,1 @@
-"""Optional ideas, one file each. The core never imports anything from here."""
+"""Optional ideas, one file each. The core imports one only when an option or request needs it."""

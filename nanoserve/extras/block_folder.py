@@ -6,12 +6,12 @@
                 b07e...41.kv   ...       the name is the block's digest: see block_store.py
 
 A file is written under a temporary name and renamed, so it is there as a whole or not at all. A
-reader knows the header that it must find, byte for byte, and compares. Whatever else stands in a
-file (damage, the end of a disk, another version's format) makes it a miss, and never an error.
+reader knows the header that it must find, byte for byte, and compares. A file with other contents
+(damaged, cut off by a full disk, of another version) is a miss, and never an error.
 
-Invariant: trouble with files costs time, never an answer. A folder that can't be written is said
-once, and not written to again; requests go on. Whoever can write to the folder is trusted: the
-checksum finds damage, not malice. Hence its mode, 0700.
+Invariant: a problem with files costs time, never an answer. If the folder can't be written, that is
+reported once, and it is not written to again; requests go on. Users who can write to the folder are
+trusted: the checksum finds damage, not malice. Hence its mode, 0700.
 
 Not known here: slots, sequences, threads. Road not taken: one large file with an index, which needs
 locks between processes, and repair after one of them was killed.
@@ -39,8 +39,8 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes:
     """What KV depends on beside tokens and adapter: weights by their content, and options.
 
-    Reads all weights once more, some seconds for 10 GB that the system still has in memory: two
-    fine-tuned models differ in nothing but their bytes.
+    Reads all weights once more, because two fine-tuned models may differ in nothing but their
+    bytes.
     """
     options = {name: getattr(config, name) for name in (
         "dtype", "kernels", "model_impl", "quantization", "block_size", "hf_overrides",
@@ -69,8 +69,8 @@ class Folder:
     """A file for each block: a header, a checksum of the bytes, and the bytes.
 
     path: made with mode 0700 if it isn't there. limit: of all files together, in bytes; the least
-    recently used ones are deleted. base: of whom the blocks are. say: hears of what switches the
-    store off. Raises `ValueError` if there is no such folder and none can be made.
+    recently used ones are deleted. base: the engine's fingerprint. say: is called with a message
+    when writing fails. Raises `ValueError` if there is no such folder and none can be made.
     """
 
     def __init__(self, path: Path, limit: int, base: bytes, say: Callable[[str], None]):
@@ -91,7 +91,7 @@ class Folder:
         return self.path / f"{digest.hex()}.kv"
 
     def _header(self, parent: bytes, tokens: list[int], num_bytes: int) -> bytes:
-        """A line of JSON, the same whoever writes it: a reader knows what must stand there."""
+        """A line of JSON, equal for equal arguments: so a reader knows what it must find."""
         return b"nanoserve " + json.dumps({
             "version": VERSION, "fingerprint": self.base.hex(), "parent": parent.hex(),
             "tokens": tokens, "bytes": num_bytes}).encode() + b"\n"
@@ -118,8 +118,8 @@ class Folder:
         return None
 
     def write(self, digest: bytes, parent: bytes, tokens: list[int], data: Any) -> None:
-        """Under a name of our own first: a file is there as a whole, or not at all, and of two who
-        write the same block one comes last and changes nothing."""
+        """Written under a temporary name and then renamed, so a file is there as a whole or not at
+        all. If two processes write the same block, the second changes nothing."""
         path = self._path_of(digest)
         if not self.writes or (path.exists() and not self.is_damaged):
             return

@@ -17,10 +17,10 @@ with a fingerprint of the weights and of all options that KV depends on, then an
 
 All copies between cache and pool happen inside a step, on the step's own stream, before anything
 is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
-counts when its step has finished, so a step that fails takes its loads with it. Threads touch files
-alone, and no step waits for them: a request whose blocks are being read sits out, others go on.
+counts when its step has finished, so the loads of a failed step don't count. Threads touch files
+only, and no step waits for them: a request whose blocks are being read sits out, others go on.
 
-Not known here: layers, what the bytes mean. Confessed: a block goes to the folder through the pool,
+Not known here: layers, what the bytes mean. Known limit: a block goes to the folder via the pool,
 one copy more than needed; the folder is for one rank. Road not taken: copies on a stream of their
 own, which hide their time and have corrupted KV in silence in two public engines.
 """
@@ -46,7 +46,7 @@ from nanoserve.extras.block_folder import Folder, fingerprint
 from nanoserve.frontend.metrics import Counter
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
-POOL_BYTES = 2 ** 29  # of a pool that only stands before a folder, at least
+POOL_BYTES = 2 ** 29  # the least size of a pool that only serves a folder
 MAX_ARRIVALS = 32  # blocks that were read and have no slot yet
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
@@ -70,7 +70,7 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
 
 
 def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
-    """Hang a store on an engine, which has its pool already."""
+    """Give an engine its store; its runner has the pool already."""
     config, blocks = llm.config, llm.scheduler.blocks
     folder, base = None, b""
     if config.kv_store is not None:
@@ -111,8 +111,8 @@ class HostPool:
                              " bytes: lower kv_offload_bytes") from error
 
     def move(self, host: dict[str, Any]) -> None:
-        """Queue a step's copies. host: the batch's sections. A block that is saved may be loaded
-        over, never the other way round."""
+        """Queue a step's copies. host: the batch's sections. Saves come first, because a load may
+        overwrite a block that is saved."""
         for block_id, slot in host["block_saves"].reshape(-1, 2).tolist():
             for cache, there in self._parts(slot):
                 there.copy_(cache[block_id], non_blocking=True)
@@ -130,14 +130,14 @@ class HostPool:
 
 
 def digest_of(parent: bytes, content: bytes | list[int]) -> bytes:
-    """The name of what stands behind `parent`: a block of tokens, or an adapter's key."""
+    """The digest of what follows `parent`: a block of tokens, or an adapter's key."""
     content = content if isinstance(content, bytes) else array("i", content).tobytes()
     return hashlib.sha256(parent + content).digest()
 
 
 @dataclass
 class Moves:
-    """What a step in flight does here. epoch: see `BlockStore.clear`."""
+    """The loads and saves of a step in flight. epoch: see `BlockStore.clear`."""
 
     epoch: int
     loads: list[int]  # slots
@@ -145,10 +145,10 @@ class Moves:
 
 
 class BlockStore:
-    """Knows which slot holds which block. Asked and told by the scheduler, and an observer.
+    """Knows which slot holds which block. The scheduler calls it; it's an observer, too.
 
-    pool: rank 0's. blocks: whose entries are saved. base: the digest that all others begin with.
-    folder: None for no files, and then only what the cache forgets is saved.
+    pool: rank 0's. blocks: the block manager. base: the digest that all others begin with. folder:
+    None for no files; then only blocks that the cache evicts are saved.
     """
 
     def __init__(self, pool: HostPool, blocks: Any, base: bytes, folder: Folder | None,
@@ -156,7 +156,7 @@ class BlockStore:
         self.pool, self.blocks, self.base, self.folder = pool, blocks, base, folder
         self.labels = labels
         self.slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
-        self.held: list[bytes | None] = [None] * pool.num_slots  # the same from the other side
+        self.held: list[bytes | None] = [None] * pool.num_slots  # the reverse: digests by slot
         self.free = list(range(pool.num_slots))[::-1]
         self.pins: Bag[int] = Bag()  # slots that a step or the writing thread still reads
         self.leaving: dict[bytes, CacheEntry] = {}  # to be saved by the next step
@@ -215,7 +215,7 @@ class BlockStore:
             not self.pins[slot] for slot in self.slots.values()))
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
-        """The slots of the blocks that follow those found in memory; takes nothing."""
+        """The slots of the blocks that follow those found in memory. Changes nothing."""
         slots: list[int] = []
         most = min(self.blocks.max_hits(seq), num_hits + MAX_MOVES - len(step.block_loads))
         for digest in self._digest_blocks(seq)[num_hits:most]:
@@ -271,7 +271,7 @@ class BlockStore:
                 self.writer.submit(self._write, slot, digest, entry)
 
     def dropped(self, step: Step) -> None:
-        """A step that never was: what it should have saved is lost, which costs time alone."""
+        """A step was dropped: what it should have saved is lost, which only costs time."""
         moves = self.in_flight.pop(step, None)
         if moves is not None:
             self._unpin(moves.loads)
@@ -283,8 +283,8 @@ class BlockStore:
             time.sleep(0.0005)
 
     def clear(self) -> None:
-        """Forget everything, and delete the folder's blocks. What is on its way belongs to an epoch
-        that has passed, and is thrown away when it arrives."""
+        """Forget everything, and delete the folder's blocks. Saves and reads that are under way
+        have an older `epoch`: their results are thrown away."""
         self.epoch += 1
         self.leaving.clear()
         for slot in self.slots.values():
@@ -350,7 +350,7 @@ class BlockStore:
                     self.arrivals.put((epoch, digest, data), timeout=0.1)
                     break
                 except queue.Full:
-                    pass  # nobody schedules: there may be nothing to do but to close
+                    pass  # no step takes arrivals now: try again, unless the store is closed
 
     def _write(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
         """The writing thread, for a slot that is pinned."""
@@ -392,10 +392,10 @@ class BlockStore:
             self.reading.update(dict.fromkeys(sequences, future))
 
     def scheduled(self, step: Step) -> None:
-        """No observer's business: the scheduler has told."""
+        """Nothing to do: the scheduler has called `plan`."""
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        """Neither is this."""
+        """Nothing to do: the scheduler has called `finished`."""
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -403,8 +403,8 @@ class BlockStore:
             self.reading.pop(seq, None)
 
     def read_metrics(self) -> list[Counter]:
-        """Tokens asked for beyond the KV cache, and found: vLLM's names. And blocks that were
-        saved, and that found no slot."""
+        """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names; blocks that were
+        saved, and blocks for which there was no slot."""
         counts = {"external_prefix_cache_queries": self.num_queries,
                   "external_prefix_cache_hits": self.num_hits,
                   "kv_store_saved_blocks": self.num_saved, "kv_store_lost_blocks": self.num_lost}

@@ -2,7 +2,7 @@
 
     python -m nanoserve.extras.disaggregated --prompt "Once upon a time" --max-tokens 40
 
-A long prompt takes a whole step, and everybody who decodes waits for it. So large services compute
+A long prompt takes a whole step, and all decoding requests wait for it. So large services compute
 prompts on machines of their own (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise").
 What travels between the two is the prompt's KV. Here it travels through a folder that both engines
 have as `kv_store`, best one in memory:
@@ -10,15 +10,15 @@ have as `kv_store`, best one in memory:
     prompt ──► prefill engine ──blocks──► /dev/shm/... ──blocks──► decode engine ──► text
                 another process            block_store.py           this process
 
-**Invariant: the first engine can only save time.** The second one gets the same request whatever
-has become of the first. It looks for the prompt's blocks as for any prefix, computes what it does
+**Invariant: the first engine can only save time.** The second one gets the same request, whatever
+happens to the first. It looks for the prompt's blocks as for any prefix, computes what it does
 not find (always the last tokens: fewer than a block), and goes on. If the first engine dies, the
 second computes everything. There are no leases and no time-outs: the folder owns its copy.
 
-Not known here: blocks, keys, devices. Confessed: two copies through host memory take the place of
-one from GPU to GPU; and two engines on one CPU share its cores, so nothing is gained there but the
-view of how it works. Road not taken: NIXL and its like, which move blocks between machines' GPUs,
-and then must agree on who may free which block, and when.
+Not known here: blocks, keys, devices. Known limits: two copies through host memory take the place
+of one from GPU to GPU; and two engines on one CPU share its cores, so there it saves no time and
+only shows the idea. Road not taken: NIXL and similar libraries, which move blocks between machines'
+GPUs, and then must agree on who may free which block, and when.
 """
 
 import argparse
@@ -72,8 +72,8 @@ class Prefiller:
 
 
 class Disaggregated:
-    """Two engines of one model. options: of both; prefill_options: what the first has otherwise,
-    `device` for example. The folder is deleted when they are closed; with `kv_store` it is yours.
+    """Two engines of one model. options: of both; prefill_options: those that differ for the first,
+    for example `device`. When they are closed the folder is deleted, unless `kv_store` names it.
 
     Raises `ValueError` for what either engine refuses.
     """

@@ -1,8 +1,8 @@
 """Encoders (BERT and its kin): transformers' network, every token sees all of its own prompt.
 
 Most embedding models and rerankers of a laptop's size are encoders. As with other networks of
-transformers' (transformers_model.py), only attention is ours: the step's prompts lie one behind the
-other in one row, without padding, and each attends to itself.
+transformers' (transformers_model.py), only attention is ours: the step's prompts are concatenated
+without padding, and each attends to itself.
 
     step      [ CLS a a a SEP | CLS b SEP | CLS c c c c SEP ]     no query sees another prompt
     hidden      h0 ...          h0 ...      h0 ...
@@ -10,14 +10,14 @@ other in one row, without padding, and each attends to itself.
                 CLS ─► the class's own pooler and classifier             a cross-encoder
 
 Invariant: a prompt is whole in its step, because its first token depends on its last one. So chunks
-and the prefix cache are off, whatever was asked for; the start-up line says so. The same numbers
-alone and batched, and those of transformers: at load the network runs once with its own attention
-and once with ours, and must agree.
+and the prefix cache are off, whatever was asked for; the start-up line says so. A prompt's numbers
+are the same alone and batched, and equal transformers': at load the network runs once with its own
+attention and once with ours, and the results must agree.
 
-Confessed: blocks are counted and nothing is kept in them; the cache is one nominal layer. A pair's
+Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. A pair's
 second text (token type 1) begins behind the first separator, so a text must not contain one. Heads
 are known for the classes of `class_head`; others are refused. Not known here: requests, blocks.
-Road not taken: padding and sorting by length, which the ragged row makes needless.
+Road not taken: padding and sorting by length, which concatenation makes unnecessary.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def near(length: int, window: int | None, device: torch.device) -> torch.Tensor 
 
 
 class Encoder(TransformersModel):
-    """Token ids to hidden states; of a cross-encoder to the numbers of its classes, of CLS."""
+    """Token ids to hidden states; in a cross-encoder, to class scores from the state of CLS."""
 
     looks_ahead = True
 
@@ -165,7 +165,7 @@ class Encoder(TransformersModel):
 
 @torch.inference_mode()
 def self_check(network: nn.Module, on: Placement) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some tokens, and what the class makes of them with its own attention."""
+    """Some token ids, and the class's output for them with its own attention."""
     ids = torch.arange(3, 12, device=on.device)  # no padding, which has no position in RoBERTa
     out = network(input_ids=ids[None])
     return ids, out.logits if hasattr(out, "logits") else out.last_hidden_state[0]
@@ -189,7 +189,7 @@ def class_head(network: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
                  hf_config: transformers.PreTrainedConfig,
                  ) -> tuple[EngineConfig, ModelConfig, partial]:
-    """For `LLM`, as `transformers_model.read_foreign`. Prompts whole, nothing remembered."""
+    """For `LLM`, as `transformers_model.read_foreign`. Chunks and prefix cache are switched off."""
     if asked.runner == "generate":
         raise refusal(architecture, "an encoder does not generate: use runner='pooling'")
     classifies = architecture.endswith(CLASSIFIES)
@@ -251,7 +251,7 @@ class EncoderPooler(Pooler):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """A token has no Dense layer, and a cross-encoder's head is CLS's alone."""
+        """Dense layers and a cross-encoder's head are for whole prompts: then no token tasks."""
         return super().tasks[:1] if self.dense or self.kind == "classify" else super().tasks
 
     def cut(self, ids: list[int], count: int) -> list[int]:
@@ -310,7 +310,7 @@ def read_dense(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None
 
 
 def cross_encoder_activation(folder: Path) -> str | None:
-    """sentence-transformers' word for it, in config.json; None where it says nothing."""
+    """The activation that config.json names for sentence-transformers; None if it names none."""
     entries = read_json(folder / "config.json")
     given = (entries.get("sentence_transformers") or {}).get("activation_fn") or entries.get(
         "sbert_ce_default_activation_function")

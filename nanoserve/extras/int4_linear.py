@@ -6,17 +6,17 @@ point z. With numbers q in [0, 15], which with s and z take about 5 bits a weigh
     group of a row    0.31 -0.14 0.02 ...     s = (0.31 + 0.14) / 15 = 0.03     z = 0.14 / s = 5
     kept                15     0    6 ...     weight ~ (q - z) * s, within s / 2
 
-Two ways lead here. A checkpoint that has 4 bits in groups (GPTQ, Frantar et al. 2022; AWQ, Lin et
-al. 2023) keeps its numbers: nothing is rounded a second time. Any other is rounded *online*, as in
+A checkpoint that has 4 bits in groups (GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023) keeps its
+numbers: nothing is rounded a second time. Any other checkpoint is rounded *online*, as in
 quantized_linear.py: as soon as a matrix's last tensor has come, to the nearest, in groups of 32.
 
-What is wider than 4 bits stays so, as int8 by row: an LM head that is rounded here, what a 4-bit
+Some matrices become int8 by row instead: an LM head that is rounded here, matrices that a 4-bit
 checkpoint left plain on purpose, and 4 bits that don't fit: groups of "act-order", whose inputs are
-no neighbours, groups whose size 8 does not divide, q beside k and v of another format.
+no neighbours, groups whose size is no multiple of 8, q beside k and v of another format.
 
 Invariant: a product is that of `Grouped`'s weights, up to the rounding of activations, on every
-device. Where the engine's operators are the compiled twin, so is it (quantized_linear.cpp).
-Elsewhere a portion of the rows at a time becomes a matrix of the activations' dtype.
+device. With the compiled twin the product is compiled, too (quantized_linear.cpp). With other
+operators a portion of the rows at a time becomes a matrix of the activations' dtype.
 
 Not known here: files, formats (quantization.py). Roads not taken: torch's own operators for 4 bits,
 which take bfloat16 and zero points of their own; searching for better scales, which gained little.
@@ -48,8 +48,8 @@ BLOCK = 512  # inputs of a block of activations (quantized_linear.cpp), which gr
 
 @dataclass(frozen=True)
 class Grouped:
-    """A matrix of 4-bit numbers. Its rows are read like a dense matrix's, which they become then:
-    so a layer that knows nothing of 4 bits (an embedding) is filled as ever."""
+    """A matrix of 4-bit numbers. Indexing gives its rows as floats, like a dense matrix's: so it
+    can fill a layer that knows nothing of 4 bits (an embedding)."""
 
     values: torch.Tensor  # (outputs, inputs) uint8, in [0, 15]
     zeros: torch.Tensor  # (outputs, groups) uint8, in [0, 15]
@@ -67,7 +67,7 @@ class Grouped:
         return widened(self.values[rows], self.zeros[rows], self.scales[rows], self.size)
 
     def regrouped(self, size: int) -> "Grouped":
-        """The same in smaller groups, of which each has its old one's scale. size: a divisor."""
+        """The same in smaller groups, each with the scale of its old group. size: a divisor."""
         count = -(-self.shape[1] // size)
         times = self.size // size if self.scales.shape[1] > 1 else count  # one is for all inputs
         zeros, scales = (numbers.repeat_interleave(times, 1)[:, :count]
@@ -75,7 +75,7 @@ class Grouped:
         return replace(self, zeros=zeros, scales=scales, size=size)
 
     def share(self, rows: Span, columns: Span) -> "Grouped":
-        """A rank's. Raises `ValueError` for another shape."""
+        """A rank's share. Raises `ValueError` for another shape."""
         if self.shape != (rows.total, columns.total):
             raise ValueError(f"shape {self.shape} in the file, {(rows.total, columns.total)} "
                              "expected")
@@ -103,7 +103,7 @@ def widened(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
 
 def join(pieces: list[Grouped]) -> Grouped | None:
     """Matrices one below the other, in groups that suit all of them: 64 and 48 become 16. None
-    where no size is some lines of a panel and divides a block."""
+    where no such size is a multiple of `LINE` and divides `BLOCK`."""
     inputs = pieces[0].shape[1]
     size = gcd(BLOCK, *(one.size for one in pieces if one.scales.shape[1] > 1))
     if size % LINE:

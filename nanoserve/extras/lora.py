@@ -12,18 +12,18 @@ zeros and ones keeps, for each token, the columns of its own adapter:
 So one step serves any mixture, and no operator asks which adapters are in it. The scaling is
 multiplied into B when an adapter is loaded. How the weight itself is kept (int8, shared among
 ranks) does not matter: the product is added to the layer's output, on each rank its part of the
-sum. Rank 0 reads an adapter, and sends it to all in front of the next step.
+sum. Rank 0 reads an adapter, and sends it to all ranks before the next step.
 
 **Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
 from a root, and the root is a hash of the adapter's *content*: never of its name, number or path,
-behind which other weights may lie tomorrow. A hit also compares the root's identity.
+which may stand for other weights later. A hit also compares the root's identity.
 
 Not known here: requests' text, the queue, KV bytes. The mask is a hidden input of the layers, the
 only one in this project: the runner has it set before a step, and every layer's product reads it.
-Confessed: the product is computed for all slots, with zeros for the others. With 64 columns in all
-it adds 8% to the multiplications of a 0.6B model's layers, and more to its time (docs/lora.md).
-Road not taken: kernels that gather each token's own adapter (Punica, S-LoRA), which compute less
-and are another twin to keep.
+Known limit: the product is computed for all slots, with zeros for the others. With 64 columns in
+all it adds 8% to the multiplications of a 0.6B model's layers, and more to its time (docs/lora.md).
+Road not taken: kernels that gather each token's own adapter (Punica, S-LoRA), which compute less,
+but would be one more function in every twin.
 """
 
 import hashlib
@@ -62,9 +62,9 @@ BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Which adapter a request speaks with; the names are vLLM's.
+    """The adapter that a request uses; the names are vLLM's.
 
-    lora_name and lora_int_id are the caller's own and decide nothing. lora_path: a folder in PEFT's
+    lora_name and lora_int_id are for the caller and have no effect. lora_path: a folder in PEFT's
     format. Raises `ValueError` for a wrong field.
     """
 
@@ -93,14 +93,14 @@ class Adapter:
 
     @property
     def in_use(self) -> bool:
-        """A request that has not been submitted yet has no sequences, and will need it."""
+        """Whether a request needs it, also one that has no sequences yet: it is not submitted."""
         return any(not request.sequences or not request.finished for request in self.requests)
 
 
 class AdaptedProducts:
-    """What stands in `Linear.adapted`: A and B of each of the layer's n matrices, of which this
-    rank has a share. All A see the same inputs, so they are one matrix. Both are packed like any
-    weight, anew whenever an adapter has come."""
+    """The value of `Linear.adapted`: A and B of each of the layer's n matrices, of which this rank
+    has a share. All A see the same inputs, so they are one matrix. Both are packed like any weight,
+    again whenever an adapter is loaded."""
 
     def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
         self.adapters, self.layer = adapters, layer
@@ -130,7 +130,7 @@ class AdaptedProducts:
 
     def fill(self, name: str, columns: slice, pair: tuple[torch.Tensor, torch.Tensor] | None,
              ) -> None:
-        """One matrix's weights in a slot, whose columns these are; None: it is not changed."""
+        """Set one matrix's A and B in the columns of a slot. pair None: zeros, no change by it."""
         a, b = self.a[list(self.b).index(name)], self.b[name]
         a[columns], b[:, columns] = 0, 0
         if pair is not None:
@@ -187,7 +187,7 @@ class Adapters:
         return self.masks and self.masks[of_wanted]
 
     def send(self) -> None:
-        """On rank 0, in front of a step: what requests have loaded since the last one, to all."""
+        """On rank 0, before a step: send the adapters loaded since the last step to all ranks."""
         while self.unsent:
             with ctrl_c_held():  # one that is lost, or half there, would write another's text
                 slot, tensors = self.unsent.popitem()
@@ -200,7 +200,7 @@ class Adapters:
                 self._fill(slot, tensors)
 
     def receive(self, head: torch.Tensor) -> bool:
-        """The same on another rank, which has got the message's head. True: steps will follow."""
+        """On another rank: the adapter whose head has been received. True: steps will follow."""
         _, slot, length = head[:3].tolist()
         content = torch.empty(length, dtype=torch.uint8)
         self.ranks.broadcast_host(content)

@@ -9,9 +9,9 @@
 
 A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and
 `modules.json` with `1_Pooling` where sentence-transformers wrote them. The user may overrule them
-(`convert`, `pooler_config`). It travels to all ranks as it is, and on each of them `attach` puts
-its head in the LM head's place, so that the loader fills it like any other module and proves that
-nothing was missed.
+(`convert`, `pooler_config`). The `Pooler` is sent to all ranks. On each of them `attach` puts its
+head in the LM head's place, so that the loader fills the head like any other module and checks that
+nothing is missing.
 
 Invariant: what would change the numbers and is not implemented (attention that looks ahead, dense
 layers behind the pooling) is refused by name. Heads compute in float32 whatever the model does.
@@ -36,12 +36,12 @@ from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
-# What a model can do by its kind; the first is what a request gets that asks for nothing.
+# The tasks of a model by its kind; the first is the default of a request.
 TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
          "reward": ("token_classify",)}
 ACTIVATIONS = {"identity": lambda x: x, "softmax": lambda x: x.softmax(-1),
                "sigmoid": torch.sigmoid}
-HEADS = ("lm_head.", "score.")  # what a checkpoint may bring along, and we may have no use for
+HEADS = ("lm_head.", "score.")  # heads that a checkpoint may have and that may be unused
 
 
 @takes_vllms_words("PoolerConfig", POOLING)
@@ -64,8 +64,8 @@ class PoolerConfig:
 
 @dataclass
 class Pooler:
-    """What a model's hidden states become. `of` reads it, `attach` makes its head, and in each step
-    `pool` is asked in the sampler's place."""
+    """What a model's hidden states become. `of` reads it from files, `attach` makes its head, and
+    in each step `pool` replaces the sampler."""
 
     kind: str  # "embed", "classify" or "reward"
     pooling_type: str
@@ -79,8 +79,8 @@ class Pooler:
     tied: bool = False  # they are rows of the embedding
     unused: tuple[str, ...] = HEADS  # tensors that are passed over
     head: nn.Module | None = None  # this rank's, in float32
-    prompts: dict[str, str] = field(default_factory=dict)  # what texts begin with, by name ...
-    default_prompt: str | None = None  # ... and which name is meant where none is said
+    prompts: dict[str, str] = field(default_factory=dict)  # beginnings of texts, by name
+    default_prompt: str | None = None  # the name that is used where none is given
     more_modules: ClassVar[tuple[str, ...]] = ()  # of sentence-transformers, read elsewhere
 
     @classmethod
@@ -143,13 +143,12 @@ class Pooler:
         return tasks[-1:] if self.pooling_type == "ALL" else tasks
 
     def cut(self, ids: list[int], count: int) -> list[int]:
-        """A prompt that is too long keeps its last tokens: there vLLM's users expect what
-        matters."""
+        """A prompt that is too long keeps its last tokens, as in vLLM."""
         return ids[-count:]
 
     def begin(self, prompt: str | dict | list, name: str | None) -> str | dict | list:
-        """The prompt behind what `name` stands for ("query": "search for: "). Raises `ValueError`
-        for a name that the model has not, or a prompt without a text."""
+        """The prompt with the text of `name` in front ("query": "search for: "). Raises
+        `ValueError` for a name that the model does not have, or a prompt without a text."""
         if name is None:
             return prompt
         if name not in self.prompts:
@@ -181,8 +180,8 @@ class Pooler:
     # ---------------------------------------------- on a rank, for the runner
 
     def attach(self, model: Decoder, on: Placement) -> None:
-        """Put the head in the LM head's place, before weights are loaded. On every rank it is
-        whole: it is small, and only rank 0 uses it."""
+        """Put the head in the LM head's place, before weights are loaded. Every rank has the whole
+        head: it's small, and only rank 0 uses it."""
         model.lm_head = None
         model.embed_tokens.tied = False  # nor is the embedding one, where the two are tied
         if self.kind == "embed":
@@ -250,8 +249,8 @@ class TokenRows(nn.Module):
 
 
 class PooledStep:
-    """What a step has to say, in the shape of `SamplerOutput`: for each row that has ended a None
-    and its last hidden state, and the hidden states of the positions that count."""
+    """A step's results, in the form of `SamplerOutput`: for each completed prompt a None and its
+    last hidden state, and the hidden states of `prompt_logprob_positions`."""
 
     def __init__(self, last: torch.Tensor, positions: torch.Tensor):
         self.last, self.positions, self.ready = last, positions, None
@@ -264,8 +263,8 @@ class PooledStep:
         return self
 
     def tolist(self) -> tuple[list[None], dict[int, torch.Tensor], torch.Tensor]:
-        """Wait for the step, so that an error of the device is heard of here, where it can still be
-        dropped."""
+        """Wait for the step: an error of the device is then raised here, where the step can still
+        be dropped."""
         if self.ready is not None:
             self.ready.synchronize()
         return [None] * len(self.last), dict(enumerate(self.last)), self.positions
@@ -293,7 +292,7 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    """What texts begin with, by name, and the name that is meant where none is said."""
+    """The beginnings of texts by name, and the name that is used where none is given."""
     file = folder / "config_sentence_transformers.json"
     entries = read_json(file)
     prompts, default = entries.get("prompts") or {}, entries.get("default_prompt_name")

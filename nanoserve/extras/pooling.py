@@ -10,16 +10,16 @@ hidden states of the positions that were asked for:
     MEAN      (h0 + h1 + h2) + (h3 + h4), over 5    │
     ALL        h0   h1   h2   h3   h4              ─┘   each one by itself
 
-The seam is two things that the core has anyway: `Step.sampling`, the rows that close their gap, and
-`prompt_logprob_positions`, those of which every position matters. A row that is pooled gets a None
-in the place of its token, is as long as it may become, and so ends in the step that completes it,
-with its blocks committed to the prefix cache and given back.
+Two things are used that the core has anyway: `Step.sampling`, the sequences that close their gap,
+and `prompt_logprob_positions`, the positions whose hidden states are needed. A pooled sequence gets
+None instead of a token. The prompt is its maximum length, so it ends in the step that completes the
+prompt; its blocks are committed to the prefix cache and given back.
 
-Invariants: the same numbers alone, batched or in chunks. Whoever needs another position than the
-last never reads the prefix cache, which keeps keys and values and no hidden states; and a chunk is
-counted when its step has finished, so that a step that is dropped or done again counts once.
+Invariants: the same numbers alone, batched or in chunks. A request that needs another position than
+the last never reads the prefix cache, which keeps keys and values but no hidden states. A chunk is
+counted when its step has finished, so a chunk of a dropped step, computed again, counts once.
 
-Names are vLLM's (`PoolingParams`, `pooler_config`, `pooling_task`). Confessed: heads are applied
+Names are vLLM's (`PoolingParams`, `pooler_config`, `pooling_task`). Known limit: heads are applied
 request by request. Not known here: blocks, the queue. Road not taken: an engine of its own for
 encoders, which would repeat what `LLM` does already.
 """
@@ -45,7 +45,7 @@ from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor
 from nanoserve.sequence import Sequence
 
-GREEDY = SamplingParams(temperature=0)  # a sequence has some; nothing is sampled by them
+GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
 
 
 @takes_vllms_words("PoolingParams", POOLING)
@@ -70,7 +70,7 @@ class PoolingParams:
 
 @dataclass
 class PoolingOutput:
-    """As it comes from the model: (numbers,) for a prompt, (tokens, numbers) for its tokens."""
+    """The tensor as computed: (numbers,) for a prompt, (tokens, numbers) for its tokens."""
 
     data: torch.Tensor
 
@@ -124,15 +124,15 @@ class PoolingRequest:
     priority: int
     pooler: Pooler
     sequences: list[Sequence] = field(default_factory=list)
-    num_read: list[int] = field(default_factory=list)  # as there: where its tokens end
+    num_read: list[int] = field(default_factory=list)  # as in `Request`: its number of tokens
     num_seen: int = 0  # positions that were taken into account
     seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
     result: torch.Tensor | None = None
     stats: RequestStateStats = field(default_factory=lambda: RequestStateStats(
         arrival_time=time.time()))
     inbox: list | None = None
-    grammar: None = None  # nothing is written
-    adapter: Any = None  # as there
+    grammar: None = None  # as in `Request`, but no text is generated
+    adapter: Any = None  # as in `Request`
 
     @property
     def pooling_type(self) -> str:
@@ -140,7 +140,7 @@ class PoolingRequest:
 
     @property
     def history(self) -> "PoolingRequest":
-        """The loop hands positions of the prompt to a request's history. This is its own."""
+        """The engine calls `history.add_prompt` of a request: this one is its own history."""
         return self
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
@@ -149,18 +149,18 @@ class PoolingRequest:
                        adapter=self.adapter.slot if self.adapter else 0,
                        root=self.adapter.root if self.adapter else None,
                        max_num_tokens=len(ids), arrival_time=self.stats.arrival_time)
-        # This is what keeps it from the prefix cache, unless it is LAST (the story: BUGS 36).
+        # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         seq.num_prompt_logprobs = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
         self.sequences, self.num_read = [seq], [len(ids)]
         return self.sequences
 
     def add_prompt(self, positions: range, vectors: torch.Tensor) -> None:
-        """A finished step's part of it. After a preemption it begins anew, from position 0."""
+        """Hidden states from a finished step. After a preemption they start at position 0 again."""
         if positions.start == 0:
             self.num_seen, self.seen = 0, []
         assert positions.start == self.num_seen, (
             f"request {self.request_id} has seen {self.num_seen} positions, now gets {positions}")
-        if self.pooling_type == "MEAN":  # a running sum: what it is the sum of may go
+        if self.pooling_type == "MEAN":  # a running sum: the hidden states are not kept
             vectors = vectors.float().sum(0, keepdim=True)
             self.seen = [self.seen[0] + vectors] if self.seen else [vectors]
         elif self.pooling_type == "ALL":  # each by itself, and off the device
@@ -189,7 +189,7 @@ class PoolingRequest:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
     def flush(self) -> None:
-        """It ends early: nothing was held back."""
+        """Nothing to do: no text was held back."""
 
     def output(self) -> PoolingRequestOutput:
         # A clone, because tensors of inference mode can't be changed by whoever gets them.
@@ -221,8 +221,8 @@ class PoolingInputs(InputProcessor):
 
     def process(self, request_id: str, prompt: Prompt, params: PoolingParams | None,
                 priority: int = 0) -> PoolingRequest:
-        """Raises `ValueError` for a request to generate, a task that the model has not, and
-        whatever is wrong with a prompt."""
+        """Raises `ValueError` for a request to generate, a task that the model does not have, and
+        a wrong prompt."""
         if not isinstance(params, PoolingParams):
             self.check_generates()
         self.check_envelope(request_id, priority)

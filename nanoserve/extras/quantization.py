@@ -12,9 +12,9 @@ matrix is transposed:
     gptq                                qweight, transposed     qzeros, stored minus 1     per group
     awq                                 qweight, transposed     qzeros, both in its own order
 
-`unpack` stands between the files and the loader's books. It gathers the tensors of one matrix,
-hands on one weight in float32 and forgets the rest, so the loader still proves that every weight
-came exactly once. The checkpoint's own names decide which matrices are quantised: a plain `weight`
+`unpack` stands between the files and the loader. It gathers the tensors of one matrix, hands on one
+weight in float32 and forgets the rest, so the loader still checks that every weight comes exactly
+once. The checkpoint's own names decide which matrices are quantised: a plain `weight`
 stays as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
 memory is saved. `"int8"` rounds what comes out of here once more: see quantized_linear.py. For
 `"int4"` a matrix of 4 bits in groups is handed on as it is: see int4_linear.py.
@@ -42,7 +42,7 @@ Tensors = Iterator[tuple[Path, str, torch.Tensor]]
 WORD = 32  # bits of the integers into which small numbers are packed
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
 STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
-# Scales that are no weight's; whoever passed over them would compute something else.
+# Scales of activations and of the KV cache: without them the results would be others.
 OTHER_SCALES = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
 
 
@@ -68,8 +68,8 @@ class Format(NamedTuple):
 
 def choose_layers(config: EngineConfig, model_config: ModelConfig,
                   say: Callable[[str], None]) -> tuple[EngineConfig, dict[str, Any]]:
-    """For `LLM`: the config with what the checkpoint decides, and the entries of `Placement` that
-    stand for it. Raises `ValueError` for what is not supported; a slow way is said aloud."""
+    """For `LLM`: the config, with `quantization` filled in, and the entries of `Placement` that it
+    needs. Raises `ValueError` for what is not supported; a slow choice is reported."""
     stored, layers = model_config.quantization, {"unpack": unpack}
     if config.model_impl == "transformers":
         raise ValueError(f"quantization={config.quantization!r}, but the network is transformers' "
@@ -358,8 +358,8 @@ def unpack_compressed(p: Parts, bits: int, block: Callable) -> Numbers:
 
 
 def unpack_gptq(p: Parts, bits: int, added: int) -> Numbers:
-    """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: what a zero point
-    lacks. In 4 bits 15 is a stored -1, and so the zero point 0."""
+    """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: 1 where zero points
+    are stored minus 1. In 4 bits a stored 15 is -1, and so the zero point is 0."""
     values = unpack_words(p["qweight"], bits, 0).T
     zeros = (unpack_words(p["qzeros"], bits, 1) + added) % 2 ** bits
     return Numbers(values, zeros[:, :len(values)].T, p["scales"].T, None, p["g_idx"])

@@ -1,6 +1,6 @@
 // x @ weight.T for a weight that is small whole numbers: int8 by row, or 4 bits in groups.
 //
-// The text is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
+// The code is device/cpu.cpp's `multiply` with whole numbers. A panel is 16 outputs wide and as
 // long as there are inputs; a unit is two neighbouring inputs. A unit of a panel becomes 32 numbers
 // of 16 bits in a register, and one instruction multiplies them by a row's unit and adds both
 // products to 16 sums of 32 bits:

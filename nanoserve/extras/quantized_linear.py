@@ -9,14 +9,13 @@ a matrix, the weights of one output, is rounded to whole numbers in [-127, 127] 
 
 Activations are not rounded to int8 (W8A16). `quantization="int8"` does it *online*: any checkpoint
 is rounded while it is loaded. A `Int8Linear` has room for its weight from its first tensor to its
-last one and rounds it at once, so at no time are there two copies of the model. The seam is
-`Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an embedding
-that is no LM head stay as they are. A rank rounds its own share.
+last one and rounds it at once, so at no time are there two copies of the model. The layers come in
+through `Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an
+embedding that is no LM head stay as they are. A rank rounds its own share.
 
-Two ways to multiply: where the engine's operators are the compiled twin, so is this product
-(quantized_linear.cpp, with panels as in device/cpu.cpp). Everywhere else a portion of the rows at a
-time becomes a matrix of the activations' dtype: that saves memory and no time, and says what is
-meant.
+There are two products. With the compiled twin it is compiled, too (quantized_linear.cpp, with
+panels as in device/cpu.cpp). With other operators a portion of the rows at a time becomes a matrix
+of the activations' dtype: that saves memory but no time, and is the specification of the other.
 
 Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road not taken: torch's
 own int8 operators, which on a CPU were no faster than bfloat16.
@@ -50,7 +49,7 @@ class Int8Linear(Linear):
         self.weight = on.weight(0, self.inputs.size)  # for now
 
     def make_room(self) -> None:
-        """For the weight as it is before it is rounded."""
+        """Allocate the weight as it is before it is rounded."""
         self.weight = self.new_weight()
 
     def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
@@ -74,8 +73,8 @@ class Int8Linear(Linear):
 
 
 class Int8Embedding(Embedding):
-    """One that is the LM head, too: the vectors that are looked up are the head's rounded rows, so
-    that the matrix is there once. One that is no head stays as it is."""
+    """Where the embedding is the LM head, too, look-ups read the head's rounded rows, so that the
+    matrix is kept once. Otherwise the embedding is not rounded."""
 
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):
         super().__init__(tokens, hidden_size, on, tied)
@@ -127,7 +126,7 @@ def portions(rows: int, columns: int) -> list[slice]:
 
 
 class Rows(NamedTuple):
-    """A rounded weight as it is: what the product means, on any device."""
+    """A rounded weight, row by row: the specification of the product, on any device."""
 
     values: torch.Tensor  # (outputs, inputs)
     scales: torch.Tensor  # (outputs,)

@@ -1,30 +1,30 @@
 """Speculative decoding: guess the next tokens, and let the model check all of them in one step.
 
 A decoding step of one sequence waits for the weights to be read; a few more tokens in it cost next
-to nothing. So somebody cheap guesses what comes, and the model computes the guesses behind the
-newest token as if they were known (Leviathan et al. 2023; Chen et al. 2023). Two can guess:
+to nothing. So a cheap method guesses the next tokens, the *drafts*, and the model computes them
+after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). There are two methods:
 
     ngram         the last few tokens were there before, so what followed them may follow again
                   (Saxena 2023, "Prompt Lookup Decoding"): a dict look-up, no second network
-    draft_model   a small network of the same vocabulary writes on by itself, greedily. Its layers
+    draft_model   a small network of the same vocabulary generates the drafts, greedily. Its layers
                   are more KV layers of the same blocks, so that chunks, prefix hits and preemption
-                  serve both networks, and nobody counts the small one's progress
+                  serve both networks, and the small one needs no counters of its own
 
     token_ids   the cat sat on the          drafts   mat   and   the
-    sampled     behind each of them                  mat   and   purr  far
-    accepted    mat and purr: the first two were right, and `purr` is the model's own word
+    sampled     after each of them                   mat   and   purr  far
+    accepted    "mat and purr": two drafts were right, and `purr` is the model's own token
 
 Invariant: **not one token changes, drawn ones included.** The number that decides a token is a
 function of seed and position (sampler.py), so the model's token at each position is simply drawn,
-and a draft is right if it equals it. (But for near-ties: how a sum is rounded depends on the shape
-of the batch, here as everywhere.) The road not taken is rejection sampling, which accepts a draft
-with probability min(1, p/q) and repairs the rest: the same distribution, another text. As our
-drafts are not drawn (q is 1 at one token) both accept equally often, with probability p(draft).
+and a draft is right if it equals this token. (Except near-ties: as everywhere, rounding depends on
+the shape of the batch.) Road not taken: rejection sampling, which accepts a draft with probability
+min(1, p/q) and corrects the rest: the same distribution, another text. As our drafts are not drawn
+(q is 1 at one token), both methods accept equally often, with probability p(draft).
 
 Checking is an ordinary step of a longer row. Wrong drafts need no roll-back: they never counted as
-computed, so they are in no prefix, and their slots are written again. With overlap the host would
-have to guess behind tokens that it has not seen: it is switched off. Steps with drafts are not
-recorded as CUDA graphs. Not known here: layers, the sampler, text.
+computed, so they are in no prefix, and their slots are written again. Overlap is switched off:
+drafts follow tokens that the host must have seen. Steps with drafts are not recorded as CUDA
+graphs. Not known here: layers, the sampler, text.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def check(config: EngineConfig, model_config: ModelConfig, tokenizer,
 
 def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelConfig, tokenizer,
                        say: Callable[[str], None]) -> None:
-    """Both networks must mean the same by a token: a wrong pair would be slow, and say nothing."""
+    """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
     if asked.get("model") is None:
         raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
                          "small model with the same vocabulary")
@@ -166,10 +166,10 @@ class Record:
 
 
 class NgramGuesser:
-    """Copies what followed the last time. Who guesses wrong rests for 1, 2, 4, ... tokens: text
-    that does not repeat itself should cost as much as without. (Tried: a single
-    token after a rest, and not all of them. It took two steps more for the greedy text of `main`,
-    and saved none for the drawn ones.)"""
+    """Copies what followed the last time. After wrong drafts a sequence gets none for 1, 2, 4, ...
+    tokens: text that does not repeat itself should cost as much as without drafts. (Tried: a single
+    draft after such a pause, and not all of them. It took two steps more for the greedy text of
+    bench_speculative, and saved none for the drawn one.)"""
 
     def __init__(self, asked: dict):
         self.num_drafts = asked["num_speculative_tokens"]
@@ -179,8 +179,8 @@ class NgramGuesser:
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Up to `most` tokens, none where nothing is found.
 
-        Behind the end of the text the guess goes on with itself, as in LZ77: after "ha ha ha" the
-        match is one "ha" back, and five more can be copied from there.
+        At the end of the text the copy goes on with its own first tokens, as in LZ77: after "ha ha
+        ha" the match is one "ha" back, and five more can be copied from there.
         """
         record = self.records.get(seq)
         if record is None:
@@ -198,7 +198,7 @@ class NgramGuesser:
         return drafts
 
     def fill(self, step: Step) -> None:
-        """The drafts are there already."""
+        """Nothing to do: `propose` has given the tokens."""
 
     def checked(self, seq: Sequence, num_right: int) -> None:
         record = self.records[seq]
@@ -211,7 +211,7 @@ class NgramGuesser:
 
 
 class ModelGuesser:
-    """A small network writes on, for all rows of a step together."""
+    """A small network generates the drafts, for all rows of a step together."""
 
     def __init__(self, asked: dict, llm):
         self.num_drafts = asked["num_speculative_tokens"]
@@ -222,29 +222,29 @@ class ModelGuesser:
         llm.scheduler.window = None if None in windows else max(windows) + 1
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Only how many: the tokens are found when the step is launched, and has its blocks."""
+        """Placeholders: `fill` computes the tokens at launch, when the step has its blocks."""
         return [UNKNOWN] * min(most, self.num_drafts)
 
     def fill(self, step: Step) -> None:
         """Put the guesses into `step.drafts`.
 
-        What the model is about to compute the small one computes as well, so that it can read every
-        block, whoever filled it. Behind the prompt it begins one token earlier: it has written its
-        last guess and never read it, and if that was right its KV is missing.
+        First the small network computes the tokens that the model is about to compute, so that
+        every block has its KV, too. Behind the prompt it begins one token earlier: the last draft
+        of the step before was never its input, so if that draft was right, its KV is missing.
 
             known     .. 17 18          model        18 [19 20 21]
             first     17 18 -> 19       second       19 -> 20         third   20 -> 21
 
-        Drafts that are known already (a grammar forces them: structured.py) it only reads.
+        Drafts that are known already (a grammar forces them: structured.py) are only its input.
 
-        Confessed: a sequence that ends right then, is preempted, or decodes where no budget is left
-        leaves a block with such a gap, and whoever reads it gets worse guesses there.
+        Known limit: if the sequence then ends, is preempted, or decodes with no budget left, that
+        KV stays missing, and a sequence that reuses the block gets worse drafts there.
         """
         known = {seq: drafts for seq, drafts in step.drafts.items() if UNKNOWN not in drafts}
         asked = [seq for seq in step.drafts if seq not in known]
         first = Step(step.index, network=1, sampling=asked, drafts=known,
                      block_saves=step.block_saves, block_loads=step.block_loads)
-        step.block_saves, step.block_loads = [], []  # moved by whoever comes first
+        step.block_saves, step.block_loads = [], []  # the first launch moves blocks for both
         spare = self.max_num_batched_tokens - step.num_tokens
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
             guesses = seq in step.drafts and seq not in known
@@ -266,7 +266,7 @@ class ModelGuesser:
                 step.drafts[seq][i] = token_id
 
     def checked(self, seq: Sequence, num_right: int) -> None:
-        """It guesses on, whatever came of it."""
+        """Nothing to do: the next step gets drafts in any case."""
 
     def forget(self, seq: Sequence) -> None:
         """Nothing is kept."""
@@ -285,8 +285,8 @@ class Vector:
 
 
 class Drafter:
-    """What the engine has of all this: its scheduler asks here for drafts, its steps are launched
-    here, and as an observer it sees what comes of them."""
+    """Connects a guesser to the engine: the scheduler asks it for drafts, steps are launched
+    through it, and as an observer it counts the accepted drafts."""
 
     def __init__(self, llm):
         self.runner, asked = llm.runner, llm.config.speculative_config
@@ -304,10 +304,10 @@ class Drafter:
         return self.runner.launch(step)
 
     def added(self, sequences, stats, prompt) -> None:
-        """No observer's business: a sequence is met when it decodes."""
+        """Nothing to do: `propose` first sees a sequence when it decodes."""
 
     def scheduled(self, step: Step) -> None:
-        """Neither is this: the drafts are in the step."""
+        """Nothing to do: the drafts are in the step."""
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         for seq, drafts in step.drafts.items():

@@ -16,16 +16,16 @@ forward decoding (Zheng et al. 2023, "SGLang"), and drafts that are always right
 is to append them without asking the model: another path for tokens to get into a sequence.
 
 Invariant: **what a parser has read follows from the sequence's tokens.** A draft is read to make
-the masks behind it, and then forgotten; whatever interrupts that, the tokens are read anew.
+the masks behind it, and then rolled back; after an interruption all tokens are read again.
 
 How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
-Where it is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
-hold, unless they leave nothing that the grammar allows: then they are passed over. `max_tokens`,
+Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
+hold, unless they leave nothing that the grammar allows: then they are ignored. `max_tokens`,
 stop strings and stop tokens that the grammar allows may cut a text anywhere; `finish_reason` and
 `stop_reason` say which did.
 
-Not known here: logits, blocks, steps. Confessed: a model that thinks before it answers (`<think>`)
-is held to the grammar from its first token, and so doesn't think.
+Not known here: logits, blocks, steps. Known limit: a model that thinks before it answers
+(`<think>`) must follow the grammar from its first token, and so doesn't think.
 """
 
 import json
@@ -85,7 +85,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, asked: Any) -> "StructuredOutputsParams":
-        """A dict with these names is as good. Raises `ValueError` for anything else."""
+        """Also takes a dict with these names. Raises `ValueError` for anything else."""
         if isinstance(asked, dict):
             names = [f.name for f in fields(cls)]
             if unknown := [str(key) for key in asked if key not in names]:
@@ -121,8 +121,8 @@ def from_response_format(response_format: dict | None) -> StructuredOutputsParam
 
 
 class Grammars:
-    """Compiles what is asked for, for one tokenizer. Making it takes a moment (up to a second with
-    150,000 tokens), so an `InputProcessor` makes it for its first request of this kind.
+    """Compiles grammars for one tokenizer. Making this object is slow with a large vocabulary, so
+    an `InputProcessor` makes it for its first request of this kind.
 
     vocab_size: the model's, which may be padded beyond the tokenizer's. Raises `ValueError`.
     """
@@ -146,7 +146,7 @@ class Grammars:
         except ValueError as error:
             raise ValueError(f"structured_outputs: llguidance can't read this tokenizer: {error}"
                              ) from error
-        # It knows the usual ways to write a space and bytes, and takes others for plain letters.
+        # llguidance knows the usual ways to write a space and bytes; others it takes for letters.
         read = self.tokenizer.decode_bytes(own.encode(SAMPLE, add_special_tokens=False).ids)
         if read.decode(errors="replace").strip() != SAMPLE:
             raise ValueError(f"structured_outputs: llguidance reads this tokenizer's {SAMPLE!r} as "
@@ -209,9 +209,9 @@ def _in_words(error: str) -> str:
 
 
 def _refuse_what_crashes(grammar: str) -> None:
-    """llguidance 1.9 recurses for ever over a whole number that is -2^63 as a float, and that ends
-    the process: in a server, anybody's request could. And `multipleOf` has a state for each
-    remainder: a prime of eight digits keeps it busy for hours."""
+    """llguidance 1.9 recurses for ever over a whole number that is -2^63 as a float, which ends the
+    process: any client could end a server. And `multipleOf` has a state for each remainder: a prime
+    of eight digits keeps it busy for very long."""
     if found := re.search(r"-922337203685477\d{4}(?![\d.eE])", grammar):
         raise ValueError(f"structured_outputs: llguidance can't read the number {found[0]}: leave "
                          "it out")
@@ -326,12 +326,12 @@ def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndar
 
 
 class ForcedTokens:
-    """Proposes what a grammar forces, and asks the drafter, if there is one, where it forces
-    nothing. The scheduler calls it (`Scheduler.propose`); a drafter's `guesser` it can be as well.
+    """Proposes tokens that a grammar forces. Where it forces none, it asks the drafter's guesser,
+    if there is one, whose place it takes. The scheduler calls it (`Scheduler.propose`).
 
     Drafts need buffers and rows of logits, which an engine has for `max_num_seqs` samples a step
-    and for what its drafter may guess. So forced tokens use the places that are free: with a full
-    house there are none, and then a step is used well without them.
+    and for its drafter's drafts. So forced tokens use what the running sequences leave free: with
+    `max_num_seqs` running there are none, but such a step is well used without them.
     """
 
     def __init__(self, engine: Any):

@@ -2,24 +2,24 @@
 
 transformers 5 lets the attention of its models be replaced by name (`AttentionInterface`). More
 than a hundred causal models then hand each layer's queries, keys and values to a function of ours,
-and steps, blocks, chunks, prefix cache, preemption, sampling and drafts are what they are anyway:
+but steps, blocks, chunks, prefix cache, preemption, sampling and drafts stay as they are:
 
-    embedding, projections, norms, RoPE, MLP, LM head        transformers' module, one row of tokens
+    embedding, projections, norms, RoPE, MLP, LM head        transformers' module, a batch of 1
       └─ q, k, v of layer i ─► attend ─► norm_rope_store (no norm, angle 0) ─► the cache of layer i
                                   └────► paged_attention, with the window of layer i ─► back
 
-Tokens of all rows lie in one row (1, num_tokens), each with its position. What a layer needs beside
-q, k and v travels as a keyword argument, which these models hand down: no global context.
+Tokens of all rows are one sequence for the module, (1, num_tokens), each with its position. What a
+layer needs beside q, k and v is a keyword argument that these models hand down, not a global.
 
 Invariant: **what would be computed differently is refused, by name and with the reason.** `attend`
 names its arguments and raises on any other (a trial that swallowed gpt-oss's attention sinks wrote
 wrong text in silence). A `Probe` at load runs a few tokens twice, in two orders. It shows that
 attention is called once in each layer; that its mask is causal, or a sliding window, which is read
-from the mask and not from config.json; and that tokens meet in attention alone, by their positions,
-without a convolution or a state that rows in one batch would share.
+from the mask and not from config.json; and that tokens depend on each other through attention only,
+by their positions, without a convolution or a state that rows in one batch would share.
 
-Confessed: one rank, no CUDA graphs, no packed weights; logits of all positions that were asked for
-are made at once; blocks behind a window are kept. Not known here: requests, the queue. Road not
+Known limits: one rank, no CUDA graphs; logits of all positions that were asked for are made at
+once; blocks behind a window are kept. Not known here: requests, the queue. Road not
 taken: files of models in here, as in larger engines; `model.py` is for those who want to read one.
 """
 
@@ -117,8 +117,8 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **unus
 
 @dataclass
 class Probe:
-    """In the place of the cache at load. Attention gives each token its own value back, so that
-    tokens would not know of each other at all."""
+    """Used at load in place of `Pages`. Its attention returns each token's own value, so that
+    tokens could influence each other only outside of attention."""
 
     layers: dict[int, tuple] = field(default_factory=dict)  # q, k, v and the window, as called
     looks_ahead: bool = False
@@ -182,12 +182,12 @@ transformers.AttentionMaskInterface.register(PROBED, describe_mask)
 
 
 class Packed(nn.Module):
-    """A matrix of theirs, multiplied by our namespace, in its order of memory (`ops.pack`)."""
+    """A matrix of transformers' module, multiplied by our namespace in its own layout."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, on: Placement):
         super().__init__()
         self.packed, self.bias, self.ops = on.ops.pack(weight.detach()), bias, on.ops
-        self.weight = weight.to("meta")  # who asks for its shape is told; who multiplies, fails
+        self.weight = weight.to("meta")  # has a shape and no numbers: a product with it fails
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x.flatten(0, -2), self.packed, self.bias).unflatten(0, x.shape[:-1])
@@ -231,7 +231,7 @@ class TransformersModel(nn.Module):
         return self.run(input_ids, positions, wanted, pages)
 
     def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """They are made already."""
+        """Nothing to do: `forward` has returned logits."""
         return logits
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor,
@@ -254,7 +254,7 @@ class TransformersModel(nn.Module):
     @torch.inference_mode()
     def _probe(self, width: int) -> list[tuple]:
         """Up to four tokens in two orders, the last possible position among them. A token's numbers
-        must be the same in both: then neighbours don't matter, and its place doesn't either."""
+        must be the same in both: then neither its neighbours nor its index in the row matter."""
         last = self.config.max_position_embeddings - 1
         positions = torch.tensor(sorted({0, min(1, last), min(2, last), last}),
                                  device=self.on.device)
@@ -301,9 +301,9 @@ def refusal(architecture: str, reason: str) -> ValueError:
 
 def read_foreign(asked: EngineConfig,
                  folder: Path) -> tuple[EngineConfig, ModelConfig, Callable]:
-    """For `LLM`: what the checkpoint is, and who loads its network on a `Placement`.
+    """For `LLM`: the options, the checkpoint's config, and what loads its network on a `Placement`.
 
-    Raises `ValueError` for what transformers has not, or what can't be served by it.
+    Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
     """
     asked = replace(asked, model_impl="transformers")
     entries = read_json(folder / "config.json", required=True) | (asked.hf_overrides or {})
@@ -355,9 +355,9 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
 
 def describe(architecture: str, hf_config: transformers.PreTrainedConfig,
              generation: dict) -> ModelConfig:
-    """Sizes, and everything else neutral: the network knows it. Windows stay unknown, so blocks
-    behind them are kept. The MLP is guessed for the roofline, which counts three matrices: two of
-    4 times the hidden size, as in OPT and GPT-2, are as many numbers as three of 8/3 times."""
+    """The sizes; other fields are neutral, since the network knows them. Windows are left out, so
+    blocks behind them are kept. The MLP is guessed for the roofline, which counts three matrices:
+    two of 4 times the hidden size (OPT, GPT-2) have as many numbers as three of 8/3 times."""
     def size(name: str, default: int | None = None) -> int:
         try:
             value = getattr(hf_config, name, None) or default
@@ -402,7 +402,7 @@ def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
 def load(asked: EngineConfig, folder: Path, model_class: type,
          hf_config: transformers.PreTrainedConfig, config: ModelConfig,
          on: Placement) -> TransformersModel:
-    """The network with its weights on a device. "dummy": as transformers begins a training."""
+    """The network with its weights on a device. "dummy": transformers' own random weights."""
     if asked.load_format == "dummy":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(asked.seed)
@@ -438,8 +438,8 @@ def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Pa
 
 
 def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
-    """Weights must be numbers as they stand. One parameter may be stored under several names, as
-    embedding and head are; these must agree, or one of them was trained and is lost."""
+    """Weights must be plain floats. One parameter may be stored under several names, as embedding
+    and head are; these tensors must be equal, or one of them was trained and is lost."""
     copies: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if name not in stored:
