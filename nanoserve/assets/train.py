@@ -1,8 +1,8 @@
 """Train the two bundled models: `storyteller` and its small draft model, `storyteller-draft`.
 
 An engine is only fun to read when it can be run, so nanoserve brings a language model that is small
-enough to ship (5.8 M parameters, 11.5 MB) and still writes legible English. It read 27 children's
-books two and a half times, on two CPU cores, in about an hour:
+enough to ship (5.8 M parameters, 11.5 MB) and still writes legible English. It was trained on 27
+children's books, read two and a half times, on two CPU cores:
 
     python -m nanoserve.assets.train --corpus childrens_books.txt --out storyteller
     python -m nanoserve.assets.train --corpus childrens_books.txt --out storyteller-draft --draft
@@ -24,7 +24,7 @@ books two and a half times, on two CPU cores, in about an hour:
   rounding of another CPU or another number of threads).
 
 On a machine that has other work too, set `OMP_WAIT_POLICY=PASSIVE`: threads that spin while they
-wait made training seven times slower there.
+wait make training many times slower there.
 """
 
 import argparse

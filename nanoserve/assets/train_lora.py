@@ -10,8 +10,8 @@ bfloat16, some 230 KB; PEFT itself is not needed.
 
 One piece in fifty of the book is held out from the adapter, and the loss is printed for it. The
 model itself may have read that piece: the figure says what the adapter adds, not how well the two
-know the language. Road not taken: adapters for some matrices only, which
-would be smaller and is what the engine's tests try.
+know the language. Road not taken: adapters for some matrices only, which would be smaller; the
+engine's tests have such adapters.
 """
 
 import argparse

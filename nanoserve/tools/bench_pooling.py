@@ -3,11 +3,11 @@
     python -m nanoserve.tools.bench_pooling --num-texts 256
     python -m nanoserve.tools.bench_pooling --model ENCODER --texts some_book.txt
 
-The first compares with transformers on tokens, 4 to 256 a text. A padded batch computes its longest
-text's length for all of them, so transformers runs twice: in the order of arrival, and sorted by
-length, which pads little but needs all texts beforehand. The second compares with
-sentence-transformers (to be installed) on passages of a file, 4 to 128 words each, tokenizers
-included; it sorts them itself. All take turns, because others use the machine, too; medians count.
+The first command compares with transformers on tokens, 4 to 256 a text. A padded batch computes its
+longest text's length for all of them, so transformers runs twice: in the order of arrival, and
+sorted by length, which pads little but needs all texts beforehand. The second command compares with
+sentence-transformers (to be installed), which sorts texts itself, on passages of 4 to 128 words,
+tokenizers included. All take turns, because others use the machine, too; medians count.
 
 Before any time is taken the vectors are compared: a fast wrong answer is no result.
 """
@@ -59,7 +59,7 @@ def bench(model: str | Path, num_texts: int = 256, batch_size: int = 32,
 
 def bench_texts(model: str | Path, file: Path, num_texts: int = 256, batch_size: int = 32,
                 rounds: int = 5) -> dict[str, float]:
-    """The same from texts to vectors, beside sentence-transformers."""
+    """Seconds to embed passages of a file, tokenizers included: ours and sentence-transformers'."""
     from sentence_transformers import SentenceTransformer  # not among the packages of the tests
     rng, words = random.Random(0), file.read_text(encoding="utf-8").split()
     texts = []

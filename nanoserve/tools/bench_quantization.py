@@ -7,12 +7,12 @@ The first table is about text: the bundled model predicts each token of the corp
 (see assets/train.py), in windows of 1,024 that don't overlap. Perplexity is e to the mean loss.
 
 The second is about steps: a step that decodes so many rows, and one that computes a prompt, with
-random weights of a model's shapes. The engines take turns, because others use the machine, too;
-the median of the ratios of steps is the gain, and their quarter and three-quarter points tell how
-far to trust it. On a machine that others keep busy, `--cpu-seconds` counts one
-thread's CPU time in place of the clock, which leaves out what others took. The third table is about
-memory, each line from a process of its own: what it holds when the engine is ready, less what it
-held before, and the most that it ever held.
+random weights of a model's shapes. The engines take turns, because others use the machine, too; the
+median of the ratios of steps is the gain, and their quarter and three-quarter points tell how far
+to trust it. On a busy machine, `--cpu-seconds` counts one thread's CPU time instead of the clock's,
+which leaves out other programs' time. The third table is about memory, each line from a process of
+its own: what it holds when the engine is ready, less what it held before, and the most that it ever
+held.
 
 Not known here: how a weight is rounded (extras/quantized_linear.py, extras/int4_linear.py).
 """

@@ -1,4 +1,4 @@
-"""What the door costs: open streams of a server, beside offline `generate` on the same requests.
+"""What the HTTP server costs: its streams beside offline `generate` on the same requests.
 
     python -m nanoserve.tools.bench_server --streams 64 --output-len 128
 
@@ -34,7 +34,7 @@ OPTIONS = dict(enable_prefix_caching=False, max_num_seqs=64)  # the second round
 
 @contextmanager
 def served(model: str, dtype: str):
-    """A server of its own, on a free port: (process, port)."""
+    """Run a server in a process of its own, on a free port; yields the port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "nanoserve", "serve", model, "--port", "0", "--dtype", dtype,
          "--no-enable-prefix-caching", "--max-num-seqs", str(OPTIONS["max_num_seqs"]),

@@ -4,10 +4,9 @@
     python -m nanoserve.tools.bench_structured MODEL --rounds 5
 
 Where a grammar leaves one text possible, its tokens are drafts that are always right, so a request
-takes fewer steps. Forced tokens use the places that other sequences leave free in a step; so an
-engine of one seat (`max_num_seqs=1`) has none of them, and is what the other is compared with. The
-engines take turns, and the medians of the pairs' ratios of CPU seconds, which leave out what other
-programs took, are the gain.
+takes fewer steps. Forced tokens use rows that other sequences leave free in a step, so an engine
+with `max_num_seqs=1` has no such drafts: it is compared with an engine of 64. The engines take
+turns; the median of the pairs' ratios of CPU seconds, which leave out other programs, is the gain.
 
 The second table is about the price. For each row the library computes a mask on the host; then the
 masks go to the device, where every bit becomes a logit that stays or turns -inf. The vocabulary is

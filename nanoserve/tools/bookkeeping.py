@@ -8,9 +8,9 @@ Observers (metrics, a step trace) are timed in two ways, because on a shared mac
 enough: the time inside their own calls, and whole steps of two engines, one with a trace and one
 without, that take turns.
 
-What comes out should grow with the sequences that run, and not with those that wait: while every
-seat is taken nobody looks at the queue. All figures are medians of steps, because one pause of the
-machine lasts longer than many steps.
+The times should grow with the sequences that run, and not with those that wait: while
+`max_num_seqs` run, the queue is not searched. All figures are medians of steps, because one pause
+of the machine lasts longer than many steps.
 """
 
 import random

@@ -14,7 +14,7 @@ Who may import whom is another matter. That is a test (`tests/test_architecture.
 the imports with `imports_of`.
 
 Documentation is docstrings and comments, in lines. A line of code with a comment behind it counts
-as documentation, too. Imports inside functions are arrows like all others.
+as documentation, too. Imports inside functions count like all others.
 
 Not known here: what the files do. Nothing is imported or run; files are read as text.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent
 # What the design asks of each room: (files, lines) at most.
 GOALS = {"spine": (13, 3500)}
-# The spine from the bottom up, as it is read.
+# The spine from the bottom up: a file imports only files before it.
 READING_ORDER = ("config", "sequence", "block_manager", "scheduler", "batch", "ops",
                  "layers", "model", "controls", "sampler", "model_runner", "engine", "llm")
 ANNEXES = ("assets", "extras", "server", "tools")

@@ -14,8 +14,8 @@ as a disappointing speed:
     wgmma, mma    instructions for Hopper's warpgroups and for older tensor cores
     wide, narrow  loads of 128 bits from global memory, and of fewer (lengths, table entries)
 
-Confessed: it counts instructions and not how often they run, nor how long they wait for memory. It
-finds what is suspicious; how fast something is, only a GPU tells.
+Known limit: it counts instructions and not how often they run, nor how long they wait for memory.
+It finds suspicious code; only a run on a GPU shows how fast a kernel is.
 """
 
 import argparse

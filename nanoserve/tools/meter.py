@@ -11,7 +11,7 @@ that is too slow to take any would have short latencies.
 
 Where the time went is found with a stopwatch around the calls that make up a step. The host's are
 there everywhere. The device's parts (the layers' matrices, attention, the LM head) can be timed
-only where a call returns when it is done: on a CPU. Some microseconds a layer is what it costs.
+only where a call returns when it is done: on a CPU. The stopwatch itself costs little there.
 
 Invariant: a `Meter` observes; it is put around the engine for one run and leaves no trace. Not
 known here: what is good or bad. Road not taken: torch.profiler, which knows every operator, and
@@ -111,7 +111,7 @@ class Meter:
     def parts(self, total: float) -> dict[str, float]:
         """Seconds by part, which add up to `total` on a CPU; of the host's, "host" is the sum.
 
-        "small operators" are what is left of a forward: norms, RoPE, activations, the KV's writing.
+        "other" is what is left of a forward: norms, RoPE, activations, writing K and V.
         """
         found = {part: self.seconds[part] for part in ("schedule", "build", "update")}
         if self.on_gpu:
@@ -128,7 +128,7 @@ def serve(llm: LLM, requests: list[Request], temperature: float = 0.0, label: st
           time: bool = False) -> tuple[dict, Meter]:
     """Run requests, from an empty prefix cache on. Returns `summarize`'s numbers and the meter.
 
-    Ctrl-C aborts what is left: the result is about what had come until then, and `interrupted`.
+    Ctrl-C aborts what is left: the result counts the tokens until then, and has `interrupted` set.
     label: of the progress bar; without one there is none.
     """
     llm.reset_prefix_cache()

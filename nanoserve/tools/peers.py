@@ -1,10 +1,10 @@
-"""nanoserve beside another engine: the same token ids, in turns, and what one is to the other.
+"""nanoserve beside another engine: the same token ids, in turns, and the ratio of their speeds.
 
     round 1   nanoserve  transformers  |  round 2   nanoserve  transformers  |  round 3   ...
                   └── a ratio ──┘                       └── a ratio ──┘
 
-On a machine that others use, bandwidth varies twofold within minutes, so two numbers that were not
-taken one after the other say little. Engines take turns; each pair gives a ratio, and the median of
+On a machine that others use, bandwidth varies all the time, so two numbers that were not taken one
+after the other say little. Engines take turns; each pair gives a ratio, and the median of
 the ratios is the result. All ratios are shown, so that one can see how far they are apart.
 
 A peer is a process that speaks `tests/peers/protocol.py`: engines may need different versions of
@@ -51,8 +51,8 @@ class Peer:
         self.name = self.read()["ready"]
 
     def run(self, requests: list[Request]) -> dict:
-        """Its turn. Returns `summarize`'s numbers, of the clock in its own process: what is written
-        and read in between isn't counted. Raises `ValueError` with its last words if it ends."""
+        """Run requests. Returns `summarize`'s numbers by the clock of the peer's process, so that
+        writing and reading between the two isn't counted. Raises `ValueError` if the peer ends."""
         try:
             print(json.dumps(dict(prompts=[request.prompt for request in requests],
                                   max_tokens=[request.max_tokens for request in requests])),
@@ -89,8 +89,8 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
             workload: dict[str, list[Request]], rounds: int, min_seconds: float = 0) -> dict:
     """A B A B on each workload. Prints the result and returns every run.
 
-    ours: runs nanoserve, already warm, on requests with a label. rounds: of each workload; more,
-    until all engines' runs took `min_seconds`, of one with short runs, which scatter most.
+    ours: runs nanoserve, already warm, on requests with a label. rounds: the least number for each
+    workload. More are run until all runs together took `min_seconds`, since short runs vary most.
     """
     runs: dict[str, dict[str, list]] = {}
     for name, requests in workload.items():
@@ -122,7 +122,7 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
 
 
 def headline(workload: str, run: dict) -> list[float]:
-    """What a workload is about, of one run; nan for what it has not (a single token's rate)."""
+    """The numbers of one run that matter for its workload; nan for a missing one."""
     found = [run[key] if part is None else run[key][part]
              for _, key, part, _ in HEADLINES.get(workload, HEADLINES["batch"])]
     return [math.nan if value is None else value for value in found]

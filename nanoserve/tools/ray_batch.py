@@ -6,11 +6,11 @@
     texts.jsonl      {"prompt", "text", ...}  ◄─ in order ◄ actor 2: LLM ─┘
 
 Ray distributes: it starts an actor for each engine, on as many machines as its cluster has, hands
-batches to whoever is free, and begins again what was lost with a machine. Nothing of that is made
+batches to free actors, and repeats the batches of a machine that was lost. Nothing of that is done
 here; this file is what a user of Ray Data would write, its plain `map_batches` with a class.
 
-Invariant: the results come in the order of the prompts, and a prompt's text does not depend on who
-generated it, because its seed is made of its place in the file.
+Invariant: the results come in the order of the prompts, and a prompt's text does not depend on the
+actor that generated it, because its seed is made of its line number in the file.
 
 A batch should be several times as large as what an engine runs side by side (`max_num_seqs`), or
 the engine is half empty at the end of each. Not known here: steps, blocks. Road not taken: one

@@ -1,4 +1,4 @@
-"""Why does a sequence wait? Every wait of a step in a sentence, told from the scheduler's state.
+"""Why a sequence waits: a sentence for each that gets no tokens in a step, from public state.
 
     A is computed, B begins with the same blocks, C is longer than what the budget leaves, D is last
 
@@ -11,15 +11,15 @@ The scheduler admits in order and stops at the first sequence that does not fit.
 there are two other kinds of waiting: sequences that sit out a step for blocks that another one is
 computing, and running sequences for which no token of the budget was left.
 
-The scheduler itself keeps no reasons. It writes down only what nobody can find out afterwards: who
-sat out, and who was preempted for whom (`Step.sitting_out`, `Step.preempted`). Everything else
-stands in its public state right after `schedule()`, because the attempt that failed was the last
-thing it did: nothing was taken between that attempt and the question.
+The scheduler itself keeps no reasons. It records only what can't be found out afterwards: which
+sequences sat out, and which were preempted for which (`Step.sitting_out`, `Step.preempted`).
+Everything else is in its public state right after `schedule()`, because the attempt that failed was
+the last thing it did: blocks and budget have not changed since.
 
 Invariant: each sequence that is known to the scheduler and has no share of the step gets exactly
 one reason here, or stands behind the next in line. Asking changes nothing, and costs O(running)
-however long the queue is. Confessed: drafts take what is left of budget and blocks after everybody
-was asked, so with them a sentence may name fewer free blocks than there were. Not known here:
+however long the queue is. Known limit: drafts take budget and blocks that are left at the end of
+`schedule()`, so with drafts a sentence may name fewer free blocks than there were. Not known here:
 pages, tables, torch. Road not taken: sentences made by the scheduler, in its hot path.
 """
 
@@ -31,14 +31,14 @@ from nanoserve.sequence import Sequence, Step
 
 @dataclass
 class Waits:
-    """Who waits in a step. of: what follows a sequence's name in a sentence about it. next_in_line:
-    whoever waits and is not in `of` stands behind this one (None: nobody is left in the queue)."""
+    """Sequences that wait in a step. of: what follows a sequence's name in a sentence about it.
+    next_in_line: waiting sequences not in `of` stand behind this one (None: there are none)."""
 
     of: dict[Sequence, str] = field(default_factory=dict)
     next_in_line: Sequence | None = None
 
     def reason(self, seq: Sequence) -> str:
-        """Of a sequence that waits."""
+        """What follows the name of a waiting sequence in a sentence."""
         if seq in self.of or self.next_in_line is None:
             return self.of.get(seq, "waits")
         return f"stands behind {self.next_in_line.name}"

@@ -1,31 +1,31 @@
 """The step trace: what the scheduler and the cache did, recorded step by step, in one file to open.
 
-`LLM(trace="run.html")` hangs a `Trace` on the engine as an observer, which is told what was added,
-scheduled, updated and ended, and changes nothing. From its one stream of frames come a page that
-any browser opens without a network (`trace.html` is its template) and Chrome trace JSON, which
-ui.perfetto.dev opens. A frame is a step, with all that has happened since the one before:
+`LLM(trace="run.html")` adds a `Trace` to the engine's observers: it is told what was added,
+scheduled, updated and ended, and changes nothing. From its stream of frames it writes a page that
+any browser opens without a network (`trace.html` is its template), or Chrome trace JSON, which
+ui.perfetto.dev opens. A frame is a step, with all that has happened since the step before:
 
     i, t, d   the step, from 0; when it was scheduled, and how long it took (µs; -1: never finished)
     q         requests that arrived          f   that ended: request, reason, output tokens
     h         prefix hits: request, tokens   p   preempted: request, and for which one
     l         of those, what the store behind the cache brought: request, tokens
     w         why requests wait: request, what follows its name in a sentence (see reasons.py)
-    n         who is next in line: whoever waits and is not in w stands behind it
+    n         the request that is next in line: waiting requests not in w stand behind it
     x         rows: request, first position, tokens, 1 if a token is sampled
     c         requests that no longer cruise
     g         blocks given back: request, how many leading ones (-1: all)
     b         blocks taken: one list for each request, [request, block, block, ...]
     k, e      blocks that became findable in the prefix cache; that are findable no more
 
-It is small because of one word: a request that decodes *cruises*, which means one token a step, at
-the next position, until `c` or `x` says otherwise. So 2,000 steps of 256 requests are half a
-million rows, and a file of about a megabyte.
+The stream is small because decoding is not listed: a request that decodes *cruises*, which means
+one token a step, at the next position, until `c` or `x` says otherwise. So 2,000 steps of 256
+requests are half a million rows, and a file of about a megabyte.
 
 Invariant: replaying g, b, k and e gives the block manager's own reference counts and cache after
-every `schedule()` (the tests replay them with a ledger of their own). Nothing is looked at that has
-not changed, but for the reasons of those that wait: a step costs O(running + its new blocks + those
-of the next in line), never O(pool) or O(waiting). Confessed: the trace grows with the run, so it
-stops after `MAX_STEPS` steps, and says so. Not known here: torch, the browser.
+every `schedule()` (the tests replay them with a ledger of their own). Only changes are looked at,
+and the reasons of waiting requests: a step costs O(running + its new blocks + those of the next in
+line), never O(pool) or O(waiting). Known limit: the trace grows with the run, so it stops after
+`MAX_STEPS` steps, and says so. Not known here: torch, the browser.
 """
 
 import json
@@ -49,7 +49,7 @@ NO_ROW = -1
 
 
 def attach(llm, path: str, say: Callable[[str], None]) -> "Trace":
-    """Hang a trace on an engine. An error, Ctrl-C or the end of the script leave a trace, too."""
+    """Add a trace to an engine. It is also written after an error, Ctrl-C or the script's end."""
     trace = Trace(path, llm.scheduler, Path(llm.config.model).name, say)
     llm.observers.append(trace)
     weakref.finalize(llm, trace.close)
@@ -253,7 +253,7 @@ class Trace:
             state.clear()
 
     def stream(self) -> dict:
-        """All of it, for a writer. The last frame is no step: what was left behind, at the end."""
+        """The whole stream. The last frame is no step: it has what happened after the last one."""
         tail = {"i": -1, "t": self._now(), "d": 0} | self.frame
         for block_id, findable in self.findable.items():
             tail.setdefault("k" if findable else "e", []).append(block_id)
@@ -292,7 +292,7 @@ class Trace:
                  f"{self.path} ({len(text) / 2 ** 20:.1f} MB): {how}")
 
     def close(self) -> None:
-        """Write what was not written yet, and let go of the engine. Twice is harmless."""
+        """Write what was not written yet, and record no more. A second call is harmless."""
         self.write(always=True)
         self._finish_recording()
 

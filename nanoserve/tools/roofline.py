@@ -1,4 +1,4 @@
-"""How fast could it be? The least time in which this hardware can do the steps that were scheduled.
+"""A roofline: the least time in which this hardware can do the steps that were scheduled.
 
     python -m nanoserve.tools.roofline                         all built-in models on an H200
     python -m nanoserve.tools.roofline --bandwidth 0.034 --rate 0.465           and on a laptop
@@ -16,12 +16,12 @@ Of E experts only those that are hit are read, E * (1 - (1 - k/E)^n) of them on 
 token computes k. A sliding window shortens ctx. The sum over all steps is the minimum time, and its
 share of the real time is what `bench.py` prints.
 
-Invariant: it judges the execution and not the schedule, whose steps it takes as they were; a better
-schedule (a prefix computed once) has a smaller minimum. BW and MM are measured on the spot (on a
-CPU before and after a run), not taken from a datasheet. Confessed: a copy writes as much as it
-reads, so what only reads may pass 100%; one device is assumed, whatever the number of ranks; and
-the formula counts the last layer for all tokens, though of a prompt it needs little but keys and
-values (`Decoder.forward`).
+Invariant: the minimum is that of the steps as they were scheduled: it judges their execution only.
+A better schedule (a prefix computed once) has a smaller minimum. BW and MM are measured on the same
+machine (on a CPU before and after a run), not taken from a datasheet. Known limits: a copy writes
+as much as it reads, so work that only reads may pass 100%; one device is assumed for any number of
+ranks; and the formula counts the last layer for all tokens, though most prompt tokens need only
+keys and values there (`Decoder.forward`).
 """
 
 import argparse
@@ -122,15 +122,15 @@ def _seen(end: np.ndarray, window: int | None) -> np.ndarray:
 @dataclass(frozen=True)
 class Machine:
     """The two numbers that all of the formulas need. Measured, they are what this machine gives
-    now, slowed down by whoever shares it."""
+    now, while other programs use it, too."""
 
     bandwidth: float  # bytes a second, read and written together
     matrix_rate: float  # flop a second, in the model's dtype
 
     def or_better(self, again: "Machine") -> "Machine":
-        """The better number of each: who shares the machine may have slowed one measurement down
-        from its beginning to its end, and a run that is faster would pass 100%. So a quiet moment
-        makes shares small, and never a busy one large."""
+        """The better number of each. Other programs may have slowed down one whole measurement,
+        and against it a run could pass 100%. With the better one, shares can be too small, but not
+        too large."""
         return Machine(max(self.bandwidth, again.bandwidth),
                        max(self.matrix_rate, again.matrix_rate))
 
@@ -160,7 +160,7 @@ def step_seconds(work: Work, config: ModelConfig, machine: Machine,
 def matrix_parameters(config: ModelConfig, num_tokens: int) -> tuple[float, float]:
     """(how many the layers' matrices have that a step of n tokens reads, how many a token uses).
 
-    They are the same but for a mixture. There one token reads what it uses, and a few hundred
+    They differ only in a mixture of experts. There one token reads what it uses, and a few hundred
     together read nearly every expert, though each uses no more than before.
     """
     hidden, head_dim = config.hidden_size, config.head_dim
@@ -211,7 +211,7 @@ def simulate(requests: list[Request], config: ModelConfig, max_num_seqs: int = 2
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """A copy of something larger than any cache and a large matrix product, the best of some.
+    """Time a copy of more than any cache holds, and a large matrix product; the best of several.
 
     The best, because disturbances only ever make a run longer. The product is torch's plain `a @
     b`; the engine's own, packed on a CPU, may be faster.

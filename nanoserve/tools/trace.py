@@ -1,4 +1,4 @@
-"""Watch the scheduler think: the real scheduler and block manager, a fake model, one line a step.
+"""Watch the scheduler work: the real scheduler and block manager, a fake model, one line a step.
 
     python -m nanoserve.tools.trace
     python -m nanoserve.tools.trace --budget 6 --blocks 12 --request 9:4 --request 20:2
@@ -6,8 +6,8 @@
     python -m nanoserve.tools.trace --csv arrivals.csv --blocks 4096 --policy shortest
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
-a token is. It needs no torch, no model and no time, so it is the quickest way to see what a change
-to `scheduler.py` or `block_manager.py` does.
+a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
+`scheduler.py` or `block_manager.py` does.
 
 Each request is `prompt:output[:shared]` in tokens; requests whose prompts share their first tokens
 can hit each other's blocks. A CSV adds when they arrive, and how urgent they are:
@@ -204,7 +204,7 @@ class Simulation:
             self._arrive()
 
     def finish(self) -> None:
-        """For more requests than a table has room for."""
+        """Run to the end, without a table."""
         for _ in self.steps():
             pass
 

@@ -1,4 +1,4 @@
-"""Is the engine right for *this* checkpoint? Its text beside transformers', in every mode.
+"""Check the engine on *this* checkpoint: its text beside transformers', in every mode.
 
     python -m nanoserve.tools.verify                   the bundled model
     python -m nanoserve.tools.verify Qwen/Qwen3-0.6B --prompts prompts.txt
@@ -10,19 +10,19 @@ writes greedily, one prompt at a time, once; then the engine has to write the sa
 row of the table: alone and batched, in chunks, from the prefix cache, preempted and so on.
 
 A token that differs is a bug or a near-tie. The same numbers added in another order round
-differently, which decides where two tokens are as good as equal. The `gap` tells: how far our
-token's logit lies below the best one, says transformers (for the runner-up it is the gap between
-the top two). Rounding errors are relative, so a near-tie is a gap of at most `--near-tie` times the
-largest |logit| there. Correct fp32 engines were 1e-6 apart by that measure on a trained model and
-9e-6 on 28 layers of random weights; the default is 2e-5, which is 6e-4 for a logit of 30. Behind a
-near-tie two texts have different pasts: the rest of that text isn't compared.
+differently, which decides where two logits are almost equal. The `gap` tells them apart: how far
+our token's logit lies below the best one in transformers' logits (for the runner-up it is the gap
+of the top two). Rounding errors are relative, so a near-tie is a gap of at most `--near-tie` times
+the largest |logit| there. Correct fp32 engines were 1e-6 apart by that measure on a trained model
+and 9e-6 on 28 layers of random weights; the default is 2e-5, which is 6e-4 for a logit of 30. After
+a near-tie the two texts go on differently, so the rest of that text isn't compared.
 
-With `--dtype bfloat16` the engine's errors are 2e-2, and on wild random weights more than any
+With `--dtype bfloat16` the engine's errors are 2e-2, and with some random weights larger than any
 margin. transformers then gets the rounded *weights* but computes in fp32: its gaps are exact, only
-our error is judged. Almost half of all positions have a gap within the margin, which excuses the
-nearest wrong tokens there: fp32 proves, bf16 finds coarse bugs. The reference is a plain loop and
-not `generate`, because generation_config.json may ask for penalties. Prompts and output tokens are
-counted from 0. Not seen here: a bug that both engines share.
+our error counts. Almost half of all positions have a gap within the margin, where a wrong token
+passes as a near-tie: so bf16 finds only coarse bugs, and fp32 is the proof. The reference is a
+plain loop and not `generate`, because generation_config.json may ask for penalties. Prompts and
+output tokens are counted from 0. Not found: a bug that both engines have.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def make_prompts(tokenizer, vocab_size: int, count: int, longest: int) -> list[l
 
 
 def read_prompts(path: Path, tokenizer, count: int, longest: int) -> list[list[int]]:
-    """The user's, one a line. Raises `ValueError` for none, or one that is too long."""
+    """The user's prompts, one a line. Raises `ValueError` for none, or one that is too long."""
     if tokenizer is None:
         raise ValueError("--prompts needs a tokenizer, and the model has none")
     try:

@@ -1,4 +1,4 @@
-"""What is asked of an engine that is measured: requests of random tokens; and how long they took.
+"""Workloads for measuring an engine: requests of random tokens, and a summary of their times.
 
 Each named workload stands for a way of using an engine, and for what it is hard on:
 
@@ -7,7 +7,7 @@ Each named workload stands for a way of using an engine, and for what it is hard
     long-prompt    one document: arithmetic, attention above all
     shared-prefix  one system prompt for all: the prefix cache
     repetitive     prompts that repeat themselves: drafting what comes next
-    mixed          shared prefixes, and long prompts in the middle of others' decoding: the ladder's
+    mixed          shared prefixes, and long prompts while others decode: for `bench.py --ladder`
 
 On a GPU `batch` is the community workload of nano-vllm, drawn as it draws it, number by number: 256
 requests, prompts and outputs of 100 to 1024 tokens, 142,827 and 133,966 in all.
@@ -52,11 +52,11 @@ class Shape:
     output_len: Range
     shared_len: int = 0  # tokens that all prompts begin with
     period: int = 0  # a prompt repeats its first so many tokens; 0: it doesn't repeat
-    long_every: int = 0  # each so many-th prompt shares nothing and is `long_len` long
+    long_every: int = 0  # every n-th prompt shares nothing and is `long_len` long
     long_len: int = 0
 
 
-# On a CPU: some tens of seconds for half a billion parameters on two cores.
+# On a CPU: small enough for half a billion parameters on two cores.
 SMALL = {
     "batch": Shape(16, (32, 256), (32, 128)),
     "single": Shape(1, (128, 128), (64, 64)),
