@@ -21,7 +21,7 @@ def test_the_page_from_anywhere(tmp_path, monkeypatch):
     shown = done.stdout
     assert done.stderr == "" and shown.startswith(f"nanoserve {__version__}, ")
     for words in ("device c", "kernels='", f"torch {torch.__version__}", "storyteller-draft",
-                  "python -m nanoserve.tools.verify\n      Is the engine right",
+                  "python -m nanoserve.tools.verify\n      Check the engine",
                   "python -m nanoserve.tools.trace\n", "from nanoserve import LLM"):
         assert words in shown
     assert all(len(line) <= 100 for line in shown.splitlines())
