@@ -20,7 +20,7 @@ which writes the matrix transposed); one that is cut by columns sees a share of 
 ranks' results are summed ("row parallel"). The two alternate: see parallel/ranks.py.
 
 Not known here: files, the order of layers, the KV cache. Road not taken: `nn.Linear` and
-`nn.Embedding`, which spend seconds on random numbers that are overwritten.
+`nn.Embedding`, which first draw random weights that are overwritten.
 """
 
 from collections.abc import Callable, Iterator
@@ -261,7 +261,7 @@ class RotaryEmbedding(nn.Module):
     """RoPE (Su et al. 2021): positions become angles, pairs of dimensions are turned by them.
 
     Angles are computed once a step and shared by all layers, not read from a table: a table for
-    131,072 positions takes 64 MB and saves microseconds.
+    131,072 positions takes 64 MB and saves next to nothing.
     """
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device):
