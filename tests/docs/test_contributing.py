@@ -15,7 +15,7 @@ def test_there_are_six_recipes_with_a_file_a_test_and_a_command():
                              "An eviction or scheduling policy", "An observer", "An option"]
     for name, recipe in RECIPES.items():
         assert "\n1. " in recipe and "**Test**" in recipe, name
-        assert re.search(r"\*\*Answers first\*\*:\s.*pytest|your test", recipe, re.S), name
+        assert re.search(r"\*\*Run\*\*:\s.*pytest|your test", recipe, re.S), name
 
 
 @pytest.mark.parametrize("name", RECIPES)
