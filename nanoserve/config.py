@@ -33,6 +33,7 @@ from nanoserve.frontend.rules import Rule, choice, instance, list_of, number, on
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
+POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
 MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
 MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
@@ -90,7 +91,7 @@ STORE = Rule("the path of a folder", lambda path: only_if(
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
-POLICY = choice("fcfs", "priority", "shortest")
+POLICY = choice(*POLICIES)
 OVERRIDES = instance(dict, "a dict laid over config.json")
 QUANTIZATION = Rule("dequantize, int8 or int4 (the format of a quantised checkpoint is read from "
                     "its config.json: leave it out)", choice("dequantize", "int8", "int4").keep)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig
+from nanoserve.config import POLICIES, EngineConfig
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
@@ -390,7 +390,7 @@ def workloads(draw, depth: int, drafts: tuple[int, ...] = (0,)) -> Workload:
         draw(st.lists(asks(block_size * num_blocks), min_size=1, max_size=7)), num_blocks,
         block_size, budget, draw(st.integers(1, min(6, budget))),
         caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
-        policy=draw(st.sampled_from(["fcfs", "priority", "shortest"])),
+        policy=draw(st.sampled_from(POLICIES)),
         num_drafts=draw(st.sampled_from(drafts)),
         window=draw(st.none() | st.integers(1, 12)),
         failures=draw(st.just(set()) | st.sets(st.integers(1, 30), max_size=3)),

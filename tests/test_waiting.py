@@ -10,7 +10,7 @@ from itertools import accumulate, permutations
 import pytest
 from scheduler_by_hand import add, alone, finish_step, make, rows, run, run_step
 
-from nanoserve.config import SamplingParams
+from nanoserve.config import POLICIES, SamplingParams
 from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor
@@ -30,7 +30,7 @@ def sequences(count: int, seed: int = 0) -> list[Sequence]:
 # ----------------------------------------------------------------------- the queue
 
 
-@pytest.mark.parametrize("policy", KEYS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
     """Also for those that are preempted and wait again; without those that have ended."""
     rng, inside, outside, preempted = random.Random(5), set(), sequences(300), 0

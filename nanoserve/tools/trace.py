@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--request", action="append", metavar="PROMPT:OUTPUT[:SHARED]")
     parser.add_argument("--csv", type=Path,
                         help="arrivals: seconds, prompt, output[, shared[, priority]]")
-    parser.add_argument("--policy", choices=("fcfs", "priority", "shortest"), default="fcfs",
+    parser.add_argument("--policy", choices=POLICIES, default="fcfs",
                         help="who goes first, see Scheduler.order")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
     parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.config import POLICIES
+
 pytestmark = pytest.mark.floor
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
@@ -19,6 +21,10 @@ def test_the_arrivals_under_each_policy(command, shown):
                          text=True, encoding="utf-8")
     assert out.returncode == 0, out.stderr
     assert out.stdout == shown
+
+
+def test_every_policy_has_a_row():
+    assert re.findall(r"^\| `(\w+)`", PAGE, re.M) == list(POLICIES)
 
 
 def milliseconds(text: str) -> float:
