@@ -182,6 +182,7 @@ class Drive:
         self.in_flight: deque[Launched] = deque()
         self.samples: dict[int, list[Sequence]] = {}  # of each ask
         self.stop_string_at: dict[Sequence, int] = {}
+        self.order: dict[Sequence, tuple] = {}  # when it arrived
 
     def run(self) -> None:
         last = max((max(ask.arrival, ask.abort or 0) for ask in self.workload.asks), default=0)
@@ -240,6 +241,7 @@ class Drive:
         for seq in seqs:
             self.scheduler.add(seq)
             self.stop_string_at[seq] = ask.stop_string_at
+            self.order[seq] = self.scheduler.order(seq)
         self.samples[i] = seqs
 
     def step(self) -> None:
@@ -270,6 +272,8 @@ class Drive:
 
     def check(self) -> None:
         self.scheduler.check()
+        for seq, order in self.order.items():
+            assert self.scheduler.order(seq) == order, f"sequence {seq.name} changed its place"
 
     def blocks_in_flight(self) -> set[int]:
         """Those that a step in flight writes to for a sequence that has ended meanwhile."""
