@@ -4,8 +4,6 @@ The twin remembers for every block which tokens' KV was written to it: whatever 
 exactly that prefix.
 """
 
-from collections import OrderedDict
-
 import pytest
 from blocks_by_hand import SIZE, collide, compute, sequence
 from hypothesis import given, settings
@@ -137,24 +135,18 @@ class Twin:
         self.blocks = BlockManager(num_blocks, block_size=2)
         self.blocks.on_evict = lambda key: setattr(self, "evicted", True)
         self.evicted = False
-        self.watch()
         self.written: dict[int, tuple] = {}
         self.computed: set[tuple] = set()  # every prefix of full blocks that was ever computed
         self.live: list[Sequence] = []
 
-    def watch(self) -> None:
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """Nothing that may be found is given up while a blank block is left."""
-        blocks = self.blocks
-
-        class Watched(OrderedDict):
-            def popitem(self, last):
-                blank = {i for i, entry in enumerate(blocks.entry_of)
-                         if entry is None and not blocks.ref_counts[i]}
-                item = super().popitem(last)
-                assert not blank or item[0] in blank
-                return item
-
-        blocks.free_blocks = Watched(blocks.free_blocks)
+        blocks, had = self.blocks, len(seq.block_table)
+        findable, blank = len(blocks.cached), sum(
+            entry is None and not blocks.ref_counts[i] for i, entry in enumerate(blocks.entry_of))
+        fits = blocks.allocate(seq, num_tokens)
+        assert findable - len(blocks.cached) == max(0, len(seq.block_table) - had - blank)
+        return fits
 
     def write(self, seq: Sequence, start: int) -> None:
         """Compute everything from `start` on, like a step. Blocks before it are only read."""
@@ -173,13 +165,13 @@ class Twin:
         if not self.blocks.can_admit(found, len(tokens)):
             return
         self.blocks.share(seq, found)
-        assert self.blocks.allocate(seq, len(tokens))
+        assert self.allocate(seq, len(tokens))
         self.write(seq, 2 * len(found))
         self.live.append(seq)
 
     def grow(self, i: int, tokens: list[int]) -> None:
         seq = self.live[i % len(self.live)]
-        if self.blocks.allocate(seq, len(seq.token_ids) + len(tokens)):
+        if self.allocate(seq, len(seq.token_ids) + len(tokens)):
             start = len(seq.token_ids)
             seq.token_ids += tokens
             self.write(seq, start)
@@ -196,7 +188,6 @@ class Twin:
         assert self.blocks.reset_prefix_cache() is (not self.live)
         if not self.live:
             self.computed.clear()
-            self.watch()
 
     def check(self) -> None:
         self.blocks.check(self.live)
