@@ -60,13 +60,14 @@ def test_a_field_without_a_rule_can_not_exist():
         Larger(model="none")
 
 
-def test_every_control_is_read_somewhere():
+def test_every_option_and_control_is_read_somewhere():
     """A field that is accepted, and that no other file reads, would be ignored in silence."""
     package = Path(nanoserve.__file__).parent
     source = "".join(path.read_text() for path in package.rglob("*.py")
                      if path.name != "config.py" and not path.is_relative_to(package / "tools"))
-    for field in dataclasses.fields(SamplingParams):
-        assert re.search(rf"params\.{field.name}\b", source), field.name
+    for record, name in ((SamplingParams, "params"), (EngineConfig, "config|asked")):
+        for field in dataclasses.fields(record):
+            assert re.search(rf"\b({name})\.{field.name}\b", source), field.name
 
 
 def test_configs_are_frozen():
