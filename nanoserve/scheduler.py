@@ -323,7 +323,7 @@ class Scheduler:
         for seq, num_new in step.num_new_tokens.items():
             if seq.finish_reason is not None:
                 self._drain(seq)
-            elif num_new > 1 or seq.num_computed_tokens % block_size == 0:
+            elif num_new > 1 or seq.num_computed_tokens % block_size == 0 or seq in step.num_loaded:
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)

@@ -234,6 +234,18 @@ def test_a_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing_behi
         expect("qwen3", [LONG], ask(llm, LONG))
 
 
+def test_blocks_are_loaded_once_where_a_single_token_is_left_to_compute(qwen3, expect, tmp_path):
+    """97 tokens, 96 of them loaded: the step computes one, which fills no block, and what it had
+    loaded was not entered in the prefix cache. Each request loaded it again, into memory of its
+    own."""
+    prompt, options = LONG[:97], SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32)
+    with LLM(qwen3, **options) as llm:
+        ask(llm, prompt)
+    with LLM(qwen3, **options) as llm:
+        expect("qwen3", [prompt] * 3, ask(llm, prompt, prompt) + ask(llm, prompt))
+        assert num_loaded(llm) == 96
+
+
 def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tmp_path):
     options = SMALL | dict(kv_store=str(tmp_path))
     with LLM(qwen3, **options) as llm:
