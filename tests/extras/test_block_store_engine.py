@@ -1,6 +1,8 @@
 """A second place for blocks, in the engine: whatever it brings back, no token changes."""
 
+import errno
 import json
+import os
 import threading
 
 import engine_workloads as fuzz
@@ -244,6 +246,22 @@ def test_blocks_are_loaded_once_where_a_single_token_is_left_to_compute(qwen3, e
     with LLM(qwen3, **options) as llm:
         expect("qwen3", [prompt] * 3, ask(llm, prompt, prompt) + ask(llm, prompt))
         assert num_loaded(llm) == 96
+
+
+def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expect, tmp_path,
+                                                                    monkeypatch):
+    """`submit` raised, and left the request in the queue."""
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        expect("qwen3", [LONG], ask(llm, LONG))
+        llm.store.flush()
+
+        def fail(path, *args, real=os.stat, **kwargs):
+            if str(path).endswith(".kv"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "stat", fail)
+        expect("qwen3", [LONG, OTHER], ask(llm, LONG, OTHER))
 
 
 def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tmp_path):
