@@ -399,6 +399,8 @@ class BlockStore:
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
+            if self.folder is not None:
+                self.writer.submit(self.folder.touch, self._digest_blocks(seq))
             self.digests.pop(seq, None)
             self.reading.pop(seq, None)
 

@@ -264,6 +264,23 @@ def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expec
         expect("qwen3", [LONG, OTHER], ask(llm, LONG, OTHER))
 
 
+def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
+    """Nobody reads them, so they were the first to be deleted, and after a restart the one prompt
+    that everybody uses had to be computed."""
+    options = SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32, max_model_len=128)
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+        size = sum(one.stat().st_size for one in tmp_path.iterdir())
+    with LLM(qwen3, **options | dict(kv_store_bytes=4 * size)) as llm:
+        for i in range(8):
+            ask(llm, LONG)
+            ask(llm, [i] + OTHER[1:])
+            llm.store.flush()
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+        assert num_loaded(llm) == 96
+
+
 def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tmp_path):
     options = SMALL | dict(kv_store=str(tmp_path))
     with LLM(qwen3, **options) as llm:
