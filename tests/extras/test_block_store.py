@@ -1,6 +1,7 @@
 """A second place for blocks, beside the scheduler alone: random workloads on a fake device."""
 
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Workload, wo
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
-from nanoserve.extras.block_store import BlockStore
+from nanoserve.extras.block_store import BlockStore, Chain
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 
@@ -139,12 +140,15 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     store = BlockStore(pool, BlockManager(4, 4), b"", None, {})
     entry = CacheEntry(b"a", 0, [1] * 4, None)
     store.leave(entry)
-    first, second = Step(0), Step(1)
+    first, second, read = Step(0), Step(1), Future()
     store.plan(first)
-    store.arrivals.put((store.epoch, entry.digest, bytearray(b"12345678")))
+    read.set_result(bytearray(b"12345678"))
+    seq = Sequence("0", [1] * 5, SamplingParams())
+    store.reading[seq] = Chain(deque(), deque([(entry.digest, read)]))
     store.plan(second)  # with overlap, before the first one has finished
     store.finished(first)
     store.check()
+    assert not store.is_reading(seq)
     slot, = store.find(Step(2), Sequence("0", [1] * 5, SamplingParams()), 0)
     assert bytes(pool.memory[slot]) == b"12345678"
 
