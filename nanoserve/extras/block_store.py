@@ -174,6 +174,7 @@ class BlockStore:
         self.reading: dict[Sequence, Chain] = {}  # samples of one request share a chain
         self.asked: dict[bytes, Future] = {}  # of all chains, what the reading thread has to do
         self.written: deque[int] = deque()  # slots that the writing thread is done with
+        self.all_pinned = False  # no slot in `slots` could be taken, when that was tried last
         self.num_queries = self.num_hits = self.num_saved = self.num_lost = 0
         blocks.on_evict = self.leave
         if folder is not None:
@@ -215,10 +216,8 @@ class BlockStore:
         return seq in self.reading
 
     def has_saves(self) -> bool:
-        """Whether a step could save something now, if there is one."""
-        self._take_written()
-        return bool(self.leaving) and (bool(self.free) or any(
-            not self.pins[slot] for slot in self.slots.values()))
+        """Whether a step could save something now. Changes nothing: any thread may ask."""
+        return bool(self.leaving) and bool(self.free or self.written or not self.all_pinned)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory; takes nothing."""
@@ -241,7 +240,7 @@ class BlockStore:
         self._take_written()
         self._take_arrivals()
         later: dict[bytes, CacheEntry] = {}
-        in_flight = [digest for one in self.in_flight.values() for digest in one.saves]
+        in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
         for digest, entry in self.leaving.items():
             if digest in self.slots or digest in in_flight:
                 continue
@@ -307,21 +306,26 @@ class BlockStore:
 
     def _put(self, digest: bytes, slot: int) -> None:
         self.slots[digest], self.held[slot] = slot, digest
+        self.all_pinned = False
 
     def _take_slot(self) -> int | None:
         """A free one, or the least recently used; none while all of them are being read."""
         if self.free:
             return self.free.pop()
+        if self.all_pinned:  # behind a slow disk thousands of blocks may ask in every step
+            return None
         for digest, slot in self.slots.items():
             if not self.pins[slot]:
                 del self.slots[digest]
                 self.held[slot] = None
                 return slot
+        self.all_pinned = True
         return None
 
     def _unpin(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.pins[slot] -= 1
+            self.all_pinned = False
             if not self.pins[slot] and self.held[slot] is None:
                 self.free.append(slot)  # it was cleared meanwhile
 
