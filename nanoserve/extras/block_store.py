@@ -26,12 +26,14 @@ own, which hide their time and have corrupted KV in silence in two public engine
 """
 
 import hashlib
+import sys
 import time
 from array import array
 from collections import Counter as Bag
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -216,8 +218,10 @@ class BlockStore:
         return seq in self.reading
 
     def has_saves(self) -> bool:
-        """Whether a step could save something now. Changes nothing: any thread may ask."""
-        return bool(self.leaving) and bool(self.free or self.written or not self.all_pinned)
+        """Whether a step could save something now. Changes nothing: any thread may ask. Not when
+        the program ends and closes a stream that was left open: torch can't run a step by then."""
+        return bool(self.leaving) and not sys.is_finalizing() and bool(
+            self.free or self.written or not self.all_pinned)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory; takes nothing."""
@@ -273,7 +277,7 @@ class BlockStore:
             self.num_saved += 1
             if self.folder is not None and self.folder.writes:
                 self.pins[slot] += 1
-                self.writer.submit(self._write, slot, digest, entry)
+                self._have_written(self._write, slot, digest, entry)
 
     def dropped(self, step: Step) -> None:
         """A step that never was: what it should have saved is lost, which costs time alone."""
@@ -373,6 +377,12 @@ class BlockStore:
         chain.is_over = data is None
         return data
 
+    def _have_written(self, work: Callable, *args: Any) -> None:
+        """Give the writing thread work. A stream that is closed by the end of the program comes too
+        late: no thread takes any by then."""
+        with suppress(RuntimeError):
+            self.writer.submit(work, *args)
+
     def _write(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
         """The writing thread, for a slot that is pinned."""
         try:
@@ -421,7 +431,7 @@ class BlockStore:
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
             if self.folder is not None:
-                self.writer.submit(self.folder.touch, self._digest_blocks(seq))
+                self._have_written(self.folder.touch, self._digest_blocks(seq))
             self.digests.pop(seq, None)
             self.reading.pop(seq, None)
 

@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -290,6 +291,23 @@ def test_an_engine_ends_without_reading_what_is_queued(qwen3, slow_files, how):
         assert time.monotonic() < deadline, alive
         time.sleep(0.01)
         gc.collect()
+
+
+def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_path, monkeypatch):
+    """Threads take no more work by then, and a step that merely saves blocks made torch end the
+    process with a core dump."""
+    llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), async_scheduling=True)
+    stream = llm.stream([LONG], GREEDY)
+    next(stream)
+    llm.store.reader.shutdown()
+    llm.store.writer.shutdown()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(llm.runner, "launch", None)
+    stream.close()
+    monkeypatch.undo()
+    assert not llm.requests and not llm.in_flight
+    llm.scheduler.check()
+    llm.shutdown()
 
 
 def test_blocks_are_loaded_once_where_a_single_token_is_left_to_compute(qwen3, expect, tmp_path):
