@@ -322,8 +322,8 @@ class Scheduler:
                 grown[seq] = tokens
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():
-            if seq.finish_reason is None and (
-                    num_new > 1 or seq.num_computed_tokens % block_size == 0):
+            if seq.finish_reason is None and (num_new > 1 or seq in step.num_loaded
+                                              or seq.num_computed_tokens % block_size == 0):
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)

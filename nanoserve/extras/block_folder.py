@@ -20,9 +20,11 @@ locks between processes, and repair after one of them was killed.
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from nanoserve.config import EngineConfig
 
 VERSION = 1  # of the files
 OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
+NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are left alone
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -77,18 +80,27 @@ class Folder:
         self.path, self.limit, self.base, self.say = path, limit, base, say
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            mode, files, unfinished = path.stat().st_mode, self._files(".kv"), self._files(".tmp")
         except OSError as error:
-            raise ValueError(f"kv_store={str(path)!r} must be a folder, or one that can be made: "
-                             f"{error}") from None
-        for left in path.glob("*.tmp"):
+            raise ValueError(f"kv_store={str(path)!r} must be a folder that can be read, or one "
+                             f"that can be made: {error}") from None
+        if mode & 0o077:
+            say(f"kv_store={str(path)!r} is open to other users, who can read prompts there, or "
+                "change answers: chmod 700")
+        for left in unfinished:
             if time.time() - _stat(left)[0] > OLD_SECONDS:
-                left.unlink(missing_ok=True)
-        self.num_bytes = sum(size for _, size in map(_stat, path.glob("*.kv")))
-        self.writes = True
+                _delete(left)
+        self.num_bytes = sum(size for _, size in map(_stat, files))
+        self.reads = self.writes = True
         self.is_damaged = False  # one file was: any other may be, and is written anew
 
     def _path_of(self, digest: bytes) -> Path:
         return self.path / f"{digest.hex()}.kv"
+
+    def _files(self, suffix: str) -> list[Path]:
+        """Raises `OSError`, where `Path.glob` finds nothing and says nothing."""
+        return [self.path / name for name in os.listdir(self.path)
+                if NAME.fullmatch(name) and name.endswith(suffix)]
 
     def _header(self, parent: bytes, tokens: list[int], num_bytes: int) -> bytes:
         """A line of JSON, equal for equal arguments: so a reader knows what it must find."""
@@ -97,7 +109,7 @@ class Folder:
             "tokens": tokens, "bytes": num_bytes}).encode() + b"\n"
 
     def has(self, digest: bytes) -> bool:
-        return self._path_of(digest).exists()
+        return self.reads and os.path.exists(self._path_of(digest))  # False for any OSError
 
     def read(self, digest: bytes, parent: bytes, tokens: list[int],
              num_bytes: int) -> bytearray | None:
@@ -109,7 +121,6 @@ class Folder:
             checksum, bytes_ = data[len(header):len(header) + 16], data[len(header) + 16:]
             if (data.startswith(header) and len(bytes_) == num_bytes
                     and xxhash.xxh3_128_digest(bytes_) == checksum):
-                os.utime(path)  # it was used just now
                 return bytearray(bytes_)
             self.is_damaged = True
             path.unlink()
@@ -121,7 +132,7 @@ class Folder:
         """Written under a temporary name and then renamed, so a file is there as a whole or not at
         all. If two processes write the same block, the second changes nothing."""
         path = self._path_of(digest)
-        if not self.writes or (path.exists() and not self.is_damaged):
+        if not self.writes or (os.path.exists(path) and not self.is_damaged):
             return
         own = path.with_suffix(f".{os.getpid()}-{id(self)}.tmp")
         try:
@@ -134,13 +145,21 @@ class Folder:
             if self.num_bytes > self.limit:
                 self._trim()
         except OSError as error:
+            _delete(own)
             self.writes = False
-            own.unlink(missing_ok=True)
             self.say(f"kv_store={str(self.path)!r} can't be written, and saves no more: {error}")
+
+    def touch(self, digests: list[bytes]) -> None:
+        """This chain was used just now. Its tail is a microsecond older, and deleted before its
+        head, without which nobody would look for it."""
+        now = time.time_ns()
+        for i, digest in enumerate(digests):
+            with suppress(OSError):  # some are not there
+                os.utime(self._path_of(digest), ns=(now - 1000 * i, now - 1000 * i))
 
     def _trim(self) -> None:
         """Delete the oldest until a tenth of the limit is free."""
-        files = sorted((*_stat(path), path) for path in self.path.glob("*.kv"))
+        files = sorted((*_stat(path), path) for path in self._files(".kv"))
         self.num_bytes = sum(size for _, size, _ in files)
         for _, size, path in files:
             if self.num_bytes <= 0.9 * self.limit:
@@ -149,9 +168,23 @@ class Folder:
             self.num_bytes -= size
 
     def clear(self) -> None:
-        for path in self.path.glob("*.kv"):
-            path.unlink(missing_ok=True)
+        """Delete all blocks. Where that fails, none of them is read again."""
+        if not self.reads:
+            return
+        try:
+            for path in self._files(".kv"):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self.reads = self.writes = False
+            self.say(f"kv_store={str(self.path)!r} can't be emptied, and is not used any more: "
+                     f"{error}")
         self.num_bytes = 0
+
+
+def _delete(path: Path) -> None:
+    """A file that can't be deleted takes room, and does no other harm."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def _stat(path: Path) -> tuple[float, int]:

@@ -26,13 +26,14 @@ own, which hide their time and have corrupted KV in silence in two public engine
 """
 
 import hashlib
-import queue
+import sys
 import time
 from array import array
 from collections import Counter as Bag
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from nanoserve.frontend.metrics import Counter
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 POOL_BYTES = 2 ** 29  # the least size of a pool that only serves a folder
-MAX_ARRIVALS = 32  # blocks that were read and have no slot yet
+MAX_ARRIVALS = 32  # blocks that the reading thread was asked for and has not read
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
 
@@ -144,6 +145,15 @@ class Moves:
     saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # slots by digest
 
 
+@dataclass(eq=False)
+class Chain:
+    """What a queued request will look for and the folder may have. Each block is asked for once."""
+
+    blocks: deque[tuple[bytes, bytes, list[int]]]  # digest, parent, tokens
+    asked: deque[tuple[bytes, Future]] = field(default_factory=deque)  # in the same order
+    is_over: bool = False  # a file was missing: nobody could find what is behind it
+
+
 class BlockStore:
     """Knows which slot holds which block. The scheduler calls it; it's an observer, too.
 
@@ -163,12 +173,11 @@ class BlockStore:
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
-        self.reading: dict[Sequence, Future] = {}
-        self.arrivals: queue.Queue = queue.Queue(MAX_ARRIVALS)  # (epoch, digest, bytes)
-        self.arriving: set[bytes] = set()  # digests of these
+        self.reading: dict[Sequence, Chain] = {}  # samples of one request share a chain
+        self.asked: dict[bytes, Future] = {}  # of all chains, what the reading thread has to do
         self.written: deque[int] = deque()  # slots that the writing thread is done with
+        self.all_pinned = False  # no slot in `slots` could be taken, when that was tried last
         self.num_queries = self.num_hits = self.num_saved = self.num_lost = 0
-        self.closed = False
         blocks.on_evict = self.leave
         if folder is not None:
             blocks.on_commit = self.leave
@@ -209,10 +218,10 @@ class BlockStore:
         return seq in self.reading
 
     def has_saves(self) -> bool:
-        """Whether a step could save something now, if there is one."""
-        self._take_written()
-        return bool(self.leaving) and (bool(self.free) or any(
-            not self.pins[slot] for slot in self.slots.values()))
+        """Whether a step could save something now. Changes nothing: any thread may ask. Not when
+        the program ends and closes a stream that was left open: torch can't run a step by then."""
+        return bool(self.leaving) and not sys.is_finalizing() and bool(
+            self.free or self.written or not self.all_pinned)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory. Changes nothing."""
@@ -235,7 +244,7 @@ class BlockStore:
         self._take_written()
         self._take_arrivals()
         later: dict[bytes, CacheEntry] = {}
-        in_flight = [digest for one in self.in_flight.values() for digest in one.saves]
+        in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
         for digest, entry in self.leaving.items():
             if digest in self.slots or digest in in_flight:
                 continue
@@ -268,7 +277,7 @@ class BlockStore:
             self.num_saved += 1
             if self.folder is not None and self.folder.writes:
                 self.pins[slot] += 1
-                self.writer.submit(self._write, slot, digest, entry)
+                self._have_written(self._write, slot, digest, entry)
 
     def dropped(self, step: Step) -> None:
         """A step was dropped: what it should have saved is lost, which only costs time."""
@@ -283,10 +292,12 @@ class BlockStore:
             time.sleep(0.0005)
 
     def clear(self) -> None:
-        """Forget everything, and delete the folder's blocks. Saves and reads that are under way
-        have an older `epoch`: their results are thrown away."""
+        """Forget everything, and delete the folder's blocks. Saves that are under way have an older
+        `epoch`: their results are thrown away. Nobody waits any more for what is being read."""
         self.epoch += 1
         self.leaving.clear()
+        self.reading.clear()
+        self.asked.clear()
         for slot in self.slots.values():
             self.held[slot] = None
             if not self.pins[slot]:
@@ -299,58 +310,78 @@ class BlockStore:
 
     def _put(self, digest: bytes, slot: int) -> None:
         self.slots[digest], self.held[slot] = slot, digest
+        self.all_pinned = False
 
     def _take_slot(self) -> int | None:
         """A free one, or the least recently used; none while all of them are being read."""
         if self.free:
             return self.free.pop()
+        if self.all_pinned:  # behind a slow disk thousands of blocks may ask in every step
+            return None
         for digest, slot in self.slots.items():
             if not self.pins[slot]:
                 del self.slots[digest]
                 self.held[slot] = None
                 return slot
+        self.all_pinned = True
         return None
 
     def _unpin(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.pins[slot] -= 1
+            self.all_pinned = False
             if not self.pins[slot] and self.held[slot] is None:
                 self.free.append(slot)  # it was cleared meanwhile
 
     # ----------------------------------------------------------------- threads
 
     def _take_arrivals(self) -> None:
-        """Give slots to what the reading thread has brought."""
-        done = [seq for seq, future in self.reading.items() if future.done()]
-        while not self.arrivals.empty():
-            epoch, digest, data = self.arrivals.get()
-            self.arriving.discard(digest)
-            if epoch == self.epoch and digest not in self.slots and (
-                    slot := self._take_slot()) is not None:
-                self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
-                self._put(digest, slot)
-        for seq in done:  # everything that it brought has been taken
-            self.reading.pop(seq, None)
+        """Give slots to what the reading thread has brought, and ask it for what comes next."""
+        if not self.reading:
+            return
+        self.asked = {one: future for one, future in self.asked.items() if not future.done()}
+        for chain in dict.fromkeys(self.reading.values()):
+            while chain.asked and chain.asked[0][1].done():
+                self._arrive(chain, *chain.asked.popleft())
+            self._ask(chain)
+        for seq, chain in list(self.reading.items()):
+            if not chain.asked and not chain.blocks:
+                del self.reading[seq]
+
+    def _arrive(self, chain: Chain, digest: bytes, future: Future) -> None:
+        data = None if future.exception() else future.result()
+        if data is None:
+            chain.blocks.clear(), chain.asked.clear()
+        elif digest not in self.slots and (slot := self._take_slot()) is not None:
+            self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
+            self._put(digest, slot)
+
+    def _ask(self, chain: Chain) -> None:
+        """Give the reading thread work, as far as it has little: what nobody takes is in memory."""
+        while chain.blocks and len(self.asked) < MAX_ARRIVALS:
+            digest, *rest = chain.blocks.popleft()
+            if digest not in self.slots:
+                if digest not in self.asked:
+                    self.asked[digest] = self.reader.submit(self._read, chain, digest, *rest)
+                chain.asked.append((digest, self.asked[digest]))
 
     def _take_written(self) -> None:
         while self.written:
             self._unpin([self.written.popleft()])
 
-    def _read(self, epoch: int, chain: list[tuple[bytes, bytes, list[int]]]) -> None:
-        """The reading thread: bring a chain's blocks, up to the first that isn't there."""
-        for digest, parent, tokens in chain:
-            if digest in self.slots or digest in self.arriving:
-                continue
-            data = self.folder.read(digest, parent, tokens, self.pool.memory.shape[1])
-            if data is None:
-                return
-            self.arriving.add(digest)
-            while not self.closed:
-                try:
-                    self.arrivals.put((epoch, digest, data), timeout=0.1)
-                    break
-                except queue.Full:
-                    pass  # no step takes arrivals now: try again, unless the store is closed
+    def _read(self, chain: Chain, digest: bytes, parent: bytes,
+              tokens: list[int]) -> bytearray | None:
+        """The reading thread."""
+        data = None if chain.is_over else (
+            self.folder.read(digest, parent, tokens, self.pool.memory.shape[1]))
+        chain.is_over = data is None
+        return data
+
+    def _have_written(self, work: Callable, *args: Any) -> None:
+        """Give the writing thread work. A stream that is closed by the end of the program comes too
+        late: no thread takes any by then."""
+        with suppress(RuntimeError):
+            self.writer.submit(work, *args)
 
     def _write(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
         """The writing thread, for a slot that is pinned."""
@@ -367,8 +398,7 @@ class BlockStore:
 
     def close(self) -> None:
         """Write what is to be written, and end the threads."""
-        if self.folder is not None and not self.closed:
-            self.closed = True
+        if self.folder is not None:
             self.reader.shutdown(cancel_futures=True)
             self.writer.shutdown()
 
@@ -386,10 +416,11 @@ class BlockStore:
         most = min(self.blocks.max_hits(seq), first + self.pool.num_slots)
         if first < most and self.folder.has(digests[first]):
             root = self._digest_entry(seq.root) if seq.root is not None else self.base
-            chain = [(digests[i], digests[i - 1] if i else root,
-                      seq.token_ids[i * size:(i + 1) * size]) for i in range(first, most)]
-            future = self.reader.submit(self._read, self.epoch, chain)
-            self.reading.update(dict.fromkeys(sequences, future))
+            chain = Chain(deque((digests[i], digests[i - 1] if i else root,
+                                 seq.token_ids[i * size:(i + 1) * size])
+                                for i in range(first, most)))
+            self.reading.update(dict.fromkeys(sequences, chain))
+            self._ask(chain)
 
     def scheduled(self, step: Step) -> None:
         """Nothing to do: the scheduler has called `plan`."""
@@ -399,6 +430,8 @@ class BlockStore:
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
+            if self.folder is not None:
+                self._have_written(self.folder.touch, self._digest_blocks(seq))
             self.digests.pop(seq, None)
             self.reading.pop(seq, None)
 

@@ -43,31 +43,40 @@ SHARED_MEMORY = Path("/dev/shm")  # where there is one, the folder needs no disk
 
 class Prefiller:
     """The other process. `done` gets the number of each prompt whose blocks are in the folder, and
-    None when the process has ended."""
+    None when the process has ended. Ctrl-C is not for it: a group of its own doesn't get it."""
 
     def __init__(self, options: dict):
-        self.process = subprocess.Popen([sys.executable, "-m", MODULE, "--prefill"], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.messages: queue.Queue[str | None] = queue.Queue()
         self.done: queue.Queue[int | None] = queue.Queue()
+        self.closing = False
         self.send(options)
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.process = subprocess.Popen([sys.executable, "-m", MODULE, "--prefill"], text=True,
+                                        errors="replace", process_group=0,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for work in (self._write, self._listen):
+            threading.Thread(target=work, daemon=True).start()
 
     def send(self, message: object) -> None:
+        self.messages.put(json.dumps(message, default=str))
+
+    def _write(self) -> None:
+        """A pipe has room for a few prompts: who writes more waits until they are computed."""
         try:
-            print(json.dumps(message), file=self.process.stdin, flush=True)
+            while (message := self.messages.get()) is not None and not self.closing:
+                print(message, file=self.process.stdin, flush=True)
+            self.process.stdin.close()  # which ends it, when it has computed what it was sent
         except OSError:
             pass  # it has died: `done` says so
 
     def _listen(self) -> None:
         for line in self.process.stdout:
-            self.done.put(json.loads(line))
+            if line.strip().isdecimal():  # others may print there, too
+                self.done.put(int(line))
         self.done.put(None)
 
     def close(self) -> None:
-        try:
-            self.process.stdin.close()  # which ends it, when it has computed what it was sent
-        except OSError:
-            pass
+        self.closing = True
+        self.messages.put(None)
         self.process.wait()
 
 
@@ -75,7 +84,8 @@ class Disaggregated:
     """Two engines of one model. options: of both; prefill_options: those that differ for the first,
     for example `device`. When they are closed the folder is deleted, unless `kv_store` names it.
 
-    Raises `ValueError` for what either engine refuses.
+    Raises `ValueError` for what the second engine refuses. If the first one can't be made, it says
+    why on standard error, and is missed by nobody.
     """
 
     def __init__(self, model: str = "storyteller", prefill_options: dict | None = None, **options):
@@ -87,13 +97,15 @@ class Disaggregated:
         self.decoder = LLM(model, **options)  # first: it refuses what both would
         self.prefiller: Prefiller | None = Prefiller(
             dict(options, model=model, **(prefill_options or {})))
+        self.num_sent = 0
 
     def generate(self, prompts: str | list, sampling_params: SamplingParams | list | None = None,
                  ) -> list[RequestOutput]:
         """`LLM.generate`: each prompt is decoded here as soon as it was computed there."""
         llm = self.decoder
         requests = llm.make_requests(prompts, sampling_params)
-        waiting, inbox, results = dict(enumerate(requests)), [], {}
+        waiting, inbox, results = dict(enumerate(requests, self.num_sent)), [], {}
+        self.num_sent += len(requests)
         for i, request in waiting.items():
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
             if self.prefiller is not None:
@@ -118,6 +130,7 @@ class Disaggregated:
                 return found
             if number is None:
                 say("the prefill engine has ended: prompts are computed by the one that decodes")
+                self.prefiller.close()
                 self.prefiller = None
             elif number in waiting:  # not of a call that was interrupted
                 found.append(number)

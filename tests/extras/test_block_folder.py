@@ -100,7 +100,8 @@ def test_the_least_recently_used_files_go_when_the_limit_is_reached(tmp_path):
     for i, name in enumerate(NAMES):
         fill(folder, [name])
         os.utime(tmp_path / f"{name.hex()}.kv", (i, i))
-        assert found(folder, NAMES[0]), "it is used all the time"
+        assert found(folder, NAMES[0])
+        folder.touch(NAMES[:1])  # it is used all the time
         assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 20 * 1250
     kept = [i for i, name in enumerate(NAMES) if found(folder, name)]
     assert kept == [0, *range(40 - len(kept) + 1, 40)] and 15 <= len(kept) <= 20
@@ -112,12 +113,102 @@ def test_a_path_that_can_be_no_folder_is_refused(tmp_path):
         open_folder(tmp_path / "file")
 
 
-def test_clearing_leaves_what_is_not_ours(tmp_path):
-    folder = open_folder(tmp_path)
+@pytest.mark.parametrize("in_time", [True, False], ids=["touched", "a missing one first"])
+def test_a_chain_loses_its_tail_before_its_head(tmp_path, in_time):
+    """Files were touched as they were read, head first: so a prompt that had just been found lost
+    its head, and nobody asked for the rest. All of this happens within one tick of a disk's clock.
+    """
+    folder = open_folder(tmp_path, limit=20 * 1250)
+    chain = NAMES[:15]
+    fill(folder, chain)
+    folder.touch(chain if in_time else [b"x" * 32, *chain])
+    fill(folder, NAMES[15:25])
+    kept = [found(folder, name) for name in chain]
+    assert 5 <= sum(kept) < 15 and kept == sorted(kept, reverse=True)
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path):
+    """A user's `notes.kv` was deleted with the blocks, and an old `draft.tmp` at the start; a
+    folder of such a name made the engine fail."""
+    others = [tmp_path / name for name in ("notes.txt", "notes.kv", "draft.tmp", "a.kv", "b.tmp")]
+    for other in others[:3]:
+        other.write_text("mine")
+    for other in others[3:]:
+        other.mkdir()
+    for other in others:
+        os.utime(other, (1, 1))
+    said: list[str] = []
+    folder = open_folder(tmp_path, limit=20 * 1250, said=said)
     fill(folder)
-    (tmp_path / "notes.txt").write_text("mine")
     folder.clear()
-    assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"] and folder.num_bytes == 0
+    assert sorted(tmp_path.iterdir()) == sorted(others) and folder.num_bytes == 0
+    assert folder.writes and not said
+
+
+def refuse(monkeypatch, *names: str) -> None:
+    """Have the system refuse these calls, as for a folder of another user. (Tests may run as root,
+    to whom no mode is an obstacle.)"""
+    def fail(*args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for name in names:
+        monkeypatch.setattr(os, name, fail)
+
+
+def test_a_folder_that_can_not_be_reached_any_more_is_a_miss_and_said_once(tmp_path, monkeypatch):
+    """`Path.exists` raises for a folder without permission, in the middle of a request's start."""
+    said: list[str] = []
+    folder = open_folder(tmp_path, said=said)
+    fill(folder, NAMES[:3])
+    refuse(monkeypatch, "stat", "open", "unlink", "listdir")
+    assert not folder.has(NAMES[0])
+    fill(folder, NAMES[3:])
+    assert len(said) == 1 and "saves no more" in said[0]
+    monkeypatch.undo()
+    assert found(folder, NAMES[0])
+
+
+def test_a_folder_that_has_become_a_file_is_said(tmp_path):
+    said: list[str] = []
+    folder = open_folder(tmp_path / "blocks", said=said)
+    (tmp_path / "blocks").rmdir()
+    (tmp_path / "blocks").write_text("")
+    fill(folder)
+    assert len(said) == 1 and os.strerror(errno.ENOTDIR) in said[0]
+
+
+def test_a_folder_that_can_not_be_emptied_is_not_read_any_more(tmp_path, monkeypatch):
+    said: list[str] = []
+    folder = open_folder(tmp_path, said=said)
+    fill(folder, NAMES[:3])
+    refuse(monkeypatch, "unlink")
+    folder.clear()
+    folder.clear()
+    assert len(said) == 1 and "can't be emptied" in said[0]
+    assert not folder.has(NAMES[0]) and open_folder(tmp_path).has(NAMES[0])
+
+
+def test_a_folder_where_nothing_can_be_deleted_is_opened_all_the_same(tmp_path, monkeypatch):
+    fill(open_folder(tmp_path))
+    left = tmp_path / f"{NAMES[0].hex()}.1-2.tmp"
+    left.write_bytes(b"half")
+    os.utime(left, (1, 1))
+    refuse(monkeypatch, "unlink")
+    assert found(open_folder(tmp_path), NAMES[0])
+
+
+def test_a_folder_that_can_not_be_listed_is_refused(tmp_path, monkeypatch):
+    refuse(monkeypatch, "listdir")
+    with pytest.raises(ValueError, match="must be a folder that can be read"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("mode, is_said", [(0o700, False), (0o755, True), (0o720, True)])
+def test_a_folder_that_is_open_to_others_is_said(tmp_path, mode, is_said):
+    said: list[str] = []
+    tmp_path.chmod(mode)
+    open_folder(tmp_path, said=said)
+    assert bool(said) == is_said and all("open to other users" in line for line in said)
 
 
 # ------------------------------------------------------------------ other processes
@@ -154,7 +245,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_files_and_nothing_else_th
         process = writer(tmp_path, once=False)
     process.kill()
     process.wait()
-    left = tmp_path / "0123.1-2.tmp"  # an old one goes when the folder is opened again
+    left = tmp_path / f"{NAMES[0].hex()}.1-2.tmp"  # an old one goes when the folder is opened again
     left.write_bytes(b"half")
     os.utime(left, (1, 1))
     open_folder(tmp_path)

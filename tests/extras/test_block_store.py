@@ -1,6 +1,7 @@
 """A second place for blocks, beside the scheduler alone: random workloads on a fake device."""
 
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Launched, Wo
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
-from nanoserve.extras.block_store import BlockStore
+from nanoserve.extras.block_store import BlockStore, Chain
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 
@@ -138,12 +139,15 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     store = BlockStore(pool, BlockManager(4, 4), b"", None, {})
     entry = CacheEntry(b"a", 0, [1] * 4, None)
     store.leave(entry)
-    first, second = Step(0), Step(1)
+    first, second, read = Step(0), Step(1), Future()
     store.plan(first)
-    store.arrivals.put((store.epoch, entry.digest, bytearray(b"12345678")))
+    read.set_result(bytearray(b"12345678"))
+    seq = Sequence("0", [1] * 5, SamplingParams())
+    store.reading[seq] = Chain(deque(), deque([(entry.digest, read)]))
     store.plan(second)  # with overlap, before the first one has finished
     store.finished(first)
     store.check()
+    assert not store.is_reading(seq)
     slot, = store.find(Step(2), Sequence("0", [1] * 5, SamplingParams()), 0)
     assert bytes(pool.memory[slot]) == b"12345678"
 
@@ -175,3 +179,49 @@ def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later()
     store.finished(step)
     store.check()
     assert store.find(Step(1), Sequence("0", [1] * 5, SamplingParams()), 0) == []
+
+
+class Watched(Counter):
+    """Pins that count how often anybody looks at one."""
+
+    num_looks = 0
+
+    def __getitem__(self, slot):
+        Watched.num_looks += 1
+        return super().__getitem__(slot)
+
+
+def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block():
+    """Every slot waits to be written, and every block of the cache waits for a slot: one step's
+    plan took 14 seconds with 8,000 of each."""
+    blocks = BlockManager(100, 4)
+    store = BlockStore(SimpleNamespace(num_slots=50), blocks, b"", None, {})
+    entries = [CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(150)]
+    for entry in entries[:50]:
+        store.leave(entry)
+    step = Step(0)
+    store.plan(step)
+    store.finished(step)
+    store.pins = Watched(store.slots.values())
+    for entry in entries[50:]:
+        blocks.entry_of[entry.block_id % 100] = entry
+        entry.block_id %= 100
+        store.leave(entry)
+    store.plan(Step(1))
+    assert len(store.leaving) == 100 and 50 <= Watched.num_looks < 200
+    assert not store.has_saves()
+    store.written.append(7)  # it is on the disk: its slot can be taken
+    step = Step(2)
+    store.plan(step)
+    assert [slot for _, slot in step.block_saves] == [7]
+
+
+def test_who_asks_whether_there_is_work_changes_nothing():
+    """Any thread may ask, while another one's step counts slots: it was found to take what had been
+    written off the list, and to go through a dictionary that was changing."""
+    store = BlockStore(SimpleNamespace(num_slots=2), BlockManager(4, 4), b"", None, {})
+    store.leave(CacheEntry(b"a", 0, [1] * 4, None))
+    store.written.append(1)
+    store.pins[1] += 1
+    assert store.has_saves()
+    assert list(store.written) == [1] and store.pins[1] == 1 and len(store.free) == 2

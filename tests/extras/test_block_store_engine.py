@@ -1,7 +1,13 @@
 """A second place for blocks, in the engine: whatever it brings back, no token changes."""
 
+import errno
+import gc
 import json
+import os
+import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import engine_workloads as fuzz
 import pytest
@@ -232,6 +238,121 @@ def test_a_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing_behi
         llm.abort_request("gone")
         go.set()
         expect("qwen3", [LONG], ask(llm, LONG))
+
+
+@pytest.fixture
+def slow_files(qwen3, tmp_path, monkeypatch):
+    """Options of an engine that finds 64 blocks of each of 3 prompts in its folder, where the first
+    file to be read takes until `go`; and how many were read."""
+    options = SMALL | dict(kernels="torch", block_size=1, num_gpu_blocks_override=256,
+                           kv_offload_bytes=2 ** 20, kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        llm.generate([LONG[i:i + 64] for i in range(3)], GREEDY, use_tqdm=False)
+    go, read, names = threading.Event(), Folder.read, []
+
+    def slowly(self, digest, *args):
+        names.append(digest)
+        go.wait(60)
+        return read(self, digest, *args)
+
+    monkeypatch.setattr(Folder, "read", slowly)
+    return SimpleNamespace(options=options, go=go, names=names)
+
+
+def test_what_nobody_waits_for_any_more_is_not_read(qwen3, expect, slow_files):
+    """Requests that had been aborted kept the reading thread busy with all of their blocks, and the
+    next request waited for these."""
+    with LLM(qwen3, **slow_files.options) as llm:
+        for i in range(2):
+            llm.add_request(str(i), LONG[i:i + 64], GREEDY)
+        llm.abort_request(["0", "1"])
+        slow_files.go.set()
+        expect("qwen3", [LONG[2:66]], ask(llm, LONG[2:66]))
+        assert num_loaded(llm) == 63 and len(slow_files.names) <= 32 + 63
+
+
+@pytest.mark.parametrize("how", ["shut down", "forgotten"])
+def test_an_engine_ends_without_reading_what_is_queued(qwen3, slow_files, how):
+    """Without `shutdown` the reading thread waited for ever for somebody to take its blocks, and
+    Python for the thread at its end; with it, for all files of the request that was being read."""
+    before = set(threading.enumerate())
+    llm = LLM(qwen3, **slow_files.options)
+    llm.add_request("0", LONG[:64], GREEDY)
+    threads = set(threading.enumerate()) - before
+    timer = threading.Timer(0.2, slow_files.go.set)
+    timer.start()
+    if how == "shut down":
+        llm.shutdown()
+        assert len(slow_files.names) <= 2
+    del llm
+    timer.join()
+    deadline = time.monotonic() + 10
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.01)
+        gc.collect()
+
+
+def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_path, monkeypatch):
+    """Threads take no more work by then, and a step that merely saves blocks made torch end the
+    process with a core dump."""
+    llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), async_scheduling=True)
+    stream = llm.stream([LONG], GREEDY)
+    next(stream)
+    llm.store.reader.shutdown()
+    llm.store.writer.shutdown()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(llm.runner, "launch", None)
+    stream.close()
+    monkeypatch.undo()
+    assert not llm.requests and not llm.in_flight
+    llm.scheduler.check()
+    llm.shutdown()
+
+
+def test_blocks_are_loaded_once_where_a_single_token_is_left_to_compute(qwen3, expect, tmp_path):
+    """97 tokens, 96 of them loaded: the step computes one, which fills no block, and what it had
+    loaded was not entered in the prefix cache. Each request loaded it again, into memory of its
+    own."""
+    prompt, options = LONG[:97], SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32)
+    with LLM(qwen3, **options) as llm:
+        ask(llm, prompt)
+    with LLM(qwen3, **options) as llm:
+        expect("qwen3", [prompt] * 3, ask(llm, prompt, prompt) + ask(llm, prompt))
+        assert num_loaded(llm) == 96
+
+
+def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expect, tmp_path,
+                                                                    monkeypatch):
+    """`submit` raised, and left the request in the queue."""
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        expect("qwen3", [LONG], ask(llm, LONG))
+        llm.store.flush()
+
+        def fail(path, *args, real=os.stat, **kwargs):
+            if str(path).endswith(".kv"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "stat", fail)
+        expect("qwen3", [LONG, OTHER], ask(llm, LONG, OTHER))
+
+
+def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
+    """Nobody reads them, so they were the first to be deleted, and after a restart the one prompt
+    that everybody uses had to be computed."""
+    options = SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32, max_model_len=128)
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+        size = sum(one.stat().st_size for one in tmp_path.iterdir())
+    with LLM(qwen3, **options | dict(kv_store_bytes=4 * size)) as llm:
+        for i in range(8):
+            ask(llm, LONG)
+            ask(llm, [i] + OTHER[1:])
+            llm.store.flush()
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+        assert num_loaded(llm) == 96
 
 
 def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tmp_path):

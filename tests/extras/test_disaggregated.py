@@ -10,6 +10,7 @@ import pytest
 from checkpoints import assert_same_text
 
 from nanoserve import SamplingParams
+from nanoserve.extras import disaggregated
 from nanoserve.extras.disaggregated import Disaggregated
 
 PROMPTS = [[(i * 37 + j * 11) % 251 for j in range(20 + 15 * i)] for i in range(6)]
@@ -47,6 +48,65 @@ def test_a_prefill_engine_that_was_killed_is_missed_by_nobody(engines, reference
     check(references, engines.generate(PROMPTS, GREEDY))
     assert engines.prefiller is None
     check(references, engines.generate(PROMPTS, GREEDY))
+
+
+@pytest.fixture
+def stand_in(checkpoints, tmp_path, monkeypatch):
+    """Two engines, the first of which is a few lines of Python: it takes options, then prompts."""
+    def make(code: str) -> Disaggregated:
+        (tmp_path / "stand_in.py").write_text(f"import json, sys, time\n{code}")
+        monkeypatch.setattr(disaggregated, "MODULE", "stand_in")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return Disaggregated(checkpoints["qwen3"], dtype="float32", max_model_len=128,
+                             num_gpu_blocks_override=64)
+    return make
+
+
+def test_a_prefill_engine_where_something_else_is_printed_is_understood(stand_in, references):
+    """The thread that listens died at a line that was no JSON, and `generate` waited for ever.
+    (And the model's folder, a `Path`, could not be sent.)"""
+    with stand_in("for line in sys.stdin:\n"
+                  "    message = json.loads(line)\n"
+                  "    print('hello from a library' if 'model' in message else message[0])\n"
+                  "    sys.stdout.flush()") as engines:
+        check(references, engines.generate(PROMPTS, GREEDY))
+        assert engines.prefiller is not None
+        pid = engines.prefiller.process.pid
+        assert os.getpgid(pid) == pid, "a terminal sends Ctrl-C to a group, and this is another"
+
+
+def test_the_first_prompt_is_decoded_while_the_others_are_not_even_sent(stand_in):
+    """400 KB of prompts are more than a pipe holds. All of them were written before the first was
+    decoded, and by then the other engine had computed nearly all. This one reads no more than two.
+    """
+    with stand_in("options, *two = [sys.stdin.readline() for _ in range(3)]\n"
+                  "print(*[json.loads(one)[0] for one in two], sep='\\n', flush=True)\n"
+                  "time.sleep(60)") as engines:
+        steps, step = [], engines.decoder.step
+
+        def stop_after_four():
+            steps.append(len(engines.decoder.requests))
+            if len(steps) == 5:
+                raise InterruptedError
+            return step()
+
+        engines.decoder.step = stop_after_four
+        with pytest.raises(InterruptedError):
+            engines.generate([[i % 251] * 100 for i in range(1000)], GREEDY)
+        engines.prefiller.process.kill()
+        assert max(steps) <= 2, "the other 998 wait"
+
+
+def test_a_number_of_a_call_that_was_interrupted_means_no_prompt_of_the_next(stand_in):
+    with stand_in("for line in sys.stdin:\n"
+                  "    if 'model' not in line: print(json.loads(line)[0], flush=True)") as engines:
+        for _ in range(2):
+            engines.generate(PROMPTS, GREEDY)
+        seen, computed = [], engines._computed
+        engines._computed = lambda waiting, wait: (seen.append(list(waiting)),
+                                                   computed(waiting, wait))[1]
+        engines.generate(PROMPTS, GREEDY)
+        assert seen[0] == list(range(12, 18))
 
 
 def test_the_command_says_what_came_from_where():
