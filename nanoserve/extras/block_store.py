@@ -21,11 +21,12 @@ counts when its step has finished, so the loads of a failed step don't count. Th
 only, and no step waits for them: a request whose blocks are being read sits out, others go on.
 
 Not known here: the bytes. Known limit: a block goes to the folder via the pool, one copy more than
-needed; the folder is for one rank. Road not taken: copies on a stream of their own, which hide
-their time and have corrupted KV in silence in two public engines.
+needed. Road not taken: copies on a stream of their own, which hide their time and have corrupted KV
+in silence in two public engines.
 """
 
 import hashlib
+import os
 import queue
 import time
 from array import array
@@ -62,11 +63,12 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
     if config.kernels == "cpu" and config.block_size % TILE:
         raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be saved "
                          f"if it is a multiple of {TILE}; choose one, or kernels='torch'")
-    if config.kv_store is not None and config.tensor_parallel_size > 1:
+    has_folder = config.kv_store is not None
+    if has_folder and config.tensor_parallel_size > 1 and not hasattr(os, "memfd_create"):
         raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
-                         f"{config.tensor_parallel_size}: files hold one rank's blocks; use "
-                         "kv_offload_bytes, which works on several ranks")
-    return config, partial(HostPool, num_bytes=config.kv_offload_bytes)
+                         f"{config.tensor_parallel_size}: the ranks must share memory, which works "
+                         "on Linux; use kv_offload_bytes without a folder")
+    return config, partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
 
 
 def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
