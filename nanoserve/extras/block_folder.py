@@ -47,7 +47,7 @@ def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes
     """
     options = {name: getattr(config, name) for name in (
         "dtype", "kernels", "model_impl", "quantization", "block_size", "hf_overrides",
-        "load_format", "seed", "speculative_config")}
+        "tensor_parallel_size", "load_format", "seed", "speculative_config")}
     if config.load_format != "dummy":
         del options["seed"]  # of random weights
     about = json.dumps([VERSION, sys.byteorder, options, shapes], sort_keys=True, default=str)

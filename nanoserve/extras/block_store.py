@@ -2,9 +2,9 @@
 
 The prefix cache forgets a block when its memory is needed. Then its KV must be computed again, at
 the price of a prefill. Here such blocks are kept: in a pool beside the KV cache, of
-`kv_offload_bytes`, and in a folder of files, `kv_store` (block_folder.py), where a new engine, or
-one beside this one, finds them again. Others call it KV offloading and connectors (vLLM),
-hierarchical caching (SGLang), or LMCache.
+`kv_offload_bytes` (block_pool.py), and in a folder of files, `kv_store` (block_folder.py), where a
+new engine, or one beside this one, finds them again. Others call it KV offloading and connectors
+(vLLM), hierarchical caching (SGLang), or LMCache.
 
     KV cache ──save: forgotten, or new──► pool ──a thread writes──► folder
         ▲                                 │  ▲                        │
@@ -20,12 +20,13 @@ is written: first the saves, then the loads. Nothing runs beside a step that tou
 counts when its step has finished, so the loads of a failed step don't count. Threads touch files
 only, and no step waits for them: a request whose blocks are being read sits out, others go on.
 
-Not known here: layers, what the bytes mean. Known limit: a block goes to the folder via the pool,
-one copy more than needed; the folder is for one rank. Road not taken: copies on a stream of their
-own, which hide their time and have corrupted KV in silence in two public engines.
+Not known here: the bytes. Known limit: a block goes to the folder via the pool, one copy more than
+needed. Road not taken: copies on a stream of their own, which hide their time and have corrupted KV
+in silence in two public engines.
 """
 
 import hashlib
+import os
 import sys
 import time
 from array import array
@@ -44,10 +45,10 @@ import torch
 from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
 from nanoserve.extras.block_folder import Folder, fingerprint
+from nanoserve.extras.block_pool import HostPool
 from nanoserve.frontend.metrics import Counter
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
-POOL_BYTES = 2 ** 29  # the least size of a pool that only serves a folder
 MAX_ARRIVALS = 32  # blocks that the reading thread was asked for and has not read
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
@@ -63,11 +64,12 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
     if config.kernels == "cpu" and config.block_size % TILE:
         raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be saved "
                          f"if it is a multiple of {TILE}; choose one, or kernels='torch'")
-    if config.kv_store is not None and config.tensor_parallel_size > 1:
+    has_folder = config.kv_store is not None
+    if has_folder and config.tensor_parallel_size > 1 and not hasattr(os, "memfd_create"):
         raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
-                         f"{config.tensor_parallel_size}: files hold one rank's blocks; use "
-                         "kv_offload_bytes, which works on several ranks")
-    return config, partial(HostPool, num_bytes=config.kv_offload_bytes)
+                         f"{config.tensor_parallel_size}: the ranks must share memory, which works "
+                         "on Linux; use kv_offload_bytes without a folder")
+    return config, partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
 
 
 def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
@@ -80,51 +82,6 @@ def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
     store = BlockStore(llm.runner.pool, blocks, base, folder, {"model_name": str(config.model)})
     llm.store = llm.scheduler.store = store
     llm.observers.append(store)
-
-
-# ---------------------------------------------------------------- bytes in memory
-
-
-class HostPool:
-    """One rank's slots, each with room for a block's KV over all layers; made behind the cache.
-
-    memory: (num_slots, block_bytes) uint8, pinned where there is a GPU. num_bytes: its size; 0 for
-    what a folder needs, which is room for all that one step computes. Raises `ValueError` if it has
-    no room for a block.
-    """
-
-    def __init__(self, runner: Any, num_bytes: int):
-        caches = [cache for pair in runner.kv_cache for cache in pair]
-        self.shapes = [[*cache.shape[1:], str(cache.dtype)] for cache in caches]
-        self.caches = [cache.flatten(1).view(torch.uint8) for cache in caches]  # (blocks, bytes)
-        block_bytes = sum(cache.shape[1] for cache in self.caches)
-        full_step = runner.config.max_num_batched_tokens // runner.config.block_size * block_bytes
-        num_bytes = num_bytes or max(POOL_BYTES, full_step)
-        self.num_slots = runner.ranks.least(num_bytes // block_bytes)
-        if not self.num_slots:
-            raise ValueError(f"kv_offload_bytes={num_bytes:,} has no room for a block of "
-                             f"{block_bytes:,} bytes: raise it")
-        try:
-            self.memory = torch.empty(self.num_slots, block_bytes, dtype=torch.uint8,
-                                      pin_memory=runner.device.type == "cuda")
-        except RuntimeError as error:
-            raise ValueError(f"no memory for a pool of {self.num_slots:,} blocks of {block_bytes:,}"
-                             " bytes: lower kv_offload_bytes") from error
-
-    def move(self, host: dict[str, Any]) -> None:
-        """Queue a step's copies. host: the batch's sections. Saves come first, because a load may
-        overwrite a block that is saved."""
-        for block_id, slot in host["block_saves"].reshape(-1, 2).tolist():
-            for cache, there in self._parts(slot):
-                there.copy_(cache[block_id], non_blocking=True)
-        for block_id, slot in host["block_loads"].reshape(-1, 2).tolist():
-            for cache, there in self._parts(slot):
-                cache[block_id].copy_(there, non_blocking=True)
-
-    def _parts(self, slot: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each cache, and its part of the slot."""
-        return zip(self.caches, self.memory[slot].split([one.shape[1] for one in self.caches]),
-                   strict=True)
 
 
 # ------------------------------------------------------------------ what is where

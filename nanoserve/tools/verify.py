@@ -101,7 +101,7 @@ GPU_MODES = [  # what a GPU has of its own, switched off one after the other
     Mode("no graphs", dict(enforce_eager=True))]
 PARALLEL_MODES = [  # run over several ranks, too
     BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED, POOLED,
-    Mode("overlap", dict(async_scheduling=True))]
+    Mode("restarted", restarts=True), Mode("overlap", dict(async_scheduling=True))]
 
 
 @dataclass

@@ -247,10 +247,12 @@ def test_rows_for_several_ranks(capsys, monkeypatch, qwen3):
     monkeypatch.setattr(verify, "EngineConfig", lambda model, **options: config(model=model))
     code, rows, _ = run(capsys, qwen3, "--tensor-parallel-size", 2, "--num-prompts", 8,
                         "--max-tokens", 16)
-    assert code == 0 and asked == [1, 2, 2, 2, 2, 2]
+    assert code == 0 and asked == [1, 2, 2, 2, 2, 2, 2, 2]
     assert list(rows) == ["alone", "batched, 2 ranks", "chunked, cached, 2 ranks",
-                          "preempted, 2 ranks", "offloaded, 2 ranks", "overlap, 2 ranks"]
+                          "preempted, 2 ranks", "offloaded, 2 ranks", "restarted, 2 ranks",
+                          "overlap, 2 ranks"]
     assert int(rows["preempted, 2 ranks"]["preempted"]) > 0
+    assert int(rows["restarted, 2 ranks"]["cached"]) > 100
 
 
 def test_ctrl_c_prints_what_was_compared(capsys, monkeypatch, qwen3):

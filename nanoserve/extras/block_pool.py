@@ -1,0 +1,122 @@
+"""KV blocks in host memory: slots that a step copies to and from, on every rank.
+
+A *slot* has room for one block's KV over all layers. The packed step says which blocks are saved to
+which slots, and which are loaded. With tensor parallelism each rank has a share of each block, the
+KV of its own heads. All ranks use the same slot numbers, each in memory of its own.
+
+With a folder, all shares of a block must be saved together or not at all. So then the slots are one
+memory that all ranks map, and one file has the bytes of one slot:
+
+    slot 0                                slot 1
+    [ rank 0's share | rank 1's share ]   [ rank 0's share | rank 1's share ]   ...
+      each rank copies its own share from and to its cache: layer 0's keys, then its values, ...
+      the threads of rank 0 copy whole slots from and to files
+
+**Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares, so
+damage to one share is a miss for the block. A rank loads a slot only because a step says so, and
+rank 0 sends that step after the slot's last byte was written. A slot that a step saves is written
+to its file when the step has finished on rank 0. It can't finish there before all ranks have saved,
+because the network's sums need all ranks. A step that only saves runs no network: `move` then adds
+up zeros over all ranks.
+
+The shared memory is a file without a name (memfd), which the other ranks open through /proc. It is
+gone when the last process that maps it has ended, also after `kill -9`.
+
+Not known here: which block a slot has (block_store.py). Known limit: shared memory is not pinned,
+so with GPUs the host waits for these copies. Road not taken: each rank reads and writes files of
+its own. Then a block can be incomplete, and the ranks must tell rank 0 in every step what they have
+read.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from nanoserve.parallel.ranks import Ranks
+
+POOL_BYTES = 2 ** 29  # the least size of a pool that only serves a folder
+
+
+class HostPool:
+    """One rank's slots; made behind the cache, by all ranks at the same time.
+
+    memory: (num_slots, bytes) uint8, the whole slots; pinned where there is a GPU, unless ranks
+    share it. own: (num_slots, block_bytes), this rank's share of them. num_bytes: the size of all
+    its shares; 0 for what a folder needs, which is room for all that one step computes. has_folder:
+    see above. Raises `ValueError` if there is no room for a block, or no memory that ranks share.
+    """
+
+    def __init__(self, runner: Any, num_bytes: int, has_folder: bool):
+        caches = [cache for pair in runner.kv_cache for cache in pair]
+        self.ranks = runner.ranks
+        self.shapes = [[*cache.shape[1:], str(cache.dtype)] for cache in caches]
+        self.caches = [cache.flatten(1).view(torch.uint8) for cache in caches]  # (blocks, bytes)
+        block_bytes = sum(cache.shape[1] for cache in self.caches)
+        full_step = runner.config.max_num_batched_tokens // runner.config.block_size * block_bytes
+        num_bytes = num_bytes or max(POOL_BYTES, full_step)
+        self.num_slots = self.ranks.least(num_bytes // block_bytes)
+        if not self.num_slots:
+            raise ValueError(f"kv_offload_bytes={num_bytes:,} has no room for a block of "
+                             f"{block_bytes:,} bytes: raise it")
+        self.is_shared = has_folder and self.ranks.size > 1
+        try:  # also if ranks share it: this refuses what is too large, and a mapping does not
+            self.own = self.memory = torch.empty(
+                self.num_slots, block_bytes, dtype=torch.uint8,
+                pin_memory=runner.device.type == "cuda" and not self.is_shared)
+        except RuntimeError as error:
+            raise ValueError(f"no memory for a pool of {self.num_slots:,} blocks of {block_bytes:,}"
+                             " bytes: lower kv_offload_bytes") from error
+        if self.is_shared:
+            widest = -self.ranks.least(-block_bytes)  # ranks may have a KV head more or less
+            memory = share_memory(self.ranks, self.num_slots * self.ranks.size * widest)
+            self.memory = memory.view(self.num_slots, -1)
+            first = self.ranks.rank * widest
+            self.own = self.memory[:, first:first + block_bytes]
+
+    def move(self, host: dict[str, Any]) -> None:
+        """Queue a step's copies. host: the batch's sections. Saves come first, because a load may
+        overwrite a block that is saved."""
+        for block_id, slot in host["block_saves"].reshape(-1, 2).tolist():
+            for cache, there in self._parts(slot):
+                there.copy_(cache[block_id], non_blocking=True)
+        for block_id, slot in host["block_loads"].reshape(-1, 2).tolist():
+            for cache, there in self._parts(slot):
+                cache[block_id].copy_(there, non_blocking=True)
+        if self.is_shared and not len(host["input_ids"]):  # no network runs
+            self.ranks.all_reduce(torch.zeros(1, device=self.caches[0].device))
+
+    def _parts(self, slot: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each cache, and its part of the slot."""
+        return zip(self.caches, self.own[slot].split([one.shape[1] for one in self.caches]),
+                   strict=True)
+
+
+def share_memory(ranks: Ranks, num_bytes: int) -> torch.Tensor:
+    """Zeros that all ranks map, (num_bytes,) uint8. All ranks call it at the same time.
+
+    Raises `ValueError` on all ranks if one does not find the memory. The random name tells: another
+    machine may have a process with rank 0's number, but no such file in it.
+    """
+    file, name, memory = -1, secrets.randbits(62), None
+    with ExitStack() as stack:
+        if ranks.rank == 0:
+            opened = stack.enter_context(open(os.memfd_create(f"nanoserve-{name}"), "wb"))
+            opened.truncate(num_bytes)
+            file = opened.fileno()
+        process, file, name = ranks.agree(os.getpid(), file, name)
+        path = f"/proc/{process}/fd/{file}"
+        try:
+            if f"nanoserve-{name} " in os.readlink(path):
+                memory = torch.from_file(path, True, num_bytes, dtype=torch.uint8)
+        except (OSError, RuntimeError):
+            pass
+        everywhere = ranks.least(memory is not None)  # by now each has opened the file, or failed
+    if not everywhere:
+        raise ValueError(f"kv_store on {ranks.size} ranks, which share a pool of {num_bytes:,} "
+                         "bytes in memory: run all of them on one machine, or use kv_offload_bytes "
+                         "without a folder")
+    return memory

@@ -1,0 +1,151 @@
+"""A folder behind several ranks: each has its share of every block, and all shares are one file.
+The ranks are threads; tests/parallel/test_processes_store.py has processes."""
+
+import os
+import time
+
+import pytest
+import torch
+from checkpoints import SIZES, Reference, assert_same_text, save
+from rank_threads import start_in_threads
+from test_block_store_engine import LONG, OTHER, SMALL, ask, num_loaded
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from nanoserve import LLM
+from nanoserve import llm as llm_module
+from nanoserve.extras.block_pool import HostPool
+
+
+@pytest.fixture
+def expect(references):
+    """Compares texts with transformers'."""
+    def compare(prompts, texts):
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert_same_text(text, *references("qwen3", prompt, 12), "qwen3")
+    return compare
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Ranks above 0 are threads of this process. Returns the ranks' pools of the newest engine, and
+    each of them has that rank's cache."""
+    pools, make = {}, HostPool.__init__
+
+    def record(pool, runner, **options):
+        pools[runner.ranks.rank] = pool
+        make(pool, runner, **options)
+
+    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
+    monkeypatch.setattr(HostPool, "__init__", record)
+    return pools
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """3 KV heads: over 2 ranks these are 1 and 2."""
+    config = LlamaConfig(**SIZES | dict(hidden_size=48), num_attention_heads=6,
+                         num_key_value_heads=3)
+    return save(AutoModelForCausalLM.from_config(config), tmp_path_factory.mktemp("uneven"))
+
+
+def files_of(path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.glob("*.kv")}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_gets_its_own_bytes_again(uneven, tmp_path, in_threads, size):
+    """Shares of 1 and 2 KV heads; every rank's cache, before it holds anything, is full of NaN."""
+    def run() -> tuple[dict[bytes, list[bytes]], list[int], int]:
+        with LLM(uneven, **SMALL, tensor_parallel_size=size, kv_store=str(tmp_path)) as llm:
+            pools = [in_threads[rank] for rank in range(size)]
+            for pool in pools:
+                for cache in pool.caches:
+                    cache.view(torch.float32).fill_(torch.nan)
+            text, = ask(llm, LONG)
+            blocks = {key: entry.block_id for key, entry in llm.scheduler.blocks.cached.items()}
+            return {key: [bytes(cache[block_id]) for pool in pools for cache in pool.caches]
+                    for key, block_id in blocks.items()}, text, num_loaded(llm)
+
+    (before, text, none), (after, again, loaded) = run(), run()
+    assert none == 0 and loaded == 96 and len(before) >= 6
+    assert before == after
+    assert_same_text(text, *Reference(uneven).generate(LONG, 12), "uneven")
+    assert again == text
+
+
+def test_damage_to_one_ranks_share_is_a_miss_for_the_block(qwen3, expect, tmp_path, in_threads):
+    options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+        share = llm.runner.pool.memory.shape[1] // 2
+    right = files_of(tmp_path)
+    for name, data in right.items():
+        if f'"tokens": {LONG[48:64]}'.encode() in data:  # block 3; its last byte is rank 1's
+            data = bytearray(data)
+            data[-share] ^= 1
+            (tmp_path / name).write_bytes(data)
+    assert files_of(tmp_path) != right
+    with LLM(qwen3, **options) as llm:
+        expect([LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 48, "blocks 0 to 2"
+    with LLM(qwen3, **options) as llm:
+        expect([LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 96, "it was written anew"
+    assert files_of(tmp_path).keys() == right.keys()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4)])
+def test_a_folder_that_other_ranks_have_filled_brings_nothing(checkpoints, tmp_path, in_threads,
+                                                              sizes):
+    """(2, 4): with one KV head, of which each rank has a copy, all shares look the same."""
+    folder = checkpoints["qwen3-tied"]
+    texts = []
+    for size, found in zip((*sizes, *sizes), (0, 0, 96, 96), strict=True):
+        with LLM(folder, **SMALL, tensor_parallel_size=size, kv_store=str(tmp_path)) as llm:
+            texts += ask(llm, LONG)
+            assert num_loaded(llm) == found
+    assert_same_text(texts[0], *Reference(folder).generate(LONG, 12), "tied")
+    assert texts == texts[:1] * 4
+
+
+def test_a_rank_that_saves_late_is_waited_for(qwen3, expect, tmp_path, in_threads, monkeypatch):
+    """A step that only saves runs no network. Rank 0 had written the slots before rank 1 had put
+    its share into them."""
+    move, late = HostPool.move, []
+
+    def slow(pool, host):
+        if pool.ranks.rank == 1 and not len(host["input_ids"]):
+            late.append(len(host["block_saves"]) // 2)
+            time.sleep(0.5)
+        move(pool, host)
+
+    monkeypatch.setattr(HostPool, "move", slow)
+    options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path))
+    prompt = LONG + [1]  # of 101 + 12 tokens 112 are computed: the last one fills a block
+    with LLM(qwen3, **options) as llm:
+        text, = ask(llm, prompt)
+    assert late == [1]
+    with LLM(qwen3, **options) as llm:
+        longer = prompt + text
+        expect([prompt, longer], [text, *ask(llm, longer)])
+        assert num_loaded(llm) == 112
+
+
+def test_a_pool_that_is_too_small_for_a_prompt(qwen3, expect, tmp_path, in_threads):
+    """Four slots: what is read and what is saved take each other's."""
+    prompts = [LONG, OTHER] * 3
+    options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path), kv_offload_bytes=1)
+    options["kv_offload_bytes"] = 4 * 3 * 2 * 16 * 32 * 4  # layers, K and V, tokens, numbers, bytes
+    for _ in range(2):
+        with LLM(qwen3, **options) as llm:
+            assert llm.runner.pool.num_slots == 4
+            expect(prompts, [ask(llm, prompt)[0] for prompt in prompts])
+            loaded = num_loaded(llm)
+    assert loaded > 0
+
+
+def test_a_system_on_which_ranks_can_share_no_memory_is_refused_in_words(qwen3, tmp_path,
+                                                                        monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ValueError, match="kv_store='.*' with tensor_parallel_size=2: .* Linux"):
+        LLM(qwen3, **SMALL, tensor_parallel_size=2, kv_store=str(tmp_path))

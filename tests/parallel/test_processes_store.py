@@ -1,0 +1,75 @@
+"""Ranks as processes with a folder of blocks behind them: started again, killed, and on machines
+that share no memory. What each rank has in its slots: tests/extras/test_block_store_ranks.py."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from checkpoints import assert_same_text
+from process_tools import PATIENCE, Script, in_children, looks_into_proc, run
+
+from nanoserve import LLM
+
+pytestmark = looks_into_proc
+PROMPTS = [[(37 * i + 11 * j) % 251 for j in range(100)] for i in range(6)]
+
+
+@pytest.fixture
+def check(references):
+    """The texts of `PROMPTS` are transformers'; returns them, and how many tokens were found."""
+    def check(llm: LLM, prompts=PROMPTS) -> tuple[list[list[int]], int]:
+        outputs = run(llm, prompts)
+        llm.store.check()
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_same_text(output.outputs[0].token_ids, *references("qwen3", prompt, 12), "store")
+        return [output.outputs[0].token_ids for output in outputs], llm.store.num_hits
+    return check
+
+
+def test_processes_that_start_again_find_their_prompts(qwen3, start, check, tmp_path):
+    """The text is transformers', and that of an engine without a store."""
+    options = dict(kv_store=str(tmp_path), num_gpu_blocks_override=20)
+    with start(**options) as llm:
+        check(llm)
+    with start(**options) as llm:
+        texts, loaded = check(llm, PROMPTS[::-1])
+    assert loaded >= 6 * 96
+    with start(tensor_parallel_size=1) as llm:
+        assert [output.outputs[0].token_ids for output in run(llm, PROMPTS[::-1])] == texts
+
+
+def test_ranks_on_another_machine_are_refused_in_words(start, tmp_path, monkeypatch):
+    """A process of that number may be there, but it is another one."""
+    in_children(monkeypatch, "import os; os.readlink = lambda path: '/dev/null'")
+    with pytest.raises(ValueError, match="2 ranks, which share a pool .*: run all of them on one"):
+        start(kv_store=str(tmp_path))
+
+
+WRITE = """
+print("ready", flush=True)
+for i in range(1000):
+    llm.generate([[(i * 37 + j * 11) % 251 for j in range(100)]], params, use_tqdm=False)
+"""
+
+
+@pytest.mark.usefixtures("leave_nobody")
+def test_ranks_that_are_killed_while_blocks_are_written(qwen3, start, check, tmp_path):
+    """Two engines write the same blocks; of one rank 0 is killed, of the other one rank 1. Who
+    comes after them finds whole files, and the right ones."""
+    folder = tmp_path / "blocks"
+    scripts = [Script(qwen3, tmp_path / name, WRITE, setting="from functools import partial\n"
+                      f"LLM = partial(LLM, kv_store={str(folder)!r}, dtype='float32')")
+               for name in ("first", "second")]
+    others = [int(script.line().rpartition("[")[2].partition("]")[0]) for script in scripts]
+    assert [script.line() for script in scripts] == ["ready", "ready"]
+    time.sleep(0.5 + 0.5 * random.random())
+    for victim in scripts[0].process.pid, others[1]:
+        os.kill(victim, signal.SIGKILL)
+    for script in scripts:
+        script.end(PATIENCE)
+    assert f"rank 1 (process {others[1]}) died" in scripts[1].err
+    with start(kv_store=str(folder)) as llm:
+        _, loaded = check(llm)
+        assert loaded >= 96 and not llm.store.folder.is_damaged
