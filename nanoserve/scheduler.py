@@ -225,9 +225,7 @@ class Scheduler:
             self._admit(seq, hits, num_cached)
             step.admitted.append(seq)
             self.blocks.allocate(seq, num_cached + num_new)
-            if slots:
-                self._add_loads(step, seq, slots)
-            self._add_row(step, seq, num_cached, num_new)
+            self._add_row(step, seq, num_cached, num_new, slots)
             budget -= num_new
 
     def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
@@ -262,34 +260,29 @@ class Scheduler:
         seq.row = self.free_rows.pop()
         insort(self.running, seq, key=self.order)
 
-    def _add_loads(self, step: Step, seq: Sequence, slots: list[int]) -> None:
-        """Let the step load these blocks from the store; they follow the hit blocks. Their tokens
-        are in flight until the step has finished, as tokens that it computes are."""
+    def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
+                 slots: list[int] | tuple = ()) -> None:
+        """Let the step compute `num_new` tokens from position `start` on. slots: the store's, for
+        the blocks before `start`, which the step loads. Loaded tokens are in flight, too, until it
+        has finished."""
         size = self.blocks.block_size
-        first = seq.num_computed_tokens // size
-        step.block_loads += zip(seq.block_table[first:], slots, strict=False)  # the table is longer
-        step.num_loaded[seq] = len(slots) * size
-        seq.num_inflight_tokens += len(slots) * size
-        self._mark_pending(step, seq, first, first + len(slots))
-
-    def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int) -> None:
-        step.num_new_tokens[seq] = num_new
-        step.starts.append(start)
-        if num_new > 1 and self.blocks.enable_prefix_caching:
-            size = self.blocks.block_size
-            self._mark_pending(step, seq, start // size, (start + num_new) // size)
+        first = start // size - len(slots)
+        if slots:
+            step.block_loads += zip(seq.block_table[first:], slots, strict=False)  # it is longer
+            step.num_loaded[seq] = len(slots) * size
+        if (num_new > 1 or slots) and self.blocks.enable_prefix_caching:
+            keys = self.blocks.keys(seq)[first:(start + num_new) // size]
+            step.pending_keys += keys
+            self.pending_keys.update(keys)
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
-        seq.num_inflight_tokens += num_new
+        step.num_new_tokens[seq] = num_new
+        step.starts.append(start)
+        seq.num_inflight_tokens += len(slots) * size + num_new
         if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
             step.sampling.append(seq)  # an unfinished chunk samples nothing
             seq.num_unknown_tokens += 1
-
-    def _mark_pending(self, step: Step, seq: Sequence, first: int, end: int) -> None:
-        keys = self.blocks.keys(seq)[first:end]
-        step.pending_keys += keys
-        self.pending_keys.update(keys)
 
     # ------------------------------------------------------------- results
 
