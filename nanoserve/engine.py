@@ -128,11 +128,8 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
         its caller has aborted it and need not wait)."""
-        return bool(self.requests or self.in_flight or self._has_saves()) or any(
+        return bool(self.requests or self.in_flight) or any(
             not output.aborted for output in self.inbox)
-
-    def _has_saves(self) -> bool:
-        return self.store is not None and self.store.has_saves()
 
     # ---------------------------------------------------------------- the loop
 
@@ -174,13 +171,13 @@ class LLMEngine:
                 step = self.scheduler.schedule()
                 for observer in self.observers:
                     observer.scheduled(step)
-            if step.has_work:
+            if step.num_new_tokens:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
                     self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
-            if step.sitting_out and not (step.has_work or self.in_flight):
+            if step.sitting_out and not (step.num_new_tokens or self.in_flight):
                 self.store.wait()  # its thread reads the blocks that these sequences wait for
-            elif len(self.in_flight) > self.depth or not step.has_work:
+            elif len(self.in_flight) > self.depth or not step.num_new_tokens:
                 self._take_result()
         except BaseException:
             self._drop_in_flight()
@@ -280,12 +277,10 @@ class LLMEngine:
             raise errors[0]
 
     def _rest(self) -> None:
-        """No request is left: end the steps in flight, and save what is to be saved."""
+        """No request is left: end the steps in flight."""
         try:
             while self.in_flight:
                 self._take_result()
-            while self._has_saves() or self.in_flight:
-                self._advance()
         except BaseException:
             self._drop_in_flight()
             raise

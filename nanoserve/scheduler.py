@@ -122,9 +122,7 @@ class Scheduler:
             self._schedule_waiting(step, budget)
         if self.propose is not None and not step.preempted:
             self._add_drafts(step, self.propose)
-        if self.store is not None:
-            self.store.plan(step)
-        if step.has_work:
+        if step.num_new_tokens:
             self.in_flight.append(step)
         return step
 
@@ -299,8 +297,6 @@ class Scheduler:
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
         self.pending_keys.difference_update(step.pending_keys)
-        if self.store is not None:
-            self.store.finished(step)
         for seq, num_new in chain(step.num_new_tokens.items(), step.num_loaded.items()):
             seq.num_inflight_tokens -= num_new
             seq.num_computed_tokens += num_new
@@ -349,8 +345,6 @@ class Scheduler:
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again."""
         for step in self.in_flight:
-            if self.store is not None:
-                self.store.dropped(step)
             for seq in step.num_new_tokens:
                 seq.num_inflight_tokens = seq.num_unknown_tokens = seq.num_draft_tokens = 0
         self.in_flight.clear()

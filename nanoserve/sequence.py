@@ -157,10 +157,6 @@ class Step:
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens in its loaded blocks
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.num_new_tokens or self.block_saves)
-
-    @property
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens.values())
 

@@ -250,14 +250,14 @@ class Drive:
         self.seen["preemption"] += len(step.preempted)
         self.seen["interruption"] += bool(step.admitted and step.preempted)
         self.seen["draft"] += sum(map(len, step.drafts.values()))
-        if step.has_work:
+        if step.num_new_tokens:
             self.seen["released"] += any(seq.num_released_blocks for seq in step.num_new_tokens)
             self.seen["reused in flight"] += bool(self.blocks_in_flight() & {
                 block for seq in step.admitted for block in seq.block_table})
             self.in_flight.append(self.device.launch(step))
         self.check()
         if self.in_flight and (len(self.in_flight) > self.workload.depth
-                               or not step.has_work):
+                               or not step.num_new_tokens):
             launched = self.in_flight.popleft()
             sampled = self.device.fetch(launched)
             for seq, tokens in self.scheduler.update(launched.step, sampled).items():

@@ -74,12 +74,12 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
 
 def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
     """Give an engine its store; its runner has the pool already."""
-    config, blocks = llm.config, llm.scheduler.blocks
-    folder, base = None, b""
+    config, folder, base = llm.config, None, b""
     if config.kv_store is not None:
         base = fingerprint(config, model_folder, llm.runner.pool.shapes)
         folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
-    store = BlockStore(llm.runner.pool, blocks, base, folder, {"model_name": str(config.model)})
+    store = BlockStore(llm.runner.pool, llm.scheduler, base, folder,
+                       {"model_name": str(config.model)}, llm.runner)
     llm.store = llm.scheduler.store = store
     llm.observers.append(store)
 
@@ -112,16 +112,16 @@ class Chain:
 
 
 class BlockStore:
-    """Knows which slot holds which block. The scheduler calls it; it's an observer, too.
+    """Knows which slot holds which block. An observer; the scheduler asks it for blocks, too.
 
-    pool: rank 0's. blocks: the block manager. base: the digest that all others begin with. folder:
-    None for no files; then only blocks that the cache evicts are saved.
+    pool: rank 0's. base: the digest that all others begin with. folder: None for no files; then
+    only blocks that the cache evicts are saved. runner: for steps that only save.
     """
 
-    def __init__(self, pool: HostPool, blocks: Any, base: bytes, folder: Folder | None,
-                 labels: dict[str, str]):
-        self.pool, self.blocks, self.base, self.folder = pool, blocks, base, folder
-        self.labels = labels
+    def __init__(self, pool: HostPool, scheduler: Any, base: bytes, folder: Folder | None,
+                 labels: dict[str, str], runner: Any = None):
+        self.pool, self.scheduler, self.base, self.folder = pool, scheduler, base, folder
+        self.blocks, self.labels, self.runner = scheduler.blocks, labels, runner
         self.slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
         self.held: list[bytes | None] = [None] * pool.num_slots  # the reverse: digests by slot
         self.free = list(range(pool.num_slots))[::-1]
@@ -135,9 +135,9 @@ class BlockStore:
         self.written: deque[int] = deque()  # slots that the writing thread is done with
         self.all_pinned = False  # no slot in `slots` could be taken, when that was tried last
         self.num_queries = self.num_hits = self.num_saved = self.num_lost = 0
-        blocks.on_evict = self.leave
+        self.blocks.on_evict = self.leave
         if folder is not None:
-            blocks.on_commit = self.leave
+            self.blocks.on_commit = self.leave
             self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def leave(self, entry: CacheEntry) -> None:
@@ -174,12 +174,6 @@ class BlockStore:
         """Whether blocks of a waiting sequence are on their way from the folder."""
         return seq in self.reading
 
-    def has_saves(self) -> bool:
-        """Whether a step could save something now. Changes nothing: any thread may ask. Not when
-        the program ends and closes a stream that was left open: torch can't run a step by then."""
-        return bool(self.leaving) and not sys.is_finalizing() and bool(
-            self.free or self.written or not self.all_pinned)
-
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory. Changes nothing."""
         slots: list[int] = []
@@ -190,6 +184,13 @@ class BlockStore:
                 break
             slots.append(slot)
         return slots
+
+    def wait(self) -> None:
+        """Nothing else can be scheduled: give the reading thread a moment."""
+        if self.reading:
+            time.sleep(0.0005)
+
+    # ------------------------------------------------------ the life of a step
 
     def plan(self, step: Step) -> None:
         """Give the step its saves. Called when the rest of it is planned: from here on until it has
@@ -243,10 +244,19 @@ class BlockStore:
             self._unpin(moves.loads)
             self.free += [slot for slot, _ in moves.saves.values()]
 
-    def wait(self) -> None:
-        """Nothing else can be scheduled: give the reading thread a moment."""
-        if self.reading:
-            time.sleep(0.0005)
+    def save_rest(self) -> None:
+        """No request is left: save new blocks in steps that do nothing else. If such a step fails,
+        its blocks are lost, which only costs time; a rank that died shows in the next step. Torch
+        can't run a step when the program ends, and closes a stream that was left open."""
+        while self.leaving and not sys.is_finalizing():
+            self.plan(step := Step(-1))
+            if not step.block_saves:
+                return  # no slot is free
+            try:
+                self.runner.fetch(self.runner.launch(step))
+            except RuntimeError:
+                return self.dropped(step)
+            self.finished(step)
 
     def clear(self) -> None:
         """Forget everything, and delete the folder's blocks. Saves that are under way have an older
@@ -380,17 +390,25 @@ class BlockStore:
             self._ask(chain)
 
     def scheduled(self, step: Step) -> None:
-        """Nothing to do: the scheduler has called `plan`."""
+        for lost in self.in_flight.keys() - self.scheduler.in_flight:
+            self.dropped(lost)
+        if step.num_new_tokens:
+            self.plan(step)
+        else:
+            self._take_arrivals()
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        """Nothing to do: the scheduler has called `finished`."""
+        self.finished(step)
 
     def ended(self, sequences: list[Sequence]) -> None:
+        """Called after each step, mostly with none."""
         for seq in sequences:
             if self.folder is not None:
                 self._have_written(self.folder.touch, self._digest_blocks(seq))
             self.digests.pop(seq, None)
             self.reading.pop(seq, None)
+        if self.leaving and not self.scheduler.has_unfinished():
+            self.save_rest()
 
     def read_metrics(self) -> list[Counter]:
         """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names; blocks that were

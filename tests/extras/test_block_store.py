@@ -32,15 +32,29 @@ class DeviceWithPool(FakeDevice):
         super().run(launched)
 
 
+def store_of(pool, blocks: BlockManager) -> BlockStore:
+    return BlockStore(pool, SimpleNamespace(blocks=blocks, in_flight=[]), b"", None, {})
+
+
 class StoredDrive(Drive):
     """A workload with a pool of 16 blocks, audited after every step."""
 
     def __init__(self, workload: Workload, seen: Counter, num_slots: int = 16):
         super().__init__(workload, seen)
-        blocks = self.scheduler.blocks
-        self.store = BlockStore(SimpleNamespace(num_slots=num_slots), blocks, b"", None, {})
-        self.scheduler.store = self.store
-        self.device = DeviceWithPool(blocks, workload.window)
+        scheduler = self.scheduler
+        self.store = scheduler.store = BlockStore(
+            SimpleNamespace(num_slots=num_slots), scheduler, b"", None, {})
+        self.device = DeviceWithPool(scheduler.blocks, workload.window)
+        schedule, update = scheduler.schedule, scheduler.update
+        scheduler.schedule = lambda: self.tell(self.store.scheduled, schedule())
+        scheduler.update = lambda step, sampled: self.tell(
+            lambda grown: self.store.updated(step, grown), update(step, sampled))
+
+    @staticmethod
+    def tell(observer, news):
+        """As the engine does."""
+        observer(news)
+        return news
 
     def reset(self) -> None:
         before = self.seen["reset"]
@@ -57,6 +71,7 @@ class StoredDrive(Drive):
         self.seen["loaded"] += self.store.num_hits
         self.seen["saved"] += self.store.num_saved
         self.seen["lost"] += self.store.num_lost
+        self.store.scheduled(Step(-1))  # which finds out about a step that was dropped
         assert not any(self.store.pins.values()) and not self.store.in_flight
 
 
@@ -94,7 +109,7 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     """A child block matched the other chain although its own tokens were equal. In memory the
     parent's identity tells them apart; here the digest does, whatever xxh3 says."""
     monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: b"the same for all")
-    store = BlockStore(SimpleNamespace(num_slots=4), BlockManager(4, 4), b"", None, {})
+    store = store_of(SimpleNamespace(num_slots=4), BlockManager(4, 4))
     child = [9, 9, 9, 9]
     first, second = (CacheEntry(b"key", 0, tokens, None) for tokens in ([1] * 4, [2] * 4))
     for parent in (first, second):
@@ -114,7 +129,7 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     """One slot, whose block is on its way into the cache while another block is forgotten: there is
     no room for that one, and the bytes that are being read stay as they are."""
     blocks = BlockManager(4, 4)
-    store = BlockStore(SimpleNamespace(num_slots=1), blocks, b"", None, {})
+    store = store_of(SimpleNamespace(num_slots=1), blocks)
     store.leave(CacheEntry(b"a", 0, [1] * 4, None))
     first, second = Step(0), Step(1)
     store.plan(first)
@@ -136,7 +151,7 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
 
 def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_slot():
     pool = SimpleNamespace(num_slots=2, memory=torch.zeros(2, 8, dtype=torch.uint8))
-    store = BlockStore(pool, BlockManager(4, 4), b"", None, {})
+    store = store_of(pool, BlockManager(4, 4))
     entry = CacheEntry(b"a", 0, [1] * 4, None)
     store.leave(entry)
     first, second, read = Step(0), Step(1), Future()
@@ -154,16 +169,15 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
 
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     blocks = BlockManager(4, 4)
-    store = BlockStore(SimpleNamespace(num_slots=1), blocks, b"", None, {})
+    store = store_of(SimpleNamespace(num_slots=1), blocks)
     new, gone, first = (CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(3))
     blocks.entry_of[0] = new
     for entry in (first, new, gone):
         store.leave(entry)
     steps = Step(0), Step(1)
     store.plan(steps[0])
-    assert store.leaving == {new.digest: new} and store.num_lost == 1 and not store.has_saves()
+    assert store.leaving == {new.digest: new} and store.num_lost == 1
     store.finished(steps[0])
-    assert store.has_saves()
     store.plan(steps[1])
     assert steps[1].block_saves == [(0, 0)] and not store.leaving
     store.finished(steps[1])
@@ -171,7 +185,7 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
 
 
 def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
-    store = BlockStore(SimpleNamespace(num_slots=2), BlockManager(4, 4), b"", None, {})
+    store = store_of(SimpleNamespace(num_slots=2), BlockManager(4, 4))
     store.leave(CacheEntry(b"a", 0, [1] * 4, None))
     step = Step(0)
     store.plan(step)
@@ -195,7 +209,7 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     """Every slot waits to be written, and every block of the cache waits for a slot: one step's
     plan took 14 seconds with 8,000 of each."""
     blocks = BlockManager(100, 4)
-    store = BlockStore(SimpleNamespace(num_slots=50), blocks, b"", None, {})
+    store = store_of(SimpleNamespace(num_slots=50), blocks)
     entries = [CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(150)]
     for entry in entries[:50]:
         store.leave(entry)
@@ -209,19 +223,7 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
         store.leave(entry)
     store.plan(Step(1))
     assert len(store.leaving) == 100 and 50 <= Watched.num_looks < 200
-    assert not store.has_saves()
     store.written.append(7)  # it is on the disk: its slot can be taken
     step = Step(2)
     store.plan(step)
     assert [slot for _, slot in step.block_saves] == [7]
-
-
-def test_who_asks_whether_there_is_work_changes_nothing():
-    """Any thread may ask, while another one's step counts slots: it was found to take what had been
-    written off the list, and to go through a dictionary that was changing."""
-    store = BlockStore(SimpleNamespace(num_slots=2), BlockManager(4, 4), b"", None, {})
-    store.leave(CacheEntry(b"a", 0, [1] * 4, None))
-    store.written.append(1)
-    store.pins[1] += 1
-    assert store.has_saves()
-    assert list(store.written) == [1] and store.pins[1] == 1 and len(store.free) == 2
