@@ -120,12 +120,12 @@ class BatchBuilder:
     one more than the number of steps in flight while a batch is built, and before a buffer is
     reused its copy has ended. staged: the numbers are copied to one fixed buffer on the device; on
     a CPU only a stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which
-    is one more sample. moves: whether steps save and load blocks.
+    is one more sample.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, num_buffers: int = 2,
-                 staged: bool = False, num_drafts: int = 0, moves: bool = False):
+                 staged: bool = False, num_drafts: int = 0):
         self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
         width = -(-max_model_len // block_size)
         # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
@@ -133,7 +133,7 @@ class BatchBuilder:
         # and adapter. A draft is one more sample, which has 8 of these numbers.
         size = HEADER + 4 * max_num_batched_tokens + 11 * max_num_seqs + 1 + max_num_seqs * width
         size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
-        size = max(size + moves * 4 * MAX_MOVES, MIN_BUFFER)
+        size += 4 * MAX_MOVES  # which is more than MIN_BUFFER
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]

@@ -168,8 +168,7 @@ class ModelRunner:
                         f"{config.max_num_seqs:,}"):
             self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                         max_model_len, config.block_size, self.device,
-                                        staged=self.wants_graphs, num_drafts=config.num_drafts,
-                                        moves=bool(config.kv_offload_bytes or config.kv_store))
+                                        staged=self.wants_graphs, num_drafts=config.num_drafts)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
