@@ -170,9 +170,6 @@ class EngineConfig:
         if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
             raise ValueError(f"max_loras={self.max_loras} and max_lora_rank={self.max_lora_rank} "
                              "have no effect without enable_lora=True: set it, or leave them out")
-        if (self.kv_offload_bytes or self.kv_store) and not self.enable_prefix_caching:
-            raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
-                             "enable_prefix_caching=True")
 
     @property
     def num_drafts(self) -> int:

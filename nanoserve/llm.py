@@ -81,7 +81,7 @@ class LLM(LLMEngine):
         make_pool = None
         if config.kv_offload_bytes or config.kv_store is not None:
             from nanoserve.extras.block_store import prepare as with_store
-            config, make_pool = with_store(config)
+            make_pool, attach_store = with_store(config)
         ranks = start_ranks(config.tensor_parallel_size, config.device,
                             "nanoserve.model_runner:serve_rank",
                             (config, folder, pooler, layers, make_pool, make_adapters))
@@ -104,7 +104,6 @@ class LLM(LLMEngine):
         inputs = make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, inputs)
         if make_pool is not None:
-            from nanoserve.extras.block_store import attach as attach_store
             attach_store(self, folder, say)
         if config.trace is not None:
             from nanoserve.tools.recorder import attach  # here: the core runs without it

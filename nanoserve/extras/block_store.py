@@ -56,11 +56,14 @@ TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have n
 # ------------------------------------------------------------------ at the start
 
 
-def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
-    """The config with the pool's size filled in, and what makes each rank's pool.
+def prepare(config: EngineConfig) -> tuple[Callable, Callable]:
+    """What makes each rank's pool, and what then hangs a store on the engine.
 
     Raises `ValueError` for options that don't go together.
     """
+    if not config.enable_prefix_caching:
+        raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
+                         "enable_prefix_caching=True")
     if config.kernels == "cpu" and config.block_size % TILE:
         raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be saved "
                          f"if it is a multiple of {TILE}; choose one, or kernels='torch'")
@@ -69,7 +72,7 @@ def prepare(config: EngineConfig) -> tuple[EngineConfig, Callable]:
         raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
                          f"{config.tensor_parallel_size}: the ranks must share memory, which works "
                          "on Linux; use kv_offload_bytes without a folder")
-    return config, partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
+    return partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder), attach
 
 
 def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
