@@ -175,10 +175,11 @@ class LLMEngine:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
                     self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
-            if step.sitting_out and not (step.num_new_tokens or self.in_flight):
-                self.store.wait()  # its thread reads the blocks that these sequences wait for
-            elif len(self.in_flight) > self.depth or not step.num_new_tokens:
+            if len(self.in_flight) > self.depth or (self.in_flight and not step.num_new_tokens):
                 self._take_result()
+            else:
+                assert step.num_new_tokens or step.sitting_out or not self.requests, (
+                    f"stuck: nothing can be scheduled for {list(self.requests)}")
         except BaseException:
             self._drop_in_flight()
             raise
@@ -189,9 +190,6 @@ class LLMEngine:
         Until `fetch` returns, the step can be dropped without effect. From `popleft` on its tokens
         count, and Ctrl-C is held until its outputs are in their inboxes.
         """
-        if not self.in_flight:
-            assert not self.requests, f"stuck: nothing can be scheduled for {list(self.requests)}"
-            return
         step, output = self.in_flight[0]
         token_ids, logprobs, prompt_logprobs = self.runner.fetch(output)
         with ctrl_c_held():

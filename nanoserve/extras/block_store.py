@@ -188,11 +188,6 @@ class BlockStore:
             slots.append(slot)
         return slots
 
-    def wait(self) -> None:
-        """Nothing else can be scheduled: give the reading thread a moment."""
-        if self.reading:
-            time.sleep(0.0005)
-
     # ------------------------------------------------------ the life of a step
 
     def plan(self, step: Step) -> None:
@@ -397,8 +392,10 @@ class BlockStore:
             self.dropped(lost)
         if step.num_new_tokens:
             self.plan(step)
-        else:
-            self._take_arrivals()
+            return
+        self._take_arrivals()
+        if step.sitting_out and not self.scheduler.in_flight:
+            time.sleep(0.0005)  # there is nothing to do but to read
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         self.finished(step)
