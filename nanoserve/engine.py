@@ -16,7 +16,8 @@ the garbage collector closing a forgotten stream, runs in the middle of a step. 
 
 Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C never interrupts a block
-under `ctrl_c_held`. Observers (frontend/metrics.py) watch and change nothing.
+under `ctrl_c_held`. Observers (frontend/metrics.py) watch and change nothing, except that the
+block store adds saves to a step when it is scheduled (extras/block_store.py).
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger

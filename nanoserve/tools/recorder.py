@@ -157,7 +157,7 @@ class Trace:
             return
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():
-            if num_new > 1 or seq.num_computed_tokens % block_size == 0:
+            if num_new > 1 or seq in step.num_loaded or seq.num_computed_tokens % block_size == 0:
                 lane = self.lanes.get(seq)
                 if lane is not None:
                     self._look_at_cache(seq, lane)
