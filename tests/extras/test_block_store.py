@@ -226,3 +226,16 @@ def test_who_asks_whether_there_is_work_changes_nothing():
     store.pins[1] += 1
     assert store.has_saves()
     assert list(store.written) == [1] and store.pins[1] == 1 and len(store.free) == 2
+
+
+def test_what_was_read_for_a_request_that_has_gone_is_let_go():
+    store = BlockStore(SimpleNamespace(num_slots=2), BlockManager(4, 4), b"", None, {})
+    seq, read = Sequence("0", [1] * 5, SamplingParams()), Future()
+    store.reading[seq] = Chain(deque(), deque([(b"digest", read)]))
+    store.asked[b"digest"] = read
+    store.ended([seq])
+    store.plan(Step(0))
+    assert store.asked, "the thread is still at it"
+    read.set_result(bytearray(8))
+    store.plan(Step(1))
+    assert not store.asked
