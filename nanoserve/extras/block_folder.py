@@ -90,7 +90,8 @@ class Folder:
         for left in unfinished:
             if time.time() - _stat(left)[0] > OLD_SECONDS:
                 _delete(left)
-        self.num_bytes = sum(size for _, size in map(_stat, files))
+        self.num_bytes = sum(size for _, size in map(_stat, files))  # when they were last counted
+        self.num_new = 0  # bytes that were written here since then
         self.reads = self.writes = True
         self.is_damaged = False  # one file was: any other may be, and is written anew
 
@@ -141,8 +142,8 @@ class Folder:
                 file.write(xxhash.xxh3_128_digest(data))
                 file.write(data)
             os.replace(own, path)
-            self.num_bytes += _stat(path)[1]
-            if self.num_bytes > self.limit:
+            self.num_new += _stat(path)[1]
+            if self.num_new > min(self.limit / 16, self.limit - self.num_bytes):
                 self._trim()
         except OSError as error:
             _delete(own)
@@ -158,9 +159,12 @@ class Folder:
                 os.utime(self._path_of(digest), ns=(now - 1000 * i, now - 1000 * i))
 
     def _trim(self) -> None:
-        """Delete the oldest until a tenth of the limit is free."""
+        """Count what is there, whoever wrote it. Above the limit, delete the oldest until a tenth
+        of it is free."""
         files = sorted((*_stat(path), path) for path in self._files(".kv"))
-        self.num_bytes = sum(size for _, size, _ in files)
+        self.num_bytes, self.num_new = sum(size for _, size, _ in files), 0
+        if self.num_bytes <= self.limit:
+            return
         for _, size, path in files:
             if self.num_bytes <= 0.9 * self.limit:
                 break
@@ -178,7 +182,7 @@ class Folder:
             self.reads = self.writes = False
             self.say(f"kv_store={str(self.path)!r} can't be emptied, and is not used any more: "
                      f"{error}")
-        self.num_bytes = 0
+        self.num_bytes = self.num_new = 0
 
 
 def _delete(path: Path) -> None:

@@ -302,8 +302,6 @@ class BlockStore:
 
     def _take_arrivals(self) -> None:
         """Give slots to what the reading thread has brought, and ask it for what comes next."""
-        if not self.reading:
-            return
         self.asked = {one: future for one, future in self.asked.items() if not future.done()}
         for chain in dict.fromkeys(self.reading.values()):
             while chain.asked and chain.asked[0][1].done():

@@ -113,6 +113,15 @@ def test_a_path_that_can_be_no_folder_is_refused(tmp_path):
         open_folder(tmp_path / "file")
 
 
+def test_engines_that_share_a_folder_share_its_limit(tmp_path):
+    """Each counted its own files: four engines kept four times what the folder may hold."""
+    limit = 64 * 1250
+    folders = [open_folder(tmp_path, limit) for _ in range(4)]
+    for i in range(400):
+        fill(folders[i % 4], [i.to_bytes(32, "big")])
+        assert sum(one.stat().st_size for one in tmp_path.iterdir()) < 1.3 * limit
+
+
 @pytest.mark.parametrize("in_time", [True, False], ids=["touched", "a missing one first"])
 def test_a_chain_loses_its_tail_before_its_head(tmp_path, in_time):
     """Files were touched as they were read, head first: so a prompt that had just been found lost

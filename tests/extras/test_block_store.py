@@ -227,3 +227,16 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     step = Step(2)
     store.plan(step)
     assert [slot for _, slot in step.block_saves] == [7]
+
+
+def test_what_was_read_for_a_request_that_has_gone_is_let_go():
+    store = store_of(SimpleNamespace(num_slots=2), BlockManager(4, 4))
+    seq, read = Sequence("0", [1] * 5, SamplingParams()), Future()
+    store.reading[seq] = Chain(deque(), deque([(b"digest", read)]))
+    store.asked[b"digest"] = read
+    store.ended([seq])
+    store.plan(Step(0))
+    assert store.asked, "the thread is still at it"
+    read.set_result(bytearray(8))
+    store.plan(Step(1))
+    assert not store.asked
