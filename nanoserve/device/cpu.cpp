@@ -36,7 +36,6 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
-#include <sys/mman.h>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -737,13 +736,4 @@ void draw(const T *logits, const float *temperature, const int64_t *seeds, const
 extern "C" {
 extern void *const float32[10] = FUNCTIONS(float);
 extern void *const bfloat16[10] = FUNCTIONS(BFloat16);
-
-// Ask the system for large pages, of which fewer have to be looked up.
-void advise_huge_pages([[maybe_unused]] void *memory, [[maybe_unused]] long bytes) {
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21, start = (uintptr_t(memory) + page - 1) / page * page;
-    const uintptr_t end = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
-    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
-#endif
-}
 }

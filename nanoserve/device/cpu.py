@@ -19,6 +19,7 @@ import torch
 
 from nanoserve.batch import Batch
 from nanoserve.device.build import load
+from nanoserve.device.memory import zeros
 from nanoserve.ops import ACTIVATIONS, Floors
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
@@ -84,14 +85,6 @@ def in_float32(function: Callable) -> Callable:
         return result.half() if isinstance(result, torch.Tensor) else tuple(
             one.half() for one in result)
     return widened
-
-
-def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Memory that is read again and again: in large pages, where the system has some."""
-    memory = torch.empty(shape, dtype=dtype, device=device)
-    if memory.is_cpu:
-        LIBRARY.advise_huge_pages(as_argument(memory), as_argument(memory.nbytes))
-    return memory.zero_()
 
 
 def pack(weight: torch.Tensor) -> Panels:
@@ -160,7 +153,7 @@ def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
         num_blocks += 1
     shape = num_blocks, block_size, num_kv_heads, -(-head_dim // PANEL) * PANEL
     dtype = F32 if dtype == HALF else dtype
-    return zeros(*shape, dtype=dtype, device=device), zeros(*shape, dtype=dtype, device=device)
+    return zeros(*shape, dtype=dtype), zeros(*shape, dtype=dtype)
 
 
 def sizes_of(k_cache: torch.Tensor, v_cache: torch.Tensor,

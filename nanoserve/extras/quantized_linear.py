@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.device.build import load
+from nanoserve.device.memory import zeros
 from nanoserve.layers import Embedding, Linear, Placement, Span
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
@@ -181,7 +182,7 @@ class Panels(NamedTuple):
 
 def new_panels(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory of zeros. Raises `ValueError` on a GPU, whose addresses mean nothing to a CPU."""
-    from nanoserve.device.cpu import check, zeros  # here: it compiles what not all can
+    from nanoserve.device.cpu import check  # here: it compiles what not all can
 
     check(device.type == "cpu", f"a weight on {device}")
     return zeros(*shape, dtype=dtype)
