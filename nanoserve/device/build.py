@@ -1,14 +1,17 @@
 """Compile device/cpu.cpp, or a file like it, for this machine on first use, and load it.
 
 A wheel can't know which instructions a CPU has. So it contains the source, and the system's
-compiler makes a library of it once. The library is kept under a hash of all that went into it:
+compiler makes a library of it once. The library's name has a hash of all that went into it, and
+one of the file itself:
 
     source, flags, the compiler's version, the CPU's features, torch's OpenMP library
-      └──► ~/.cache/nanoserve/cpu-2f6a….so     compiled to another name, then renamed
+      └──► ~/.cache/nanoserve/cpu-2f6a…-91c0….so
 
 Invariants: what lies in that folder will be run, so folder and file must be this user's, closed to
-all others, and no links; otherwise a temporary folder takes its place. A compiler is called without
-a shell and with a time limit. If several processes start at once, one builds and the others wait.
+all others, and no links; otherwise a temporary folder takes its place. A file that was cut off or
+damaged could end the process that loads it: its hash does not fit its name, and it is built anew. A
+compiler is called without a shell and with a time limit. If several processes start at once, one
+builds and the others wait.
 
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
 pool of threads that fights the first for the cores, so this library is linked to torch's own file.
@@ -27,7 +30,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -35,7 +38,8 @@ from tqdm import tqdm
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Arithmetic as it is written: no -ffast-math, which would also change it for the whole process.
-FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fopenmp",
+# OpenMP is for the compiler alone: the linker would add the compiler's own library beside torch's.
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Xpreprocessor", "-fopenmp",
          "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
 SECONDS = 300  # the longest that a compiler may take
 
@@ -47,28 +51,27 @@ class BuildError(ImportError):
 def load(source: Path | None = None) -> ctypes.CDLL:
     """The library made of `source`, or of `SOURCE`; compiled if need be. Raises `BuildError`."""
     source = source or SOURCE
-    compiler, openmp = find_compiler(), find_openmp()
-    flags = FLAGS + words("CXXFLAGS")
-    info = Path("/proc/cpuinfo")  # a home may be shared by machines with different CPUs
-    features = re.search(r"^(?:flags|Features).*", info.read_text() if info.exists() else "", re.M)
-    key = hashlib.sha256(repr((
-        source.read_bytes(), compiler, flags, run([*compiler, "--version"]), platform.processor(),
-        features and features[0], openmp)).encode()).hexdigest()[:24]
+    command, openmp = [*find_compiler(), *FLAGS, *words("CXXFLAGS")], find_openmp()
+    # A home may be shared by machines with different CPUs: the macros tell what code is made for.
+    version, macros = (run([*command, *question.split()]) for question in (
+        "--version", f"-dM -E -x c++ {os.devnull}"))
+    key = digest(repr((source.read_bytes(), command, version, macros, openmp)).encode())
     try:
         import fcntl  # not on Windows
         kept = cache_folder()
         place = nullcontext(kept) if kept else tempfile.TemporaryDirectory(prefix="nanoserve-")
         with place as folder, open(Path(folder, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # given back however this process ends
-            path = Path(folder, f"{source.stem}-{key}.so")
-            if is_private(path):
-                with suppress(OSError):  # it is damaged, or was copied by half: it is built anew
-                    return ctypes.CDLL(str(path))
-            build(source, compiler, flags, openmp, path)
-            return ctypes.CDLL(str(path))
+            path = Path(folder, f"{source.stem}-{key}")
+            whole = next(filter(is_whole, path.parent.glob(f"{path.name}-*.so")), None)
+            return ctypes.CDLL(str(whole or build(source, command, openmp, path)))
     except OSError as error:
         raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}); on Linux it "
                          "takes g++, whose OpenMP library is torch's") from error
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]
 
 
 def words(variable: str) -> list[str]:
@@ -79,20 +82,14 @@ def words(variable: str) -> list[str]:
         raise BuildError(f"{variable}={os.environ[variable]!r}: {error}") from None
 
 
-def build(source: Path, compiler: list[str], flags: list[str], openmp: Path, path: Path) -> None:
-    """Compile to another name beside `path`, and rename it. Raises `BuildError`."""
+def build(source: Path, command: list[str], openmp: Path, path: Path) -> Path:
+    """Compile to another name, and rename it once its digest is known. Raises `BuildError`."""
     tqdm.write(f"nanoserve: compiling {source.parent.name}/{source.name} for this CPU, once ...",
                file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=path.parent) as name:
-        compiled, linked = Path(name, "cpu.o"), Path(name, "cpu.so")
-        run([*compiler, *flags, "-c", str(source), "-o", str(compiled)])
-        # Without -fopenmp, which would link the compiler's own OpenMP library beside torch's.
-        sanitizers = [flag for flag in flags if flag.startswith("-fsanitize")]
-        run([*compiler, "-shared", *sanitizers, str(compiled), str(openmp), "-o", str(linked)])
-        linked.chmod(0o700)
-        with open(linked, "rb") as file:  # before its name: a power cut would leave half a library,
-            os.fsync(file.fileno())  # which may end the process that loads it
-        os.replace(linked, path)
+    made = Path(f"{path}.new")
+    run([*command, "-shared", str(source), str(openmp), "-o", str(made)])
+    made.chmod(0o700)
+    return made.replace(f"{path}-{digest(made.read_bytes())}.so")
 
 
 def run(command: list[str]) -> str:
@@ -110,13 +107,11 @@ def run(command: list[str]) -> str:
 
 def find_compiler() -> list[str]:
     """The command, as a list. Raises `BuildError` if there is none."""
-    if named := words("CXX"):
-        return named
-    found = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    found = words("CXX") or [*filter(shutil.which, ("g++", "c++", "clang++"))][:1]
     if not found:
         raise BuildError("there is no C++ compiler: install one (on Debian and Ubuntu: apt install "
                          "g++; on macOS: xcode-select --install), or set CXX")
-    return [found]
+    return found
 
 
 def find_openmp() -> Path:
@@ -140,10 +135,12 @@ def cache_folder() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether `path` exists, is no link, and only this user can read, write and run it."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
+    """Whether `path` is no link, and only this user can read, write and run it."""
+    status = path.lstat()
     return (status.st_uid == os.getuid() and not status.st_mode & 0o077
-            and (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)))
+            and not stat.S_ISLNK(status.st_mode))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether it is as it was built, by this user."""
+    return is_private(path) and path.stem.endswith(digest(path.read_bytes()))

@@ -26,7 +26,7 @@
 // torch has started. Threads take small portions of the work one by one, so a thread that loses its
 // core to another program delays only the portion it has.
 //
-// Shapes and dtypes are checked in cpu.py before an address comes here. Built by build.py.
+// Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
 
 #include <algorithm>
 #include <atomic>
@@ -36,7 +36,6 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
-#include <sys/mman.h>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -227,9 +226,9 @@ constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
 template <class T>
-void product(const T *x, const int64_t *at, long rows, const uint32_t *weight, long inputs,
-             long outputs, const T *bias, T *out) {
-    const Tiling tiling(rows);
+void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bias, T *out,
+             long rows, long inputs, long outputs) {
+    const Tiling tiling(std::max(rows, 1L));
     const long units = ceil_div(inputs, PER_UNIT<T>), panels = ceil_div(outputs, PANEL);
     const long tile_size = units * tiling.rows;
     uint32_t *packed = scratch<uint32_t>(0, tiling.tiles * tile_size);
@@ -269,8 +268,8 @@ void product(const T *x, const int64_t *at, long rows, const uint32_t *weight, l
 
 // weight (outputs, inputs) into panels, for each of `count` matrices.
 template <class T>
-void pack(const T *weight, long count, long outputs, long inputs, uint32_t *out) {
-    const long units = ceil_div(inputs, PER_UNIT<T>), panels = ceil_div(outputs, PANEL);
+void pack(const T *weight, uint32_t *out, long count, long outputs, long inputs, long panels,
+          long units) {
     share_out(count * panels, true, [&](long p) {
         for (long o = 0; o < PANEL; o++) {
             const long output = p % panels * PANEL + o;
@@ -283,18 +282,17 @@ void pack(const T *weight, long count, long outputs, long inputs, uint32_t *out)
 
 // ------------------------------------------------- norms and gated MLPs
 
-// out = total / rms(total) * weight, total = x + residual, by rows. No residual: total is x.
+// out = total / rms(total) * weight, total = x + residual, by rows. No residual: x is the total, and
+// nothing is written there.
 template <class T>
-void add_rms_norm(const T *x, const T *residual, const float *weight, float eps, long rows,
-                  long size, T *out, T *total) {
+void add_rms_norm(const T *x, const T *residual, const float *weight, float eps, T *out, T *total,
+                  long rows, long size) {
     share_out(rows, rows * size > 32768, [&](long row) {
         const T *values = x + row * size;
         T *rounded = total + row * size, *result = out + row * size;
-        if (residual) {
-            for (long i = 0; i < size; i++)
-                narrow(wide(values[i]) + wide(residual[row * size + i]), rounded[i]);
-            values = rounded;
-        }
+        for (long i = 0; residual && i < size; i++)
+            narrow(wide(values[i]) + wide(residual[row * size + i]), rounded[i]);
+        if (residual) values = rounded;
         const float factor = 1 / std::sqrt(sum_of<float>(values, size, true) / float(size) + eps);
         for (long i = 0; i < size; i++) narrow(wide(values[i]) * factor * weight[i], result[i]);
     });
@@ -302,7 +300,7 @@ void add_rms_norm(const T *x, const T *residual, const float *weight, float eps,
 
 // act(gate) * up. Both activations are x * sigmoid(z): tanh(y) = 2 sigmoid(2 y) - 1.
 template <class T>
-void act_and_mul(const T *gate_up, long rows, long size, long is_gelu, T *out) {
+void act_and_mul(const T *gate_up, long is_gelu, T *out, long rows, long size) {
     const float linear = is_gelu ? 1.5957691216f : 1, cubic = is_gelu ? 0.0713548163f : 0;
     share_out(rows, rows * size > 16384, [&](long row) {
         const T *gate = gate_up + 2 * row * size, *up = gate + size;
@@ -316,9 +314,9 @@ void act_and_mul(const T *gate_up, long rows, long size, long is_gelu, T *out) {
 // The weighted answers of each token's experts. Tokens are taken expert by expert, and each expert
 // that is hit is two products of the tokens that chose it.
 template <class T>
-void experts(const T *hidden, const float *weights, const int64_t *ids, long tokens, long per_token,
-             const uint32_t *gate_up, const uint32_t *down, long first_expert, long count,
-             long size, long inner, long is_gelu, T *out) {
+void experts(const T *hidden, const float *weights, const int64_t *ids, const uint32_t *gate_up,
+             const uint32_t *down, long first_expert, long is_gelu, T *out, long tokens, long size,
+             long per_token, long count, long inner) {
     const long gate_up_size = ceil_div(2 * inner, PANEL) * PANEL * ceil_div(size, PER_UNIT<T>);
     const long down_size = ceil_div(size, PANEL) * PANEL * ceil_div(inner, PER_UNIT<T>);
     float *sums = scratch<float>(1, tokens * size);
@@ -334,10 +332,10 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, long tok
             }
         const long rows = long(chose.size());
         if (!rows) continue;
-        product<T>(hidden, chose.data(), rows, gate_up + expert * gate_up_size, size, 2 * inner,
-                   nullptr, both);
-        act_and_mul(both, rows, inner, is_gelu, gated);
-        product<T>(gated, nullptr, rows, down + expert * down_size, inner, size, nullptr, answers);
+        product<T>(hidden, chose.data(), gate_up + expert * gate_up_size, nullptr, both, rows, size,
+                   2 * inner);
+        act_and_mul(both, is_gelu, gated, rows, inner);
+        product<T>(gated, nullptr, down + expert * down_size, nullptr, answers, rows, inner, size);
         for (long row = 0; row < rows; row++)
             for (long i = 0; i < size; i++)
                 sums[chose[row] * size + i] += weights[pairs[row]] * wide(answers[row * size + i]);
@@ -357,45 +355,38 @@ template <class T> struct Cache {
     uint32_t *values(long tile, long head) const { return v + (tile * kv_heads + head) * size(); }
 };
 
-// A head's norm and RoPE: the pair (i, i + half) is turned. In float32; rounded by the caller.
+// A head's norm and RoPE: the pair (i, i + half) is turned. In float32, and rounded once.
 template <class T>
 void turn(const T *x, const float *weight, float eps, const float *cos, const float *sin,
-          long head_dim, float *out) {
+          long head_dim, T *out) {
     const float squares = weight ? sum_of<float>(x, head_dim, true) / float(head_dim) + eps : 1;
     const float factor = 1 / std::sqrt(squares);
     const long half = head_dim / 2;
-    for (long i = 0; i < half; i++) {
-        float a = wide(x[i]) * factor, b = wide(x[i + half]) * factor;
-        if (weight) a *= weight[i], b *= weight[i + half];
-        out[i] = a * cos[i] - b * sin[i];
-        out[i + half] = b * cos[i + half] + a * sin[i + half];
-    }
+    const auto at = [&](long i) { return wide(x[i]) * factor * (weight ? weight[i] : 1); };
+    for (long i = 0; i < half; i++) narrow(at(i) * cos[i] - at(i + half) * sin[i], out[i]);
+    for (long i = half; i < head_dim; i++)
+        narrow(at(i) * cos[i] + at(i - half) * sin[i], out[i]);
 }
 
 template <class T>
 void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight, float eps,
-                     const float *cos, const float *sin, const int32_t *slots, long tokens,
-                     long heads, long head_dim, uint32_t *k_cache, uint32_t *v_cache,
-                     long kv_heads, long padded, long block_size, T *out) {
+                     const float *cos, const float *sin, uint32_t *k_cache, uint32_t *v_cache,
+                     const int32_t *slots, T *out, long tokens, long head_dim, long block_size,
+                     long kv_heads, long padded, long heads) {
     const Cache<T> cache = {k_cache, v_cache, kv_heads, padded, block_size};
     share_out(tokens, tokens > 1, [&](long token) {
         const T *x = qkv + token * (heads + 2 * kv_heads) * head_dim;
         const float *c = cos + token * head_dim, *s = sin + token * head_dim;
-        float *turned = scratch<float>(5, head_dim);
-        T *rounded = scratch<T>(6, head_dim);
-        for (long head = 0; head < heads; head++, x += head_dim) {
-            turn(x, q_weight, eps, c, s, head_dim, turned);
-            T *q = out + (token * heads + head) * head_dim;
-            for (long i = 0; i < head_dim; i++) narrow(turned[i], q[i]);
-        }
+        T *turned = scratch<T>(5, head_dim);
+        for (long head = 0; head < heads; head++, x += head_dim)
+            turn(x, q_weight, eps, c, s, head_dim, out + (token * heads + head) * head_dim);
         if (slots[token] < 0) return;  // padding of a batch
         const long tile = slots[token] / PANEL, lane = slots[token] % PANEL;
         for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
             turn(x, k_weight, eps, c, s, head_dim, turned);
-            for (long i = 0; i < head_dim; i++) narrow(turned[i], rounded[i]);
             uint32_t *k = cache.keys(tile, head) + lane;
             for (long u = 0; u < ceil_div(head_dim, PER_UNIT<T>); u++)
-                k[u * PANEL] = unit_of(rounded, u, head_dim);
+                k[u * PANEL] = unit_of(turned, u, head_dim);
         }
         for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
             uint32_t *v = cache.values(tile, head) + lane / PER_UNIT<T> * PANEL;
@@ -537,10 +528,8 @@ template <class T> struct Attention {
             for (long i = 0; i < cache.padded; i++) sums[i] *= shrink;
         highest = top;
         T rounded[WIDTH];
-        uint32_t units[WIDTH];
         for (long i = 0; i < keys; i++) narrow(scores[i], rounded[i]);
-        std::memcpy(units, rounded, n * V_UNITS * 4);
-        for (long u = 0; u < n * V_UNITS; u++) weights[u * tile_rows] = units[u];
+        for (long u = 0; u < n * V_UNITS; u++) weights[u * tile_rows] = unit_of(rounded, u, keys);
     }
 
     // sums (rows, head_dim) += weights V. Meanwhile the next keys are fetched.
@@ -589,10 +578,10 @@ template <class T> struct Attention {
 constexpr long ROWS_AT_ONCE = 64;  // of a product: queries times heads of a group
 
 template <class T>
-void paged_attention(const T *q, uint32_t *k, uint32_t *v, long kv_heads, long padded,
-                     long block_size, const int32_t *tables, long table_stride,
-                     const int32_t *seq_lens, const int32_t *starts, long num_rows, long heads,
-                     long head_dim, float scale, long window, float softcap, T *out) {
+void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
+                     const int32_t *seq_lens, const int32_t *starts, float scale, long window,
+                     float softcap, T *out, long tokens, long heads, long head_dim, long block_size,
+                     long kv_heads, long padded, long num_rows, long table_stride) {
     const Attention<T> attention = {q, tables, seq_lens, starts, table_stride, heads, head_dim,
                                     window, scale, softcap, {k, v, kv_heads, padded, block_size},
                                     out};
@@ -600,9 +589,10 @@ void paged_attention(const T *q, uint32_t *k, uint32_t *v, long kv_heads, long p
     std::vector<Work> work;  // for each KV head
     const long at_once = std::max(1L, ROWS_AT_ONCE / (heads / kv_heads));
     for (long row = 0; row < num_rows; row++)
-        if (seq_lens[row] > 0)  // else it is padding, and its result zeros
-            for (long first = 0, end = starts[row + 1] - starts[row]; first < end; first += at_once)
-                work.push_back({row, first, std::min(at_once, end - first)});
+        for (long first = 0, end = starts[row + 1] - starts[row]; first < end; first += at_once)
+            work.push_back({row, first, std::min(at_once, end - first)});
+    // Tokens behind the last row's are padding.
+    std::fill(out + starts[num_rows] * heads * head_dim, out + tokens * heads * head_dim, T{});
     const long pieces = long(work.size());
     share_out(pieces * kv_heads, true, [&](long i) {
         const Work &one = work[pieces - 1 - i % pieces];  // the last queries see the most keys
@@ -613,7 +603,7 @@ void paged_attention(const T *q, uint32_t *k, uint32_t *v, long kv_heads, long p
 // ----------------------------------------------------------------- sampling
 
 // The first of the highest.
-template <class T> void argmax(const T *logits, long rows, long size, int64_t *out) {
+template <class T> void argmax(const T *logits, int64_t *out, long rows, long size) {
     share_out(rows, rows * size > 32768, [&](long row) {
         const T *x = logits + row * size;
         float top = -INFINITY;
@@ -656,7 +646,7 @@ Floor cut(const float *x, long size, float low, double target, const Weight &wei
 
 template <class T>
 void floors(const T *logits, const float *temperature, const int32_t *top_k, const float *top_p,
-            const float *min_p, long rows, long size, float *out, int32_t *last) {
+            const float *min_p, float *out, int32_t *last, long rows, long size) {
     share_out(rows, true, [&](long row) {
         const long k = top_k[row] > 0 && top_k[row] < size ? top_k[row] : 0;
         out[row] = -INFINITY;
@@ -698,8 +688,8 @@ constexpr long PART = 256;  // tokens whose weights are summed up, so that not a
 // By inverse CDF: the first token whose cumulated weight exceeds the row's random number.
 template <class T>
 void draw(const T *logits, const float *temperature, const int64_t *seeds, const int64_t *positions,
-          const float *floor, const int32_t *last, long rows, long size, int64_t *out) {
-    argmax(logits, rows, size, out);
+          const float *floor, const int32_t *last, int64_t *out, long rows, long size) {
+    argmax(logits, out, rows, size);
     share_out(rows, rows * size > 8192, [&](long row) {
         if (temperature[row] == 0) return;
         const T *x = logits + row * size;
@@ -729,21 +719,31 @@ void draw(const T *logits, const float *temperature, const int64_t *seeds, const
 
 }  // namespace
 
-// What cpu.py calls, in the order in which it names them, for each dtype.
-#define FUNCTIONS(T)                                                                            \
-    {(void *)pack<T>, (void *)product<T>, (void *)add_rms_norm<T>, (void *)act_and_mul<T>,      \
-     (void *)experts<T>, (void *)norm_rope_store<T>, (void *)paged_attention<T>,                \
-     (void *)argmax<T>, (void *)floors<T>, (void *)draw<T>}
-extern "C" {
-extern void *const float32[10] = FUNCTIONS(float);
-extern void *const bfloat16[10] = FUNCTIONS(BFloat16);
-
-// Ask the system for large pages, of which fewer have to be looked up.
-void advise_huge_pages([[maybe_unused]] void *memory, [[maybe_unused]] long bytes) {
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 1 << 21, start = (uintptr_t(memory) + page - 1) / page * page;
-    const uintptr_t end = (uintptr_t(memory) + uintptr_t(bytes)) / page * page;
-    if (end > start) madvise((void *)start, end - start, MADV_HUGEPAGE);
-#endif
-}
-}
+// What library.py reads: each function's name, what it takes and gives, and where it lies for each
+// dtype. Behind all that it gets the sizes, in the order in which they are named; no _sizes.
+struct Function { const char *signature; void *for_float32, *for_bfloat16; };
+#define FUNCTION(name, ...) {#name ": " #__VA_ARGS__, (void *)name<float>, (void *)name<BFloat16>}
+extern "C" const Function functions[] = {
+    FUNCTION(pack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
+    FUNCTION(product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],
+             T? bias[outputs] -> T out[rows outputs]),
+    FUNCTION(add_rms_norm, T x[rows size], T? residual[rows size], f32 weight[size], float eps ->
+             T out[rows size], T total[rows size]),
+    FUNCTION(act_and_mul, T gate_up[rows _both], long is_gelu -> T out[rows size]),
+    FUNCTION(experts, T hidden[tokens size], f32 weights[tokens chosen], i64 ids[tokens chosen],
+             panels gate_up[count _both size], panels down[count size inner], long first_expert,
+             long is_gelu -> T out[tokens size]),
+    FUNCTION(norm_rope_store, T qkv[tokens _heads size], f32? q_weight[size], f32? k_weight[size],
+             float eps, f32 cos[tokens size], f32 sin[tokens size],
+             T k[_blocks block_size kv_heads padded], T v[_blocks block_size kv_heads padded],
+             i32 slots[tokens] -> T q[tokens heads size]),
+    FUNCTION(paged_attention, T q[tokens heads size], T k[_blocks block_size kv_heads padded],
+             T v[_blocks block_size kv_heads padded], i32 tables[rows width], i32 seq_lens[rows],
+             i32 starts[_ends], float scale, long window, float softcap ->
+             T out[tokens heads size]),
+    FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
+    FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
+             f32 min_p[rows] -> f32 out[rows], i32 last[rows]),
+    FUNCTION(draw, T logits[rows size], f32 temperature[rows], i64 seeds[rows],
+             i64 positions[rows], f32? floor[rows], i32? last[rows] -> i64 out[rows]),
+    {}};

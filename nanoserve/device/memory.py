@@ -14,16 +14,17 @@ free nor ours. An engine that did not subtract it counted a negative number of b
 On a CPU a fixed share of what is free is taken, because a laptop's owner has other programs open.
 Linux says what is available without swapping, and a container may be allowed less. Memory that a
 step has freed is kept for the next one (`keep_freed_memory`): the first use of a new page costs
-more than the arithmetic on it.
+more than the arithmetic on it. Weights and caches ask for large pages (`zeros`).
 
 Not known here: models, block tables. Road not taken: sizing the cache by trial until memory is
 exhausted; a laptop that swaps is worse than a small cache.
 """
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ CPU_MEMORY_SHARE = 0.25  # of what is free
 MIN_CACHE_TOKENS = 2 ** 16
 UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
+LARGE_PAGE = 2 ** 21
 # glibc's names in malloc.h, and their values: keep so much free memory at the heap's end; allocate
 # what is smaller than this on the heap (the highest value allowed); extend the heap by this much.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -185,6 +187,19 @@ def keep_freed_memory() -> bool:
         return all([ctypes.CDLL(None).mallopt(*wish) for wish in KEPT_MEMORY.items()])
     except (AttributeError, OSError, TypeError):  # no such function; Windows: no such library
         return False
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """On a CPU, for what is read again and again: in large pages, of which fewer have to be looked
+    up, where the system has some."""
+    memory = torch.empty(shape, dtype=dtype, device="cpu")
+    start = memory.data_ptr() + -memory.data_ptr() % LARGE_PAGE
+    length = (memory.data_ptr() + memory.nbytes - start) // LARGE_PAGE * LARGE_PAGE
+    with suppress(AttributeError, OSError, TypeError):  # as above
+        if length > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length),
+                                      mmap.MADV_HUGEPAGE)
+    return memory.zero_()
 
 
 def free_cpu_memory() -> int:

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanoserve.device.memory import zeros
 from nanoserve.extras.quantized_linear import (
     PANEL,
     Int8Linear,
-    multiply,
-    new_panels,
+    library,
     portions,
     uses_panels,
 )
@@ -231,7 +231,8 @@ class GroupedRows(NamedTuple):
 
 
 class GroupedPanels(NamedTuple):
-    """The order of quantized_linear.cpp: (outputs / 16, groups, 1 + size / 8, 16) int32."""
+    """The order of quantized_linear.cpp: (outputs / 16, groups, 1 + size / 8, 16) int32, kept as
+    bytes."""
 
     memory: torch.Tensor
     size: int
@@ -242,8 +243,7 @@ class GroupedPanels(NamedTuple):
     def of(cls, shape: tuple[int, int], size: int, portion: Portion,
            device: torch.device) -> "GroupedPanels":
         (outputs, inputs), groups = shape, -(-shape[1] // size)
-        memory = new_panels(-(-outputs // PANEL), groups, 1 + size // LINE, PANEL,
-                            dtype=torch.int32, device=device)
+        memory = zeros(-(-outputs // PANEL), groups, 1 + size // LINE, PANEL, dtype=torch.int32)
         for some in portions(outputs, inputs):
             one, first = portion(some), some.start // PANEL
             missing = -len(one.values) % PANEL
@@ -253,10 +253,11 @@ class GroupedPanels(NamedTuple):
             lines = torch.cat([heads[..., None], words.unflatten(1, (groups, -1))], 2)
             lines = F.pad(lines, (0, 0, 0, 0, 0, missing)).unflatten(0, (-1, PANEL))
             memory[first:first + len(lines)] = lines.permute(0, 2, 3, 1)
-        return cls(memory, size, inputs, outputs)
+        return cls(memory.view(torch.int8), size, inputs, outputs)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(x, self.memory, None, self.size, self.inputs, self.outputs, bias)
+        return library().product(x.contiguous(), self.memory, None, self.size, bias,
+                                 inputs=self.inputs, outputs=self.outputs)
 
 
 def words_of(values: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@
 // neither on the threads nor on the other rows. Why not int8 activations, which would be twice as
 // fast where products and not bytes are the limit: they change the text (W8A8), these do not.
 //
-// Shapes and dtypes are checked in quantized_linear.py, int4_linear.py. Built by device/build.py.
+// Shapes and dtypes are checked in device/library.py. Built by device/build.py.
 
 #include <algorithm>
 #include <atomic>
@@ -287,10 +287,10 @@ constexpr long AHEAD = 128 * UNIT;  // bytes of a panel that are fetched before 
 // out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
 // which alone has weight_scales.
 template <class T>
-void product(const T *x, long rows, const uint8_t *weight, const float *weight_scales, long group,
-             long inputs, long outputs, const T *bias, T *out) {
+void product(const T *x, const uint8_t *weight, const float *weight_scales, long group,
+             const T *bias, T *out, long rows, long inputs, long outputs) {
     const bool is_4 = group > 0;
-    const Tiling tiling(rows, is_4);
+    const Tiling tiling(std::max(rows, 1L), is_4);
     const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 2);
     const long panels = ceil_div(outputs, PANEL);
     const long panel_size = is_4 ? ceil_div(inputs, group) * (1 + group / 8) * LINE : units * UNIT;
@@ -343,27 +343,10 @@ void product(const T *x, long rows, const uint8_t *weight, const float *weight_s
 
 }  // namespace
 
-extern "C" {
-void linear_float32(const float *x, long rows, const uint8_t *weight, const float *scales,
-                    long group, long inputs, long outputs, const float *bias, float *out) {
-    product(x, rows, weight, scales, group, inputs, outputs, bias, out);
-}
-void linear_bfloat16(const BFloat16 *x, long rows, const uint8_t *weight, const float *scales,
-                     long group, long inputs, long outputs, const BFloat16 *bias, BFloat16 *out) {
-    product(x, rows, weight, scales, group, inputs, outputs, bias, out);
-}
-
-// int8 values (outputs, inputs) into panels; what isn't there is zero.
-void pack(const int8_t *values, long outputs, long inputs, int8_t *out) {
-    const long units = ceil_div(inputs, 2);
-    share_out(ceil_div(outputs, PANEL), outputs * inputs > 65536, [&](long p) {
-        for (long o = 0; o < PANEL; o++) {
-            const bool is_there = p * PANEL + o < outputs;
-            const int8_t *row = values + (p * PANEL + o) * inputs;
-            for (long i = 0; i < 2 * units; i++)
-                out[(p * units + i / 2) * UNIT + 2 * o + i % 2] =
-                    is_there && i < inputs ? row[i] : int8_t(0);
-        }
-    });
-}
-}
+// As in device/cpu.cpp, for device/library.py.
+struct Function { const char *signature; void *for_float32, *for_bfloat16; };
+#define FUNCTION(name, ...) {#name ": " #__VA_ARGS__, (void *)name<float>, (void *)name<BFloat16>}
+extern "C" const Function functions[] = {
+    FUNCTION(product, T x[rows inputs], i8 weight[_panels _units _lanes _bytes],
+             f32? weight_scales[outputs], long group, T? bias[outputs] -> T out[rows outputs]),
+    {}};

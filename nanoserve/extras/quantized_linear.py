@@ -21,21 +21,22 @@ Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road 
 own int8 operators, which on a CPU were no faster than bfloat16.
 """
 
-import ctypes
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nanoserve.device.build import load
+from nanoserve.device.library import functions_of
+from nanoserve.device.memory import zeros
 from nanoserve.layers import Embedding, Linear, Placement, Span
 
 LARGEST = 127  # -128 is not used: a matrix and its negative are rounded alike
 PORTION = 2 ** 20  # numbers that are there in float32 while a matrix is rounded or multiplied
 PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
-DTYPES = {torch.float32: "linear_float32", torch.bfloat16: "linear_bfloat16"}
 
 
 class Int8Linear(Linear):
@@ -161,12 +162,13 @@ class Panels(NamedTuple):
     @classmethod
     def of(cls, weight: torch.Tensor) -> "Panels":
         outputs, inputs = weight.shape
-        shape = -(-outputs // PANEL), -(-inputs // 2), PANEL, 2
-        memory = new_panels(*shape, dtype=torch.int8, device=weight.device)
+        memory = zeros(-(-outputs // PANEL), -(-inputs // 2), PANEL, 2, dtype=torch.int8)
         scales = torch.empty(outputs)
         for some in portions(outputs, inputs):
             values, scales[some] = round_rows(weight[some])
-            call("pack", values, len(values), inputs, memory[some.start // PANEL:])
+            units = F.pad(values, (0, inputs % 2, 0, -len(values) % PANEL)).view(torch.int16)
+            panels = units.unflatten(0, (-1, PANEL)).transpose(1, 2)  # (panels, inputs / 2, 16)
+            memory.view(torch.int16)[some.start // PANEL:][:len(panels), ..., 0] = panels
         return cls(memory, scales, inputs)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -175,40 +177,11 @@ class Panels(NamedTuple):
         return values * self.scales[ids, None]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return multiply(x, self.memory, self.scales, 0, self.inputs, len(self.scales), bias)
-
-
-def new_panels(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of zeros. Raises `ValueError` on a GPU, whose addresses mean nothing to a CPU."""
-    from nanoserve.device.cpu import check, zeros  # here: it compiles what not all can
-
-    check(device.type == "cpu", f"a weight on {device}")
-    return zeros(*shape, dtype=dtype)
-
-
-def multiply(x: torch.Tensor, memory: torch.Tensor, scales: torch.Tensor | None, group: int,
-             inputs: int, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (rows, inputs) -> (rows, outputs). scales: of int8; group: inputs that share a scale of 4
-    bits, or 0. float16 is computed in float32, as in device/cpu.py."""
-    from nanoserve.device.cpu import same
-
-    if x.dtype == torch.float16:
-        bias = None if bias is None else bias.float()
-        return multiply(x.float(), memory, scales, group, inputs, outputs, bias).half()
-    rows, out = len(x), x.new_empty(len(x), outputs)
-    if rows and outputs:
-        call(DTYPES[x.dtype], same(x.contiguous(), x.dtype, rows, inputs), rows, memory, scales,
-             group, inputs, outputs, same(bias, x.dtype, outputs), out)
-    return out
+        return library().product(x.contiguous(), self.memory, self.scales, 0, bias,
+                                 inputs=self.inputs)
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """quantized_linear.cpp, compiled on first use. Raises `BuildError`."""
-    return load(Path(__file__).with_suffix(".cpp"))
-
-
-def call(name: str, *arguments: torch.Tensor | int | None) -> None:
-    from nanoserve.device.cpu import as_argument
-
-    getattr(library(), name)(*map(as_argument, arguments))
+def library() -> SimpleNamespace:
+    """The functions of quantized_linear.cpp, compiled on first use. Raises `BuildError`."""
+    return functions_of(load(Path(__file__).with_suffix(".cpp")))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,21 @@ def test_a_container_counts_its_own_limit(tmp_path, monkeypatch, files, expected
     """What a container uses includes files that were only read, such as the checkpoint: the kernel
     drops those when memory is asked for, so they are free (as `docker stats` counts it)."""
     assert meminfo(tmp_path, monkeypatch, **files) == expected
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+                    reason="the system has no large pages")
+def test_what_is_read_again_and_again_lies_in_large_pages():
+    """Linux marks such an area as "hg"."""
+    zeros = memory.zeros(3, 2 ** 21, dtype=torch.int32)
+    assert zeros.shape == (3, 2 ** 21) and zeros.dtype == torch.int32 and not zeros.any()
+    middle = zeros.data_ptr() + zeros.nbytes // 2
+    areas = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$",
+                       Path("/proc/self/smaps").read_text(), re.M | re.S)
+    flags, = (flags.split() for start, end, flags in areas
+              if int(start, 16) <= middle < int(end, 16))
+    assert "hg" in flags
+    assert memory.zeros(0, 5, dtype=torch.bfloat16).shape == (0, 5)
 
 
 def test_a_cache_that_memory_can_not_hold_is_explained(dummy):

@@ -14,6 +14,7 @@ import torch
 from packing import Drawn, groups_by_definition
 
 from nanoserve.device import build
+from nanoserve.device.library import functions_of
 from nanoserve.extras import int4_linear, quantized_linear
 from nanoserve.extras.int4_linear import (
     Grouped,
@@ -96,8 +97,8 @@ def test_the_numbers_are_kept_to_the_last_bit():
 def test_every_cpus_loop_is_right(name, monkeypatch):
     """Compiled for this machine as if it had less, and without a warning."""
     monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
-    found = build.load(Path(quantized_linear.__file__).with_suffix(".cpp"))
-    monkeypatch.setattr(quantized_linear, "library", lambda: found)
+    found = functions_of(build.load(Path(quantized_linear.__file__).with_suffix(".cpp")))
+    monkeypatch.setattr(int4_linear, "library", lambda: found)
     one, dense = grouped((70, 1100), 64)
     small = packed(GroupedPanels, one)
     for n in (1, 5, 19, 50):
@@ -113,13 +114,13 @@ def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
     root = here.parent.parent
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-p",
-         "guarded_products", "-k", "Panels and (product or portions)", here / Path(__file__).name,
+         "guard_pages", "-k", "Panels and (product or portions)", here / Path(__file__).name,
          here / "test_quantized_linear.py"], text=True, capture_output=True, check=False,
         env=os.environ | {"CXXFLAGS": "-O1 -fsanitize=undefined -fno-sanitize-recover=all",
                           "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(
                               [str(root), *(str(root / path) for path in paths)])})
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert "guarded: linear_bfloat16 linear_float32 pack" in result.stdout
+    assert "guarded: product" in result.stdout
 
 
 @needs_compiler

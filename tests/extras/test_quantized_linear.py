@@ -12,6 +12,7 @@ import torch
 from packing import by_definition
 
 from nanoserve.device import build
+from nanoserve.device.library import functions_of
 from nanoserve.extras import quantized_linear
 from nanoserve.extras.quantized_linear import Panels, Rows, round_rows
 
@@ -62,7 +63,7 @@ def test_it_is_near_the_product_of_the_weight_itself(kind):
 def test_every_cpus_loop_is_right(name, monkeypatch):
     """Compiled for this machine as if it had less, and without a warning."""
     monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
-    found = build.load(Path(quantized_linear.__file__).with_suffix(".cpp"))
+    found = functions_of(build.load(Path(quantized_linear.__file__).with_suffix(".cpp")))
     monkeypatch.setattr(quantized_linear, "library", lambda: found)
     weight = torch.randn(70, 1100)
     packed, rounded = Panels.of(weight), by_definition(weight)
