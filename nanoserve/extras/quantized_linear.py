@@ -13,10 +13,10 @@ last one and rounds it at once, so at no time are there two copies of the model.
 `Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an embedding
 that is no LM head stay as they are. A rank rounds its own share.
 
-Two ways to multiply: where the engine's operators are the compiled twin, so is this product
-(quantized_linear.cpp, with panels as in device/cpu.cpp). Everywhere else a portion of the rows at a
-time becomes a matrix of the activations' dtype: that saves memory and no time, and says what is
-meant.
+Three ways to multiply: where the engine's operators are the compiled twin, so is this product
+(quantized_linear.cpp, with panels as in device/cpu.cpp); where they are Triton's, it is a kernel
+(quantized_triton.py). Everywhere else a portion of the rows at a time becomes a matrix of the
+activations' dtype: that saves memory and no time, and says what is meant.
 
 Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road not taken: torch's
 own int8 operators, which on a CPU were no faster than bfloat16.
@@ -96,7 +96,11 @@ class Int8Products:
     """`pack` and `linear` of a namespace (see ops.py), for weights of two dimensions."""
 
     def __init__(self, on: Placement):
-        self.kind = Panels if uses_panels(on) else Rows
+        self.kind = Panels if uses(on, "cpu") else Rows
+        if uses(on, "kernels"):
+            from nanoserve.extras.quantized_triton import TritonRows  # here: it imports triton
+
+            self.kind = TritonRows
 
     def pack(self, weight: torch.Tensor) -> "Rows | Panels":
         return self.kind.of(weight)
@@ -106,9 +110,9 @@ class Int8Products:
         return packed.linear(x, bias)
 
 
-def uses_panels(on: Placement) -> bool:
-    """Whether the engine's operators are the compiled twin."""
-    return on.ops.__name__ == "nanoserve.device.cpu"
+def uses(on: Placement, twin: str) -> bool:
+    """Whether the engine's operators are this file of device/: "cpu", or "kernels" (Triton)."""
+    return on.ops.__name__ == f"nanoserve.device.{twin}"
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
