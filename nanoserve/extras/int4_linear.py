@@ -15,8 +15,9 @@ checkpoint left plain on purpose, and 4 bits that don't fit: groups of "act-orde
 no neighbours, groups whose size is no multiple of 8, q beside k and v of another format.
 
 Invariant: a product is that of `Grouped`'s weights, up to the rounding of activations, on every
-device. With the compiled twin the product is compiled, too (quantized_linear.cpp). With other
-operators a portion of the rows at a time becomes a matrix of the activations' dtype.
+device. With the compiled twin the product is compiled, too (quantized_linear.cpp); with Triton's
+operators it is a kernel (quantized_triton.py). With others a portion of the rows at a time becomes
+a matrix of the activations' dtype.
 
 Not known here: files, formats (quantization.py). Roads not taken: torch's own operators for 4 bits,
 which take bfloat16 and zero points of their own; searching for better scales, which gained little.
@@ -36,7 +37,7 @@ from nanoserve.extras.quantized_linear import (
     Int8Linear,
     library,
     portions,
-    uses_panels,
+    uses,
 )
 from nanoserve.layers import Placement, Span
 
@@ -146,7 +147,11 @@ class Int4Linear(Int8Linear):
                  on: Placement):
         super().__init__(inputs, matrices, bias, on)
         self.pieces: dict[int, Grouped] = {}  # by their first row, until all have come
-        self.kind = GroupedPanels if uses_panels(on) else GroupedRows
+        self.kind = GroupedPanels if uses(on, "cpu") else GroupedRows
+        if uses(on, "kernels"):
+            from nanoserve.extras.quantized_triton import TritonGroups  # here: it imports triton
+
+            self.kind = TritonGroups
         self.device = on.device
 
     def take(self, here: slice, rows: Span, tensor: torch.Tensor | Grouped) -> None:

@@ -86,7 +86,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
                              f"{model_config.architecture} has experts, which can't be rounded "
                              "yet: leave it out")
         layers |= {"linear": Int8Linear, "embedding": Int8Embedding}
-        if config.kernels != "cpu":
+        if config.kernels not in ("cpu", "triton"):
             say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
                 "memory and costs time: weights are widened for each product")
     if config.quantization == "int4":

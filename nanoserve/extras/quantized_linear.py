@@ -13,9 +13,10 @@ last one and rounds it at once, so at no time are there two copies of the model.
 through `Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an
 embedding that is no LM head stay as they are. A rank rounds its own share.
 
-There are two products. With the compiled twin it is compiled, too (quantized_linear.cpp, with
-panels as in device/cpu.cpp). With other operators a portion of the rows at a time becomes a matrix
-of the activations' dtype: that saves memory but no time, and is the specification of the other.
+There are three products. With the compiled twin it is compiled, too (quantized_linear.cpp, with
+panels as in device/cpu.cpp); with Triton's operators it is a kernel (quantized_triton.py). With
+others a portion of the rows at a time becomes a matrix of the activations' dtype: that saves memory
+but no time, and is the specification of the other two.
 
 Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road not taken: torch's
 own int8 operators, which on a CPU were no faster than bfloat16.
@@ -96,7 +97,11 @@ class Int8Products:
     """`pack` and `linear` of a namespace (see ops.py), for weights of two dimensions."""
 
     def __init__(self, on: Placement):
-        self.kind = Panels if uses_panels(on) else Rows
+        self.kind = Panels if uses(on, "cpu") else Rows
+        if uses(on, "kernels"):
+            from nanoserve.extras.quantized_triton import TritonRows  # here: it imports triton
+
+            self.kind = TritonRows
 
     def pack(self, weight: torch.Tensor) -> "Rows | Panels":
         return self.kind.of(weight)
@@ -106,9 +111,9 @@ class Int8Products:
         return packed.linear(x, bias)
 
 
-def uses_panels(on: Placement) -> bool:
-    """Whether the engine's operators are the compiled twin."""
-    return on.ops.__name__ == "nanoserve.device.cpu"
+def uses(on: Placement, twin: str) -> bool:
+    """Whether the engine's operators are this file of device/: "cpu", or "kernels" (Triton)."""
+    return on.ops.__name__ == f"nanoserve.device.{twin}"
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 
 from nanoserve.device import kernels, kernels_fused
+from nanoserve.extras.quantized_triton import TritonGroups, TritonRows
 
 # The most shared memory that a program may have. By default the table is of the first three: A100,
 # RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.
@@ -51,7 +52,8 @@ def cases() -> dict[str, Callable]:
     """What is compiled: calls by name, of which one may launch several kernels."""
     return {f"{str(dtype).removeprefix('torch.')} {name}": call
             for dtype in (torch.bfloat16, torch.float16, torch.float32)
-            for name, call in (attention_cases(dtype) | fused_cases(dtype)).items()}
+            for name, call in (attention_cases(dtype) | fused_cases(dtype)
+                               | small_cases(dtype)).items()}
 
 
 def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
@@ -89,6 +91,13 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
     found["sample"] = partial(sample, dtype, filtered=False)
     found["sample filtered"] = partial(sample, dtype, filtered=True)
     return found
+
+
+def small_cases(dtype: torch.dtype) -> dict[str, Callable]:
+    """Products with int8 and with 4 bits in groups, for each tile: in float32 they have one."""
+    return {f"{'4 bits, groups of ' + str(size) if size else 'int8'}, {rows} rows":
+            partial(multiply, dtype, rows, size)
+            for size in (0, 32, 128) for rows in (16, 64, 128)}
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
@@ -134,6 +143,17 @@ def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 
     top_k = ints(num_rows, offset)
     floors = kernels.floors(logits, heat, top_k, heat, heat) if filtered else None
     kernels.draw(logits, heat, numbers, numbers, floors)
+
+
+def multiply(dtype: torch.dtype, num_rows: int, size: int, inputs: int = 2048) -> None:
+    """size: inputs of a group of 4 bits, or 0 for int8."""
+    x, bias = torch.zeros(num_rows, inputs, dtype=dtype), torch.zeros(64, dtype=dtype)
+    if size:
+        weight = TritonGroups(torch.zeros(64, inputs // 2, dtype=torch.uint8),
+                              ints(64 * inputs // size).view(64, -1), size)
+    else:
+        weight = TritonRows(torch.zeros(64, inputs, dtype=torch.int8), torch.zeros(64))
+    weight.linear(x, bias)
 
 
 def main() -> None:

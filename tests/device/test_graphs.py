@@ -212,6 +212,18 @@ def test_samples_and_controls_equal_eager(checkpoints, recorded):
     assert recorded
 
 
+def test_small_weights_equal_eager(checkpoints, recorded):
+    """4 bits in the layers, 8 in the head: the kernel of extras/quantized_triton.py."""
+    texts = []
+    for enforce_eager in (False, True):
+        engine = start(checkpoints["tiny"], max_num_seqs=2, enforce_eager=enforce_eager,
+                       quantization="int4")
+        outputs = engine.generate([[1, 7, 9], [5]], SamplingParams(
+            temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1] and recorded
+
+
 def test_a_graph_refuses_what_waits_for_the_device():
     """The stand-in would be worth nothing if it recorded everything."""
     x = torch.arange(3.0)

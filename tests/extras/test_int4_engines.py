@@ -14,6 +14,7 @@ from loading import greedy, stored_tensors
 from packing import FORMATS, by_definition, groups_by_definition, pack, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
+from small_kinds import ENGINES, needs_interpreter
 
 from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
@@ -68,9 +69,7 @@ def text_of(model: Path, **options) -> list:
         return greedy(llm, 16)
 
 
-def available() -> list[str]:
-    kernels = ["torch", "onednn", "cpu"]
-    return [name for name in kernels if name != "cpu" or shutil.which("g++")]
+KINDS = {"cpu": "GroupedPanels", "triton": "TritonGroups"}
 
 
 # ---------------------------------------------------------------------------- kept
@@ -92,16 +91,21 @@ def small_ones(llm: LLM) -> dict:
             if isinstance(one, Int4Linear) and name != "lm_head"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_product_of_an_engine_is_near_that_of_the_unpacked_weights(dtype, checkpoints, tmp_path):
+@pytest.mark.parametrize("dtype, kernels", [
+    ("bfloat16", "auto"), ("float16", "auto"),
+    pytest.param("float16", "triton", marks=needs_interpreter)])
+def test_a_product_of_an_engine_is_near_that_of_the_unpacked_weights(dtype, kernels, checkpoints,
+                                                                     tmp_path):
     quantized, _ = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
     outs, x = [], None
     for quantization in ("dequantize", "int4"):
-        with LLM(quantized, **SMALL | dict(quantization=quantization, dtype=dtype)) as llm:
+        with LLM(quantized, **SMALL | dict(quantization=quantization, dtype=dtype,
+                                           kernels=kernels)) as llm:
             layer = llm.runner.model.layers[0].self_attn.qkv_proj
             x = torch.randn(5, 64).to(getattr(torch, dtype)) if x is None else x
             outs.append(layer(x).double())
-    assert 0 < (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
+    assert type(layer.packed).__name__ in (*KINDS.values(), "GroupedRows")
+    assert (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
 
 
 def test_ranks_keep_their_shares(checkpoints, tmp_path, two_ranks):
@@ -174,18 +178,17 @@ def test_an_embedding_of_4_bits_is_unpacked(checkpoints, tmp_path):
 # ------------------------------------------------------------------------------ rounded
 
 
-@pytest.mark.parametrize("kernels", available())
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama-bias"])
+@pytest.mark.parametrize("kernels, name", ENGINES)
 def test_the_text_is_that_of_the_rounded_weights(name, kernels, checkpoints, rounded, capfd):
     expected = text_of(rounded(name))
     capfd.readouterr()
     with LLM(checkpoints[name], **INT4, kernels=kernels) as llm:
         assert greedy(llm, 16) == expected
-        kind = GroupedPanels if kernels == "cpu" else GroupedRows
-        assert {type(one) for one in small_ones(llm).values()} == {kind}
+        assert {type(one).__name__ for one in small_ones(llm).values()} == {
+            KINDS.get(kernels, "GroupedRows")}
     said = capfd.readouterr().err
     assert "float32, quantization='int4'" in said
-    assert ("saves memory and costs time" in said) == (kernels != "cpu")
+    assert ("saves memory and costs time" in said) == (kernels not in KINDS)
 
 
 def test_ranks_round_their_own_shares(checkpoints, rounded, two_ranks):

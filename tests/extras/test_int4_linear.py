@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from packing import Drawn, groups_by_definition
+from small_kinds import row_counts, triton_kind
 
 from nanoserve.device import build
 from nanoserve.device.library import functions_of
@@ -39,8 +40,8 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= TOLERANCE[got.dtype], f"{error:.1e}"
 
 
-@pytest.fixture(params=[GroupedRows, pytest.param(GroupedPanels, marks=needs_compiler)],
-                ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[GroupedRows, pytest.param(GroupedPanels, marks=needs_compiler),
+                        triton_kind("TritonGroups")], ids=lambda kind: kind.__name__)
 def kind(request):
     return request.param
 
@@ -72,12 +73,12 @@ def test_a_product_is_that_of_the_numbers_that_were_kept(kind, dtype, shape, siz
     one, dense = grouped(shape, size)
     small, bias = packed(kind, one), torch.randn(shape[0]).to(dtype)
     weight = dense if kind is GroupedPanels else dense.to(dtype)
-    for num_rows in (0, 1, 6, 7, 16, 17, 40):
+    for num_rows in row_counts(kind, dtype):
         x = torch.randn(num_rows, shape[1]).to(dtype)
-        expected = x.double() @ weight.double().T
-        assert small.linear(x, None).shape == expected.shape
+        expected, got = x.double() @ weight.double().T, small.linear(x, None)
+        assert got.shape == expected.shape and got.dtype == dtype
         if num_rows:
-            close(small.linear(x, None), expected)
+            close(got, expected)
             close(small.linear(x, bias), expected + bias.double())
 
 

@@ -14,6 +14,7 @@ from checkpoints import Reference, assert_same_text
 from loading import stored_tensors
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
+from small_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
@@ -314,25 +315,36 @@ def test_two_processes_mix_adapters(voices):
         voices.check(llm, [3, 2, None])
 
 
+def logprobs(voices, ids, **options) -> torch.Tensor:
+    """(3, vocabulary): of the token behind a prompt, under two adapters and none."""
+    with LLM(voices.base, **SMALL | options) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids}] * 3,
+            SamplingParams(max_tokens=1, temperature=0, logprobs=-1, detokenize=False),
+            use_tqdm=False, lora_request=[voices.request(seed) for seed in (1, 2, None)])
+        return torch.tensor([[each.logprob for _, each in sorted(
+            output.outputs[0].logprobs[0].items())] for output in outputs])
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_adapters_over_small_weights(voices, tmp_path, quantization):
+def test_adapters_over_small_weights(voices, quantization):
     """The weight is rounded, the adapter is not: so says a dense engine with the rounded weights
     and the same adapters, whose hidden states differ by the rounding of activations alone."""
-    def logprobs(seeds, **options):
-        with LLM(voices.base, **SMALL | options) as llm:
-            outputs = llm.generate(
-                [{"prompt_token_ids": PROMPTS[0]}] * len(seeds),
-                SamplingParams(max_tokens=1, temperature=0, logprobs=-1, detokenize=False),
-                use_tqdm=False, lora_request=[voices.request(seed) for seed in seeds])
-            return torch.tensor([[each.logprob for _, each in sorted(
-                output.outputs[0].logprobs[0].items())] for output in outputs])
-
-    exact, small = logprobs([1, 2, None]), logprobs([1, 2, None], quantization=quantization)
+    exact = logprobs(voices, PROMPTS[0])
+    small = logprobs(voices, PROMPTS[0], quantization=quantization)
     bare = (exact[2] - small[2]).abs().mean()  # what rounding alone costs
     for i in range(2):
         effect = (exact[i] - exact[2]).abs().mean()
         assert (exact[i] - small[i]).abs().mean() < 3 * bare < effect
 
+
+@needs_interpreter
+def test_adapters_over_small_weights_in_a_kernel(voices):
+    """Of Triton; the interpreter is given a short prompt."""
+    plain, kernel = (logprobs(voices, PROMPTS[1], quantization="int4", kernels=kernels)
+                     for kernels in ("torch", "triton"))
+    torch.testing.assert_close(kernel, plain, rtol=1e-4, atol=1e-4)
+    assert (kernel[:2] - kernel[2]).abs().amax(1).min() > 0.1
 
 @pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=7, max_num_seqs=3),
                                      dict(quantization="int8")], ids=str)

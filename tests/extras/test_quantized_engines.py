@@ -13,10 +13,11 @@ from loading import greedy, stored_tensors
 from packing import FORMATS, by_definition, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
+from small_kinds import ENGINES, needs_interpreter
 
 from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
-from nanoserve.extras.quantized_linear import Int8Linear, Panels, Rows
+from nanoserve.extras.quantized_linear import Int8Linear
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -41,13 +42,10 @@ def rounded(checkpoints, tmp_path):
     return make
 
 
-def available() -> list[str]:
-    kernels = ["torch", "onednn", "cpu"]
-    return [name for name in kernels if name != "cpu" or shutil.which("g++")]
+KINDS = {"cpu": "Panels", "triton": "TritonRows"}
 
 
-@pytest.mark.parametrize("kernels", available())
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "llama-bias"])
+@pytest.mark.parametrize("kernels, name", ENGINES)
 def test_the_text_is_that_of_the_rounded_weights(name, kernels, checkpoints, rounded, capfd):
     with LLM(rounded(name), **SMALL) as llm:
         expected = greedy(llm, 16)
@@ -55,15 +53,16 @@ def test_the_text_is_that_of_the_rounded_weights(name, kernels, checkpoints, rou
     with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization="int8") as llm:
         assert greedy(llm, 16) == expected
         layer = llm.runner.model.layers[0].mlp.down_proj
-        assert isinstance(layer.packed, Panels if kernels == "cpu" else Rows)
+        assert type(layer.packed).__name__ == KINDS.get(kernels, "Rows")
         assert layer.packed[0].dtype == torch.int8
     said = capfd.readouterr().err
     assert "float32, quantization='int8'" in said
-    assert ("saves memory and costs time" in said) == (kernels != "cpu")
+    assert ("saves memory and costs time" in said) == (kernels not in KINDS)
 
 
-def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints):
-    with LLM(checkpoints["qwen3-tied"], **SMALL, quantization="int8") as llm:
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=needs_interpreter)])
+def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints, kernels):
+    with LLM(checkpoints["qwen3-tied"], **SMALL, quantization="int8", kernels=kernels) as llm:
         embedding = llm.runner.model.embed_tokens
         assert embedding.weight is None and not list(embedding.parameters())
         ids = torch.tensor([3, 255, 3])

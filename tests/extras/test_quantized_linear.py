@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from packing import by_definition
+from small_kinds import row_counts, triton_kind
 
 from nanoserve.device import build
 from nanoserve.device.library import functions_of
@@ -28,8 +29,8 @@ def close(got: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> Non
     assert error <= factor * TOLERANCE[got.dtype], f"{error:.1e}"
 
 
-@pytest.fixture(params=[Rows, pytest.param(Panels, marks=needs_compiler)],
-                ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[Rows, pytest.param(Panels, marks=needs_compiler),
+                        triton_kind("TritonRows")], ids=lambda kind: kind.__name__)
 def kind(request):
     return request.param
 
@@ -43,12 +44,12 @@ def test_a_product_is_that_of_the_rounded_weight(kind, dtype, shape):
     """Numbers of rows around those of a tile; sizes that no panel, unit or block divides."""
     weight, bias = torch.randn(shape), torch.randn(shape[0]).to(dtype)
     packed, rounded = kind.of(weight.to(dtype)), by_definition(weight.to(dtype))
-    for num_rows in (0, 1, 6, 7, 16, 17, 40):
+    for num_rows in row_counts(kind, dtype):
         x = torch.randn(num_rows, shape[1]).to(dtype)
-        expected = x.double() @ rounded.T
-        assert packed.linear(x, None).shape == expected.shape
+        expected, got = x.double() @ rounded.T, packed.linear(x, None)
+        assert got.shape == expected.shape and got.dtype == dtype
         if num_rows:
-            close(packed.linear(x, None), expected)
+            close(got, expected)
             close(packed.linear(x, bias), expected + bias.double())
 
 

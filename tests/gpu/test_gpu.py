@@ -88,6 +88,24 @@ def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, re
     assert engine.store.num_hits >= 6 * 80
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_small_weights_in_graphs_equal_widened_ones(checkpoints, prompts, quantization):
+    """Their kernel, replayed and launched, beside `kernels="torch"`: the logprobs of what is
+    chosen, whose sums have another order alone."""
+    params, found = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0), []
+    for how in (dict(kernels="torch"), dict(), dict(enforce_eager=True)):
+        engine = start(checkpoints["qwen3"], quantization=quantization, **how)
+        assert (engine.runner.graphs is not None) == (how == {})
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        steps = [step for output in outputs for step in (
+            *(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs)]
+        found.append([(token, one.logprob) for step in steps for token, one in step.items()])
+    for other in found[1:]:
+        assert [token for token, _ in other] == [token for token, _ in found[0]]
+        assert [logprob for _, logprob in other] == pytest.approx(
+            [logprob for _, logprob in found[0]], abs=1e-3)
+
+
 KINDS = [dict(temperature=0), dict(temperature=0.8), dict(top_k=5, top_p=.7), dict(min_p=.2),
          dict(frequency_penalty=1.5, presence_penalty=.5, repetition_penalty=1.2),
          dict(logit_bias={65: 4.0}, temperature=0), dict(allowed_token_ids=[65, 66, 67]),

@@ -13,6 +13,8 @@ from sampling_twins import kept_by_kernel, kept_by_twin, plain_draw
 
 from nanoserve import ops
 from nanoserve.device import kernels
+from nanoserve.extras.int4_linear import round_groups
+from nanoserve.extras.quantized_triton import TritonGroups, TritonRows
 
 pytestmark = needs_gpu
 
@@ -156,6 +158,42 @@ def test_128_experts(num_tokens, dtype):
     half = kernels.experts(hidden, weights, ids, gate_up[:64], down[:64], 0, "silu")
     other = kernels.experts(hidden, weights, ids, gate_up[64:], down[64:], 64, "silu")
     assert_near((half.float() + other.float()).to(dtype), exact, dtype, factor=2)
+
+
+# ------------------------------------------------------------- small weights
+
+
+# The products of Qwen3-8B, whose head is not tied; one that nothing divides; one row of a matrix.
+WIDTHS = [(6144, 4096), (4096, 12288), (151936, 1024), (100, 513), (1, 4096)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("outputs, inputs", WIDTHS)
+def test_int8_products(outputs, inputs, dtype):
+    small = TritonRows.of(random_tensor(outputs, inputs, scale=inputs ** -.5))
+    exact = small.values.double() * small.scales.double()[:, None]
+    check_products(small, exact, inputs, dtype)
+
+
+@pytest.mark.parametrize("size", [32, 128, 24])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("outputs, inputs", WIDTHS)
+def test_products_of_4_bits(outputs, inputs, dtype, size):
+    weight = random_tensor(outputs, inputs, scale=inputs ** -.5)
+    small = TritonGroups.of((outputs, inputs), size,
+                            lambda some: round_groups(weight[some], size), DEVICE)
+    check_products(small, round_groups(weight, size)[:].to(dtype), inputs, dtype)
+
+
+def check_products(small, weight, inputs, dtype):
+    """Of rows around each tile's, twice: a product has the same bits every time. weight: what the
+    small one means."""
+    weight, bias = weight.double(), random_tensor(len(weight), dtype=dtype)
+    for num_rows in (1, 16, 17, 64, 65, 300):
+        x = random_tensor(num_rows, inputs, dtype=dtype)
+        got = small.linear(x, bias)
+        assert_near(got, x.double() @ weight.T + bias.double(), dtype)
+        assert torch.equal(small.linear(x, bias), got)
 
 
 # ----------------------------------------------------------------- sampling

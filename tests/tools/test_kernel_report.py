@@ -8,6 +8,7 @@ default is going to change are errors there.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ SHARED = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448}
 ALL = "^bfloat16 (?!.*(head 256|head 80|norm 4096|first|gelu|(split|decode) .* block 64))"
 # H100 gets these (the command has more), A100 where its lines of the tables differ from H100's or
 # a program is large, and an RTX 4090 the two that are the largest.
-TILED = r"^bfloat16 (\w+ head 128 block 16|experts .* silu|sample filtered)"
+TILED = r"^bfloat16 (\w+ head 128 block 16|experts .* silu|sample filtered|(int8|.* of 32), )"
 LARGEST = "^bfloat16 (prefill window|experts many silu)"
 JOBS = {"sm_90": [("sm_90", ALL)], "others": [("sm_80", TILED), ("sm_89", LARGEST)]}
 
@@ -72,8 +73,11 @@ def test_every_launch_is_there(report):
         for phase in ("decode", "split", "prefill"):
             assert ("sm_90", f"{phase} head {head_dim} block 16") in shipped
             assert ("sm_80", f"{phase} head 128 block 16") in shipped
+        for weight in ("int8", "4 bits, groups of 32"):
+            for rows in (16, 64, 128):
+                assert {(arch, f"{weight}, {rows} rows") for arch in ("sm_80", "sm_90")} <= shipped
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
-             "_sample_kernel", "_find_floors_kernel"}
+             "_sample_kernel", "_find_floors_kernel", "_linear_kernel"}
     written = {name for module in (kernels, kernels_fused) for name in vars(module)
                if name.endswith("_kernel")}
     for arch, launched in (("sm_80", tiled), ("sm_90", tiled | written)):
@@ -96,9 +100,9 @@ def test_registers_and_shared_memory_suffice(report):
 def test_tensor_cores_are_used(report):
     """wgmma needs 64 rows and comes with Hopper; a decode's 16 rows take the older instruction."""
     for row in report:
-        if row["kernel"] in ("_attention_kernel", "_experts_kernel"):
-            hopper = row["arch"] == "sm_90" and ("prefill" in row["case"] or "many" in row["case"])
-            assert (row["wgmma"] > 0) == hopper and (row["mma"] > 0) != hopper, row
+        if row["kernel"] in ("_attention_kernel", "_experts_kernel", "_linear_kernel"):
+            hopper = row["arch"] == "sm_90" and re.search("prefill|many|(64|128) rows", row["case"])
+            assert (row["wgmma"] > 0) == bool(hopper) == (row["mma"] == 0), row
 
 
 def test_loads_are_wide(report):
@@ -109,6 +113,10 @@ def test_loads_are_wide(report):
     for row in attention(report):
         assert row["wide"] >= 16, row
         assert row["narrow"] <= (12 if "block 64" in row["case"] else 60), row
+    for row in report:  # narrow: scales or words of groups, the bias, and a low tile of a weight
+        if row["kernel"] == "_linear_kernel":
+            assert row["wide"] >= (16 if "16 rows" in row["case"] else 8), row
+            assert row["narrow"] <= 32, row
 
 
 def test_steps_do_not_make_the_engine_compile():
@@ -117,14 +125,15 @@ def test_steps_do_not_make_the_engine_compile():
     would stop to compile in the middle of serving."""
     finish(run("-c", """if 1:
         import torch
-        from nanoserve.tools.kernel_report import attend, compiled, sample, turn
+        from nanoserve.tools.kernel_report import attend, compiled, multiply, sample, turn
 
         def steps():
             for rows, width, offset in ((1, 1, 0), (2, 4, 1), (3, 16, 4), (40, 5, 3)):
                 attend(torch.bfloat16, 64, 16, rows, 1, width, offset)
                 turn(torch.bfloat16, 64, num_tokens=rows, offset=offset)
                 sample(torch.bfloat16, True, rows, offset)
+                multiply(torch.bfloat16, min(rows, 16), 32)
         programs = [program.asm["ptx"] for program in compiled("sm_90", steps)]
-        # Split decode, combine, prefill; norm, RoPE and the cache; floors, samples.
-        assert len(programs) == 4 * 6 and len(set(programs)) == 6, len(set(programs))
+        # Split decode, combine, prefill; norm, RoPE and the cache; floors, samples; small weights.
+        assert len(programs) == 4 * 7 and len(set(programs)) == 7, len(set(programs))
     """))

@@ -1,0 +1,38 @@
+"""The kinds of small weights that tests hold to one oracle, and engines that are made of them.
+
+Triton's kinds run in its interpreter, whose bfloat16 is wrong and whose programs take milliseconds
+each. Where there is a GPU, the kernel has tests of its own (tests/gpu).
+"""
+
+import shutil
+
+import pytest
+import torch
+
+try:
+    from nanoserve.device.kernels import INTERPRETED
+    from nanoserve.extras import quantized_triton
+except ImportError:
+    INTERPRETED, quantized_triton = False, None
+
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+# Kernels, and the checkpoint that an engine runs with them.
+ENGINES = [(kernels, name) for kernels in ("torch", "onednn", "cpu")
+           if kernels != "cpu" or shutil.which("g++")
+           for name in ("qwen3", "qwen3-tied", "llama-bias")]
+ENGINES.append(pytest.param("triton", "tiny", marks=needs_interpreter))
+
+
+def triton_kind(name: str):
+    """A parameter of tests: a class of quantized_triton.py."""
+    return pytest.param(getattr(quantized_triton, name, None), marks=needs_interpreter, id=name)
+
+
+def row_counts(kind: type, dtype: torch.dtype) -> tuple[int, ...]:
+    """Numbers of rows around those of a tile; of the kernel's three tiles in 16 bits, and of its
+    one in float32."""
+    if not kind.__name__.startswith("Triton"):
+        return 0, 1, 6, 7, 16, 17, 40
+    if dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
+    return (0, 3) if dtype is torch.float32 else (0, 1, 17, 70)
