@@ -222,7 +222,8 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 
 constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
 constexpr long PANELS_AT_ONCE = 8;  // a piece of work: of 1024 inputs in bfloat16 256 KB
-constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are needed
+constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are needed; never with
+                            // few rows (4 panels): the CPU fetches ahead better then (docs/LOG.md)
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
 template <class T>
@@ -252,8 +253,9 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
             }
             for (long t = first_tile; t < end_tile; t++) {
                 alignas(64) float sums[16 * 4 * PANEL];
-                loop(packed + t * tile_size, list, t == end_tile - 1 ? next : nullptr, 1, units,
-                     sums, width * PANEL, false);
+                const bool fetches = tiling.panels < 4 && t == end_tile - 1;
+                loop(packed + t * tile_size, list, fetches ? next : nullptr, 1, units, sums,
+                     width * PANEL, false);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
                     T *row = out + (t * tiling.rows + r) * outputs + p * PANEL;
@@ -282,8 +284,7 @@ void pack(const T *weight, uint32_t *out, long count, long outputs, long inputs,
 
 // ------------------------------------------------- norms and gated MLPs
 
-// out = total / rms(total) * weight, total = x + residual, by rows. No residual: x is the total, and
-// nothing is written there.
+// out = total / rms(total) * weight, by rows. total = x + residual; without a residual x is it.
 template <class T>
 void add_rms_norm(const T *x, const T *residual, const float *weight, float eps, T *out, T *total,
                   long rows, long size) {
