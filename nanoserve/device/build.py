@@ -1,17 +1,17 @@
 """Compile device/cpu.cpp, or a file like it, for this machine on first use, and load it.
 
 A wheel can't know which instructions a CPU has. So it contains the source, and the system's
-compiler makes a library of it once. The library's name has a hash of all that went into it, and
-one of the file itself:
+compiler makes a library of it once. The library's name has a hash of all that went into it, and a
+digest of the library itself:
 
     source, flags, the compiler's version, the CPU's features, torch's OpenMP library
       └──► ~/.cache/nanoserve/cpu-2f6a…-91c0….so
 
 Invariants: what lies in that folder will be run, so folder and file must be this user's, closed to
 all others, and no links; otherwise a temporary folder takes its place. A file that was cut off or
-damaged could end the process that loads it: its hash does not fit its name, and it is built anew. A
-compiler is called without a shell and with a time limit. If several processes start at once, one
-builds and the others wait.
+damaged could end the process that loads it. Its digest differs from its name's, and it is built
+anew. A compiler is called without a shell and with a time limit. If several processes start at
+once, one builds and the others wait.
 
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
 pool of threads that fights the first for the cores, so this library is linked to torch's own file.
@@ -52,7 +52,7 @@ def load(source: Path | None = None) -> ctypes.CDLL:
     """The library made of `source`, or of `SOURCE`; compiled if need be. Raises `BuildError`."""
     source = source or SOURCE
     command, openmp = [*find_compiler(), *FLAGS, *words("CXXFLAGS")], find_openmp()
-    # A home may be shared by machines with different CPUs: the macros tell what code is made for.
+    # A home may be shared by machines with different CPUs. The compiler's macros name the features.
     version, macros = (run([*command, *question.split()]) for question in (
         "--version", f"-dM -E -x c++ {os.devnull}"))
     key = digest(repr((source.read_bytes(), command, version, macros, openmp)).encode())
@@ -83,7 +83,7 @@ def words(variable: str) -> list[str]:
 
 
 def build(source: Path, command: list[str], openmp: Path, path: Path) -> Path:
-    """Compile to another name, and rename it once its digest is known. Raises `BuildError`."""
+    """Compile to another name; rename it when its digest is known. Raises `BuildError`."""
     tqdm.write(f"nanoserve: compiling {source.parent.name}/{source.name} for this CPU, once ...",
                file=sys.stderr)
     made = Path(f"{path}.new")
@@ -142,5 +142,5 @@ def is_private(path: Path) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether it is as it was built, by this user."""
+    """Whether this user built it, and it is as it was built."""
     return is_private(path) and path.stem.endswith(digest(path.read_bytes()))

@@ -1,8 +1,8 @@
 """The CPU's namespace: `ops`, compiled. What each function means is written there.
 
-device/cpu.cpp computes, and says what its functions take; library.py checks it, makes room for the
-results, and calls. Left for this file are packed weights and the cache, whose order of memory is
-the library's own, and sizes that no argument has by itself:
+device/cpu.cpp computes, and says what its functions take. library.py checks the arguments, makes
+room for the results, and calls. This file adds what the library can't know: packed weights, the
+cache, and sizes that no argument has by itself.
 
     weight (outputs, inputs) ─ pack ─► panels
     x (rows, inputs), panels ─ linear ─► (rows, outputs)

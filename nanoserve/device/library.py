@@ -16,7 +16,7 @@ checked. "panels" is a packed weight of T, whose sizes are the weight's own.
 
 Invariant: nothing is handed over unchecked. A wrong address would not raise, it would read or write
 another object's memory. Not known here: what the functions do. Road not taken: operators that torch
-knows (torch.library), for which C++ needs torch's headers, and half a minute to compile them.
+knows (torch.library), for which C++ must include torch's headers, and then compiles much longer.
 """
 
 import ctypes

@@ -190,12 +190,12 @@ def keep_freed_memory() -> bool:
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """On a CPU, for what is read again and again: in large pages, of which fewer have to be looked
-    up, where the system has some."""
+    """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
+    step."""
     memory = torch.empty(shape, dtype=dtype, device="cpu")
     start = memory.data_ptr() + -memory.data_ptr() % LARGE_PAGE
     length = (memory.data_ptr() + memory.nbytes - start) // LARGE_PAGE * LARGE_PAGE
-    with suppress(AttributeError, OSError, TypeError):  # as above
+    with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
         if length > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length),
                                       mmap.MADV_HUGEPAGE)
