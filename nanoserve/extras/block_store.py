@@ -107,10 +107,12 @@ class Moves:
 
 @dataclass(eq=False)
 class Chain:
-    """What a queued request will look for and the folder may have. Each block is asked for once."""
+    """What a queued request will look for and the folder may have. Each block is asked for once,
+    and keeps its slot until the request is admitted."""
 
     blocks: deque[tuple[bytes, bytes, list[int]]]  # digest, parent, tokens
     asked: deque[tuple[bytes, Future]] = field(default_factory=deque)  # in the same order
+    slots: list[int] = field(default_factory=list)  # pinned for it
     is_over: bool = False  # a file was missing: nobody could find what is behind it
 
 
@@ -133,7 +135,7 @@ class BlockStore:
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
-        self.reading: dict[Sequence, Chain] = {}  # samples of one request share a chain
+        self.chains: dict[Sequence, Chain] = {}  # samples of one request share a chain
         self.asked: dict[bytes, Future] = {}  # of all chains, what the reading thread has to do
         self.written: deque[int] = deque()  # slots that the writing thread is done with
         self.all_pinned = False  # no slot in `slots` could be taken, when that was tried last
@@ -175,7 +177,8 @@ class BlockStore:
 
     def is_reading(self, seq: Sequence) -> bool:
         """Whether blocks of a waiting sequence are on their way from the folder."""
-        return seq in self.reading
+        chain = self.chains.get(seq)
+        return chain is not None and bool(chain.blocks or chain.asked)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory. Changes nothing."""
@@ -197,8 +200,11 @@ class BlockStore:
         for slot in reversed(moves.loads):  # a chain's tail is given up before its head
             self.slots.move_to_end(self.held[slot])
         self.pins.update(moves.loads)
+        for seq in step.admitted:
+            self._let_go(seq)
+            self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
         self._take_written()
-        self._take_arrivals()
+        self._take_arrivals(step.sitting_out)
         later: dict[bytes, CacheEntry] = {}
         in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
         for digest, entry in self.leaving.items():
@@ -215,8 +221,6 @@ class BlockStore:
         self.leaving = later
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
-        for seq in step.admitted:
-            self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
 
     def finished(self, step: Step) -> None:
         """A step's saves can be found from now on."""
@@ -261,8 +265,9 @@ class BlockStore:
         `epoch`: their results are thrown away. Nobody waits any more for what is being read."""
         self.epoch += 1
         self.leaving.clear()
-        self.reading.clear()
         self.asked.clear()
+        for seq in list(self.chains):
+            self._let_go(seq)
         for slot in self.slots.values():
             self.held[slot] = None
             if not self.pins[slot]:
@@ -300,33 +305,57 @@ class BlockStore:
 
     # ----------------------------------------------------------------- threads
 
-    def _take_arrivals(self) -> None:
-        """Give slots to what the reading thread has brought, and ask it for what comes next."""
+    def _take_arrivals(self, sitting_out: list[Sequence]) -> None:
+        """Give slots to what the reading thread has brought, and ask it for what comes next: for
+        as much as half of the pool can keep, or later requests would drive out what earlier ones
+        wait for. The first in the queue need not wait for room, so that the queue moves on."""
         self.asked = {one: future for one, future in self.asked.items() if not future.done()}
-        for chain in dict.fromkeys(self.reading.values()):
+        chains = list(dict.fromkeys(self.chains.values()))
+        for chain in chains:
             while chain.asked and chain.asked[0][1].done():
                 self._arrive(chain, *chain.asked.popleft())
-            self._ask(chain)
-        for seq, chain in list(self.reading.items()):
-            if not chain.asked and not chain.blocks:
-                del self.reading[seq]
+        if any(chain.blocks for chain in chains):
+            for seq in filter(self.is_reading, sitting_out[:1]):
+                self._ask(self.chains[seq], self.pool.num_slots)
+            room = self.pool.num_slots // 2 - len(+self.pins) - len(self.asked)
+            for chain in chains:
+                room -= self._ask(chain, room)
 
     def _arrive(self, chain: Chain, digest: bytes, future: Future) -> None:
         data = None if future.exception() else future.result()
-        if data is None:
-            chain.blocks.clear(), chain.asked.clear()
-        elif digest not in self.slots and (slot := self._take_slot()) is not None:
+        slot = self.slots.get(digest)
+        if slot is None and data is not None and (slot := self._take_slot()) is not None:
             self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
             self._put(digest, slot)
+        if slot is None:
+            chain.blocks.clear(), chain.asked.clear()
+        else:
+            self._keep(chain, slot)
 
-    def _ask(self, chain: Chain) -> None:
-        """Give the reading thread work, as far as it has little: what nobody takes is in memory."""
-        while chain.blocks and len(self.asked) < MAX_ARRIVALS:
+    def _ask(self, chain: Chain, room: int) -> int:
+        """Have up to `room` blocks of a chain read, as long as the reading thread has little to do:
+        what nobody has taken yet is in memory. Returns how many."""
+        count = max(0, min(room, len(chain.blocks), MAX_ARRIVALS - len(self.asked)))
+        for _ in range(count):
             digest, *rest = chain.blocks.popleft()
-            if digest not in self.slots:
-                if digest not in self.asked:
-                    self.asked[digest] = self.reader.submit(self._read, chain, digest, *rest)
-                chain.asked.append((digest, self.asked[digest]))
+            if digest in self.slots:
+                self._keep(chain, self.slots[digest])
+                continue
+            if digest not in self.asked:
+                self.asked[digest] = self.reader.submit(self._read, chain, digest, *rest)
+            chain.asked.append((digest, self.asked[digest]))
+        return count
+
+    def _keep(self, chain: Chain, slot: int) -> None:
+        chain.slots.append(slot)
+        self.pins[slot] += 1
+
+    def _let_go(self, seq: Sequence) -> None:
+        """It has been admitted, or has ended, and with it all that share its chain."""
+        chain = self.chains.pop(seq, None)
+        if chain is not None:
+            self._unpin(chain.slots)
+            chain.slots = []
 
     def _take_written(self) -> None:
         while self.written:
@@ -373,17 +402,17 @@ class BlockStore:
             return
         seq = sequences[0]  # the others have the same prompt
         digests, size = self._digest_blocks(seq), self.blocks.block_size
-        first = len(self.blocks.find_prefix(seq))
-        while first < len(digests) and digests[first] in self.slots:
-            first += 1
+        first = missing = len(self.blocks.find_prefix(seq))
+        while missing < len(digests) and digests[missing] in self.slots:
+            missing += 1
         most = min(self.blocks.max_hits(seq), first + self.pool.num_slots)
-        if first < most and self.folder.has(digests[first]):
+        if missing < most and self.folder.has(digests[missing]):
             root = self._digest_entry(seq.root) if seq.root is not None else self.base
             chain = Chain(deque((digests[i], digests[i - 1] if i else root,
                                  seq.token_ids[i * size:(i + 1) * size])
                                 for i in range(first, most)))
-            self.reading.update(dict.fromkeys(sequences, chain))
-            self._ask(chain)
+            self.chains.update(dict.fromkeys(sequences, chain))
+            self._take_arrivals([])
 
     def scheduled(self, step: Step) -> None:
         for lost in self.in_flight.keys() - self.scheduler.in_flight:
@@ -391,7 +420,7 @@ class BlockStore:
         if step.num_new_tokens:
             self.plan(step)
             return
-        self._take_arrivals()
+        self._take_arrivals(step.sitting_out)
         if step.sitting_out and not self.scheduler.in_flight:
             time.sleep(0.0005)  # there is nothing to do but to read
 
@@ -404,7 +433,7 @@ class BlockStore:
             if self.folder is not None:
                 self._have_written(self.folder.touch, self._digest_blocks(seq))
             self.digests.pop(seq, None)
-            self.reading.pop(seq, None)
+            self._let_go(seq)
         if self.leaving and not self.scheduler.has_unfinished():
             self.save_rest()
 

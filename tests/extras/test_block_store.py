@@ -158,7 +158,7 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     store.plan(first)
     read.set_result(bytearray(b"12345678"))
     seq = Sequence("0", [1] * 5, SamplingParams())
-    store.reading[seq] = Chain(deque(), deque([(entry.digest, read)]))
+    store.chains[seq] = Chain(deque(), deque([(entry.digest, read)]))
     store.plan(second)  # with overlap, before the first one has finished
     store.finished(first)
     store.check()
@@ -232,7 +232,7 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
 def test_what_was_read_for_a_request_that_has_gone_is_let_go():
     store = store_of(SimpleNamespace(num_slots=2), BlockManager(4, 4))
     seq, read = Sequence("0", [1] * 5, SamplingParams()), Future()
-    store.reading[seq] = Chain(deque(), deque([(b"digest", read)]))
+    store.chains[seq] = Chain(deque(), deque([(b"digest", read)]))
     store.asked[b"digest"] = read
     store.ended([seq])
     store.plan(Step(0))

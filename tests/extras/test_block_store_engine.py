@@ -15,6 +15,7 @@ from checkpoints import assert_same_text
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.extras.block_folder import Folder
+from nanoserve.sequence import Step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SMALL = dict(dtype="float32", device="cpu", num_gpu_blocks_override=12, max_model_len=128)
@@ -272,6 +273,28 @@ def test_what_nobody_waits_for_any_more_is_not_read(qwen3, expect, slow_files):
         slow_files.go.set()
         expect("qwen3", [LONG[2:66]], ask(llm, LONG[2:66]))
         assert num_loaded(llm) == 63 and len(slow_files.names) <= 32 + 63
+
+
+@pytest.mark.parametrize("num_slots", [8, 20, 50])
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_a_queue_that_is_longer_than_the_pool_finds_all_of_its_blocks(qwen3, tmp_path, num_slots,
+                                                                      max_num_seqs):
+    """12 requests of 6 blocks each. All were read when they were queued, and drove out each other's
+    blocks before anybody could load them: of 72 blocks as few as none came back."""
+    prompts = [[(41 * i + 7 * k) % 251 for i in range(100)] for k in range(12)]
+    options = SMALL | dict(kv_store=str(tmp_path), kernels="torch")
+    with LLM(qwen3, **options | dict(num_gpu_blocks_override=100)) as llm:
+        texts = ask(llm, *prompts)
+        block_bytes = llm.runner.block_bytes
+    with LLM(qwen3, **options | dict(num_gpu_blocks_override=8 * max_num_seqs),
+             max_num_seqs=max_num_seqs, kv_offload_bytes=num_slots * block_bytes) as llm:
+        found = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in found] == texts
+        assert num_loaded(llm) == 12 * 96
+        llm.store.check()
+        llm.store.flush()
+        llm.store.plan(Step(0))  # takes what was written
+        assert not any(llm.store.pins.values())
 
 
 @pytest.mark.parametrize("how", ["shut down", "forgotten"])
