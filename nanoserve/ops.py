@@ -52,9 +52,9 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+    """x / sqrt(mean(x^2) + eps) * weight of each row (Zhang and Sennrich 2019).
 
-    x: (..., size); weight: (size,) in float32, whatever x is.
+    x: (rows, size); weight: (size,) in float32, whatever x is.
     """
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)

@@ -11,7 +11,6 @@ Importing this module compiles the library if need be, and raises `BuildError` w
 done. float16 is computed in float32. Not known here: layers, ranks.
 """
 
-from functools import wraps
 from math import prod
 from typing import NamedTuple
 
@@ -29,9 +28,6 @@ __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors",
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
 LIBRARY = functions_of(load())  # what is passed by name are sizes, which arguments must fit
-
-argmax = wraps(ops.argmax)(LIBRARY.argmax)
-floors = wraps(ops.floors)(LIBRARY.floors)
 
 
 class Panels(NamedTuple):
@@ -84,7 +80,7 @@ def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
         num_blocks += 1
     shape = num_blocks, block_size, num_kv_heads, head_dim + -head_dim % PANEL
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    return zeros(*shape, dtype=dtype), zeros(*shape, dtype=dtype)
+    return zeros(*shape, dtype=dtype, device=device), zeros(*shape, dtype=dtype, device=device)
 
 
 def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
@@ -110,6 +106,15 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
         window or 0, softcap or 0, heads=heads - heads % kv_heads, padded=size + -size % PANEL,
         _ends=rows + 1)
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    return LIBRARY.argmax(logits)
+
+
+def floors(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor,
+           top_p: torch.Tensor, min_p: torch.Tensor) -> ops.Floors:
+    return LIBRARY.floors(logits, temperature, top_k, top_p, min_p)
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,

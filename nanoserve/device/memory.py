@@ -189,10 +189,12 @@ def keep_freed_memory() -> bool:
         return False
 
 
-def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
-    step."""
-    memory = torch.empty(shape, dtype=dtype, device="cpu")
+    step. device: "meta" for a tensor that has a size and no memory."""
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    if memory.is_meta:
+        return memory
     start = memory.data_ptr() + -memory.data_ptr() % LARGE_PAGE
     length = (memory.data_ptr() + memory.nbytes - start) // LARGE_PAGE * LARGE_PAGE
     with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory

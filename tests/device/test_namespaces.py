@@ -427,3 +427,57 @@ def test_rows_that_are_broken_end_nobody_else(ops):
     logits[1] = math.nan
     got = ops.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
     assert 0 <= got[1] < 100 and got[0] == whole[0] and got[2] == whole[2]
+
+
+# ------------------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def count_threads():
+    """Sets their number; the tests' own is one (conftest.py)."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, dtype):
+    """To the last bit; several times, because threads that write to one place need not meet."""
+    if "cpu" not in available():
+        pytest.skip("needs a compiler")
+    ops, rows = namespace("cpu"), CASES["mixed"]
+    tables, num_blocks = scatter(rows, 16)
+    batch = make_batch(tables, *map(list, zip(*rows, strict=True)), 16)
+    x = numbers(70, 256, dtype=dtype)
+    weight, bias = ops.pack(numbers(600, 256, dtype=dtype)), numbers(600, dtype=dtype)
+    gate_up = ops.pack(numbers(5, 192, 256, dtype=dtype))
+    down = ops.pack(numbers(5, 256, 96, dtype=dtype))
+    ids = torch.stack([torch.randperm(5)[:2] for _ in range(70)])
+    qkv, q = numbers(70, 12, 32, dtype=dtype), numbers(batch.num_tokens, 8, 32, dtype=dtype)
+    angles, slots = torch.rand(70, 32), torch.randperm(num_blocks * 16)[:70].int()
+    stored = [numbers(num_blocks * 16, 2, 32, dtype=dtype) for _ in range(2)]
+    logits, seeds = numbers(33, 5000, dtype=dtype), torch.arange(33)
+
+    def everything() -> list[torch.Tensor]:
+        cache = ops.new_cache(num_blocks, 16, 2, 32, dtype, CPU)
+        write(ops, cache, *stored, list(range(num_blocks * 16)))
+        return [ops.linear(x, weight, bias), ops.act_and_mul(x, "silu"),
+                *ops.add_rms_norm(x, x, torch.ones(256), 1e-6),
+                ops.experts(x, torch.rand(70, 2).fill_(0.5), ids, gate_up, down, 0, "silu"),
+                ops.norm_rope_store(qkv, None, None, 1e-6, angles.cos(), angles.sin(), *cache,
+                                    slots), *cache,
+                ops.paged_attention(q, *cache, batch, 0.2), ops.argmax(logits),
+                ops.draw(logits, torch.ones(33), seeds, seeds)]
+
+    expected = everything()
+    count_threads(4)
+    for _ in range(5):
+        for i, (got, alone) in enumerate(zip(everything(), expected, strict=True)):
+            assert torch.equal(got, alone), i
+
+
+def test_a_cache_can_be_asked_for_its_size_alone(ops):
+    """The bytes of a block are counted before any cache is made: a real one of 16 blocks, zeroed,
+    took gigabytes where blocks are large."""
+    for one in ops.new_cache(16, 16, 2, 24, torch.float32, torch.device("meta")):
+        assert one.is_meta and one.nbytes >= 16 * 16 * 2 * 24 * 4
