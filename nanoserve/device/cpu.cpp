@@ -21,10 +21,10 @@
 // is gathered: the loop takes a list of panels, wherever they lie. Sizes that are no multiple of 16
 // or of a unit are filled up with zeros, so that none is unfit.
 //
-// Every sum is made by one thread in the order of its inputs, so a row's numbers depend neither on
-// the threads nor on the other rows. float16 comes here as float32. Threads are OpenMP's, which
-// torch has started. Threads take small portions of the work one by one, so a thread that loses its
-// core to another program delays only the portion it has.
+// Every sum is made by one thread in a fixed order, so a row's numbers depend neither on the threads
+// nor on the other rows. (With a window they depend on where the row's chunk begins: so do the tiles
+// of its keys.) float16 comes here as float32. Threads are OpenMP's, which torch has started. They
+// take small portions of the work one by one: one that loses its core delays only its portion.
 //
 // Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
 
@@ -221,7 +221,7 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 // ------------------------------------------------------------------ products
 
 constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
-constexpr long PANELS_AT_ONCE = 8;  // a piece of work: of 1024 inputs in bfloat16 256 KB
+constexpr long PANELS_AT_ONCE = 8;  // a portion: of 1024 inputs in bfloat16 256 KB
 constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are needed; never with
                             // few rows (4 panels): the CPU fetches ahead better then (docs/LOG.md)
 
@@ -229,7 +229,8 @@ constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are
 template <class T>
 void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bias, T *out,
              long rows, long inputs, long outputs) {
-    const Tiling tiling(std::max(rows, 1L));
+    if (!rows) return;  // a step that samples nothing: the LM head need not be read
+    const Tiling tiling(rows);
     const long units = ceil_div(inputs, PER_UNIT<T>), panels = ceil_div(outputs, PANEL);
     const long tile_size = units * tiling.rows;
     uint32_t *packed = scratch<uint32_t>(0, tiling.tiles * tile_size);
@@ -238,11 +239,11 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
     });
     const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tiling.rows);
     const long groups = ceil_div(panels, PANELS_AT_ONCE);
-    const long pieces = ceil_div(tiling.tiles, tiles_at_once) * groups;
-    share_out(pieces, rows * inputs * outputs > 65536, [&](long piece) {
-        const long first_tile = piece / groups * tiles_at_once;
+    const long portions = ceil_div(tiling.tiles, tiles_at_once) * groups;
+    share_out(portions, rows * inputs * outputs > 65536, [&](long portion) {
+        const long first_tile = portion / groups * tiles_at_once;
         const long end_tile = std::min(first_tile + tiles_at_once, tiling.tiles);
-        long p = piece % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
+        long p = portion % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
         for (long width = tiling.panels; p < end; p += width) {
             while (p + width > end) width /= 2;
             const Multiply loop = loop_for<T>(tiling.rows, width);
@@ -594,10 +595,10 @@ void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables
             work.push_back({row, first, std::min(at_once, end - first)});
     // Tokens behind the last row's are padding.
     std::fill(out + starts[num_rows] * heads * head_dim, out + tokens * heads * head_dim, T{});
-    const long pieces = long(work.size());
-    share_out(pieces * kv_heads, true, [&](long i) {
-        const Work &one = work[pieces - 1 - i % pieces];  // the last queries see the most keys
-        attention.run(one.row, i / pieces, one.first, one.count);
+    const long count = long(work.size());
+    share_out(count * kv_heads, true, [&](long i) {
+        const Work &one = work[count - 1 - i % count];  // the last queries see the most keys
+        attention.run(one.row, i / count, one.first, one.count);
     });
 }
 

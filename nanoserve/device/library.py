@@ -5,18 +5,21 @@ The last lines of device/cpu.cpp, or of a file like it, say what each function t
     add_rms_norm: T x[rows size], T? residual[rows size], f32 weight[size], float eps ->
                   T out[rows size], T total[rows size]
 
-T is the dtype of the first argument. What has a question mark may be None. A size has one value
-wherever its name stands, as in the signatures of NumPy's generalised ufuncs. From such a line comes
-a function of Python, which makes room for the results:
+T is the dtype of the first argument (float16 is computed in float32). What has a question mark may
+be None. A size has one value wherever its name stands, as in the signatures of NumPy's generalised
+ufuncs. From such a line comes a function of Python, which makes room for the results:
 
     x, residual, weight, eps ─ checked ─► addresses, numbers, sizes ─► C++ ─► out, total
 
 C++ gets the sizes in the order in which they are named, but for those like `_ends`, which are only
 checked. "panels" is a packed weight of T, whose sizes are the weight's own.
 
-Invariant: nothing is handed over unchecked. A wrong address would not raise, it would read or write
-another object's memory. Not known here: what the functions do. Road not taken: operators that torch
-knows (torch.library), for which C++ must include torch's headers, and then compiles much longer.
+Invariant: no address is handed over unless dtype, shape, order and device fit. A wrong one would
+not raise, it would read or write another object's memory. Numbers that are used as indices (slots,
+tables, ids) are trusted: batch.py makes them.
+
+Not known here: what the functions do. Road not taken: operators that torch knows (torch.library),
+for which C++ must include torch's headers, and then compiles much longer.
 """
 
 import ctypes

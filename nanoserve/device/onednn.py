@@ -38,7 +38,7 @@ __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors",
            "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
 TYPICAL_ROWS = 64  # rows of x that the order is chosen for; it serves any other number, too
-DTYPES = (torch.bfloat16, torch.float32)  # in float16 few CPUs multiply
+DTYPES = (torch.bfloat16, torch.float32)  # few CPUs multiply in float16
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -281,7 +281,7 @@ void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *sc
 }
 
 constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
-constexpr long PANELS_AT_ONCE = 8;  // a piece of work: of 1024 inputs 128 KB
+constexpr long PANELS_AT_ONCE = 8;  // a portion: of 1024 inputs 128 KB
 constexpr long AHEAD = 128 * UNIT;  // bytes of a panel that are fetched before they are needed
 
 // out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
@@ -289,8 +289,9 @@ constexpr long AHEAD = 128 * UNIT;  // bytes of a panel that are fetched before 
 template <class T>
 void product(const T *x, const uint8_t *weight, const float *weight_scales, long group,
              const T *bias, T *out, long rows, long inputs, long outputs) {
+    if (!rows) return;  // as in device/cpu.cpp
     const bool is_4 = group > 0;
-    const Tiling tiling(std::max(rows, 1L), is_4);
+    const Tiling tiling(rows, is_4);
     const long units = is_4 ? ceil_div(inputs, group) * group / 2 : ceil_div(inputs, 2);
     const long panels = ceil_div(outputs, PANEL);
     const long panel_size = is_4 ? ceil_div(inputs, group) * (1 + group / 8) * LINE : units * UNIT;
@@ -310,11 +311,11 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
     });
     const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tiling.rows);
     const long groups = ceil_div(panels, PANELS_AT_ONCE);
-    const long pieces = ceil_div(tiling.tiles, tiles_at_once) * groups;
-    share_out(pieces, rows * inputs * outputs > 65536, [&](long piece) {
-        const long first_tile = piece / groups * tiles_at_once;
+    const long portions = ceil_div(tiling.tiles, tiles_at_once) * groups;
+    share_out(portions, rows * inputs * outputs > 65536, [&](long portion) {
+        const long first_tile = portion / groups * tiles_at_once;
         const long end_tile = std::min(first_tile + tiles_at_once, tiling.tiles);
-        long p = piece % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
+        long p = portion % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
         for (long width = tiling.panels; p < end; p += width) {
             width = std::min(width, end - p);
             const Multiply loop = loop_for(tiling.rows, width, is_4);
