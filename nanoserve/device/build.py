@@ -38,7 +38,8 @@ from tqdm import tqdm
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Arithmetic as it is written: no -ffast-math, which would also change it for the whole process.
-# OpenMP is for the compiler alone: the linker would add the compiler's own library beside torch's.
+# -Xpreprocessor hands -fopenmp to the compiler alone: from it g++ and clang++ would also link an
+# OpenMP library of their own beside torch's.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-Xpreprocessor", "-fopenmp",
          "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"]
 SECONDS = 300  # the longest that a compiler may take
@@ -66,8 +67,9 @@ def load(source: Path | None = None) -> ctypes.CDLL:
             whole = next(filter(is_whole, path.parent.glob(f"{path.name}-*.so")), None)
             return ctypes.CDLL(str(whole or build(source, command, openmp, path)))
     except OSError as error:
-        raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}); on Linux it "
-                         "takes g++, whose OpenMP library is torch's") from error
+        raise BuildError(f"{source.name}'s library can't be kept or loaded ({error}): set "
+                         "XDG_CACHE_HOME to a folder whose files may be run, or on Linux CXX to "
+                         "g++, whose OpenMP library torch uses") from error
 
 
 def digest(content: bytes) -> str:
@@ -100,8 +102,8 @@ def run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler can't be run ({error}): set CXX to another") from error
     if result.returncode:
-        words = (result.stderr or result.stdout).strip()
-        raise BuildError(f"the C++ compiler {command[0]} failed (CXX sets another): {words[:2000]}")
+        said = (result.stderr or result.stdout).strip()
+        raise BuildError(f"the C++ compiler {command[0]} failed (CXX sets another): {said[:2000]}")
     return result.stdout
 
 
@@ -115,13 +117,19 @@ def find_compiler() -> list[str]:
 
 
 def find_openmp() -> Path:
-    """The OpenMP library that torch has loaded. Raises `BuildError` if there is none."""
-    maps = Path("/proc/self/maps")
+    """The OpenMP library that torch has loaded. Raises `BuildError` if there is none.
+
+    Other packages may have brought one of their own into the process: torch's lies in its folder.
+    Where none does, torch uses the system's, which is in the process, too.
+    """
+    folder, maps = str(Path(torch.__file__).resolve().parent), Path("/proc/self/maps")
     text = maps.read_text() if maps.exists() else "\n".join(
-        map(str, Path(torch.__file__).parent.glob("lib/*")))
-    if found := re.search(r"/.*/lib(?:g|i)?omp[^/\s]*$", text, re.M):
-        return Path(found[0])
-    raise BuildError("torch has no OpenMP library whose threads could be shared")
+        map(str, Path(folder).glob("lib/*")))
+    found = re.findall(r"/.*/lib(?:g|i)?omp[-\d.][^/\s]*$", text, re.M)
+    if not found:
+        raise BuildError("torch has no OpenMP library whose threads could be shared: install "
+                         "another build of torch, or use kernels='onednn'")
+    return Path(min(found, key=lambda path: not path.startswith(folder)))
 
 
 def cache_folder() -> Path | None:

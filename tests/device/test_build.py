@@ -71,7 +71,7 @@ def test_it_is_built_once_says_so_and_lies_in_private(home, log, capfd):
     assert compilations(log) == 1 and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("change", ["source", "flags", "compiler", "openmp"])
+@pytest.mark.parametrize("change", ["source", "flags", "compiler", "the CPU's features", "openmp"])
 def test_whatever_goes_into_it_is_part_of_its_name(home, log, change, monkeypatch):
     build.load()
     if change == "source":
@@ -81,6 +81,9 @@ def test_whatever_goes_into_it_is_part_of_its_name(home, log, change, monkeypatc
     elif change == "compiler":
         set_compiler(home, monkeypatch, 'echo "$@" >> "$log"\n'
                      'case "$*" in *--version) echo another one; exit;; esac\nexec g++ "$@"')
+    elif change == "the CPU's features":
+        set_compiler(home, monkeypatch, 'echo "$@" >> "$log"\n'
+                     'case "$*" in *-dM*) echo "#define __AVX1024__ 1";; esac\nexec g++ "$@"')
     else:
         copy = shutil.copy(build.find_openmp(), home / "libgomp.so.1")
         monkeypatch.setattr(build, "find_openmp", lambda: Path(copy))
@@ -110,20 +113,27 @@ def test_an_interrupted_build_leaves_nothing_that_could_be_loaded(home, monkeypa
 # ------------------------------------------------------------------------- privacy
 
 
-@pytest.mark.parametrize("damage", [lambda library: b"", lambda library: b"\x7fELF and no more",
-                                    lambda library: library[:len(library) // 2],
-                                    lambda library: library[:-1000] + bytes(1000)],
-                         ids=["empty", "another", "cut", "overwritten"])
-def test_a_damaged_library_is_built_anew(home, log, damage):
+DAMAGES = {"empty": lambda library: b"", "another": lambda library: b"\x7fELF and no more",
+           "cut": lambda library: library[:len(library) // 2],
+           "overwritten": lambda library: library[:-1000] + bytes(1000)}
+
+
+def test_a_damaged_library_is_built_anew(home, log):
     """One that was cut ended the process that loaded it. With others every start was slow from then
     on, and the line for it named no remedy."""
-    script = ("import sys, pathlib; from nanoserve.device import build; "
-              "build.SOURCE = pathlib.Path(sys.argv[1]); print(build.load().answer())")
-    for compiled in (1, 2):  # in processes of their own: a file that is loaded must not be cut
-        result = run(script, str(build.SOURCE))
-        assert result.stdout == "42\n" and compilations(log) == compiled, result.stderr
+    def answer() -> int:  # of a process of its own: a file that is loaded must not be cut
+        if (child := os.fork()) == 0:
+            try:
+                os._exit(build.load().answer())
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert answer() == 42
+    for compiled, (name, damage) in enumerate(DAMAGES.items(), 2):
         path, = libraries(home)
         path.write_bytes(damage(path.read_bytes()))
+        assert answer() == 42 and compilations(log) == compiled, name
 
 
 @pytest.mark.parametrize("lacks", ["a home", "a temporary folder"])
@@ -152,8 +162,11 @@ def test_half_a_quote_is_named(home, monkeypatch, variable):
 
 
 @pytest.mark.parametrize("flaw", ["open to others", "a link", "no folder"])
-def test_a_folder_that_others_could_change_is_not_used(home, log, flaw, capfd):
+def test_a_folder_that_others_could_change_is_not_used(home, log, flaw, monkeypatch):
     """A temporary folder takes its place, and nothing of it stays."""
+    own = home / "tmp"
+    own.mkdir()
+    monkeypatch.setattr(build.tempfile, "tempdir", str(own))
     folder = home / "cache" / "nanoserve"
     if flaw == "no folder":  # as on a home that can't be written to
         (home / "cache").write_text("a file")
@@ -164,10 +177,8 @@ def test_a_folder_that_others_could_change_is_not_used(home, log, flaw, capfd):
         if flaw == "a link":
             folder.parent.mkdir()
             folder.symlink_to(real)
-    before = set(Path(build.tempfile.gettempdir()).glob("nanoserve-*"))
     assert build.load().answer() == 42
-    assert not list(home.glob("*/**/*.so"))
-    assert set(Path(build.tempfile.gettempdir()).glob("nanoserve-*")) == before
+    assert not list(home.glob("*/**/*.so")) and not list(own.iterdir())
 
 
 @pytest.mark.parametrize("flaw", ["open to others", "a link", "somebody else's"])
@@ -337,3 +348,17 @@ assert len(maps) == 1, maps
     alone = run(script.replace("set_num_threads(2)", "set_num_threads(1)").replace(
         "assert len(maps)", "assert tasks() == before == 1, before; assert len(maps)"))
     assert alone.returncode == 0, alone.stderr
+
+
+def test_torchs_openmp_library_is_taken_where_there_are_others(home):
+    """Another package may have brought its own, which may come first in the process's memory."""
+    script = """
+import ctypes, pathlib, shutil, sys, torch
+from nanoserve.device import build
+torchs = build.find_openmp()
+for i in range(4):  # wherever they are mapped
+    ctypes.CDLL(shutil.copy(torchs, pathlib.Path(sys.argv[1], f"libgomp-{i}.so.1")))
+assert build.find_openmp() == torchs, build.find_openmp()
+"""
+    result = run(script, str(home))
+    assert result.returncode == 0, result.stderr
