@@ -35,7 +35,7 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.extras.int4_linear import Grouped, Int4Linear, RoundedInt4Linear
-from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear
+from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, library
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]
@@ -86,6 +86,12 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
                              f"{model_config.architecture} has experts, which can't be rounded "
                              "yet: leave it out")
         layers |= {"linear": Int8Linear, "embedding": Int8Embedding}
+        if config.kernels == "cpu":
+            try:
+                library()  # compiled before the weights are read, and not in the first step
+            except ImportError as error:
+                raise ValueError(f"quantization={config.quantization!r} with kernels='cpu', but "
+                                 f"{error}: mend that, or use kernels='onednn'") from error
         if config.kernels not in ("cpu", "triton"):
             say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
                 "memory and costs time: weights are widened for each product")

@@ -8,15 +8,16 @@ a matrix, the weights of one output, is rounded to whole numbers in [-127, 127] 
     kept                   51  -127    7 ...     weight ~ scale * kept, within scale / 2
 
 Activations are not rounded to int8 (W8A16). `quantization="int8"` does it *online*: any checkpoint
-is rounded while it is loaded. A `Int8Linear` has room for its weight from its first tensor to its
+is rounded while it is loaded. An `Int8Linear` has room for its weight from its first tensor to its
 last one and rounds it at once, so at no time are there two copies of the model. The layers come in
 through `Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an
 embedding that is no LM head stay as they are. A rank rounds its own share.
 
-There are three products. With the compiled twin it is compiled, too (quantized_linear.cpp, with
-panels as in device/cpu.cpp); with Triton's operators it is a kernel (quantized_triton.py). With
-others a portion of the rows at a time becomes a matrix of the activations' dtype: that saves memory
-but no time, and is the specification of the other two.
+There are three products, one for each kind of operators that the engine computes with. Beside the
+compiled twin the product is compiled, too (quantized_linear.cpp, with panels as in device/cpu.cpp);
+beside Triton's operators it is a kernel (quantized_triton.py). Beside others a portion of the rows
+at a time becomes a matrix of the activations' dtype: that saves memory but no time, and is the
+specification of the other two.
 
 Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road not taken: torch's
 own int8 operators, which on a CPU were no faster than bfloat16.

@@ -81,7 +81,8 @@ def test_a_checkpoint_keeps_its_numbers(name, checkpoints, tmp_path):
     expected = text_of(head_rounded(dense))
     with LLM(quantized, **INT4) as llm:
         assert greedy(llm, 16) == expected and llm.config.quantization == "int4"
-        assert {type(each) for each in small_ones(llm).values()} <= {GroupedPanels, GroupedRows}
+        kinds = {type(each) for each in small_ones(llm).values()}
+        assert kinds in ({GroupedPanels}, {GroupedRows})  # with a compiler, and without
         assert isinstance(llm.runner.model.lm_head.packed, (Panels, Rows))
 
 
@@ -104,7 +105,8 @@ def test_a_product_of_an_engine_is_near_that_of_the_unpacked_weights(dtype, kern
             layer = llm.runner.model.layers[0].self_attn.qkv_proj
             x = torch.randn(5, 64).to(getattr(torch, dtype)) if x is None else x
             outs.append(layer(x).double())
-    assert type(layer.packed).__name__ in (*KINDS.values(), "GroupedRows")
+    assert type(layer.packed).__name__ in {
+        "triton": ["TritonGroups"], "auto": ["GroupedPanels", "GroupedRows"]}[kernels]
     assert (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
 
 

@@ -156,8 +156,9 @@ def test_rounding_by_hand():
 
 
 @pytest.mark.parametrize("shape", [(50, 64), (3, 100), (1, 1)], ids=str)
-def test_no_weight_moves_by_more_than_half_a_step(shape):
-    """And a half more where the zero point was rounded, too."""
+def test_no_weight_moves_by_more_than_a_step(shape):
+    """Half a step by its own rounding, and half a step where the zero point was rounded, too. The
+    step of the whole row is at least that of a group."""
     weight = torch.randn(shape)
     got = round_groups(weight)[:]
     torch.testing.assert_close(got.double(), groups_by_definition(weight), rtol=1e-5, atol=1e-6)

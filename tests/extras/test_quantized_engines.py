@@ -17,6 +17,8 @@ from small_kinds import ENGINES, needs_interpreter
 
 from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
+from nanoserve.device import build
+from nanoserve.extras import quantization
 from nanoserve.extras.quantized_linear import Int8Linear
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
@@ -58,6 +60,17 @@ def test_the_text_is_that_of_the_rounded_weights(name, kernels, checkpoints, rou
     said = capfd.readouterr().err
     assert "float32, quantization='int8'" in said
     assert ("saves memory and costs time" in said) == (kernels not in KINDS)
+
+
+def test_products_that_can_not_be_compiled_are_an_error_at_the_start(checkpoints, monkeypatch):
+    """The compiler was asked in the first step, and each step failed."""
+    def fails():
+        raise build.BuildError("the C++ compiler g++ failed")
+
+    monkeypatch.setattr(quantization, "library", fails)
+    for asked in ("int8", "int4"):
+        with pytest.raises(ValueError, match=rf"quantization='{asked}' .*g\+\+ failed.*'onednn'"):
+            LLM(checkpoints["tiny"], **SMALL, quantization=asked, kernels="cpu")
 
 
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("triton", marks=needs_interpreter)])

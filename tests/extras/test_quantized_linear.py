@@ -15,6 +15,7 @@ from small_kinds import row_counts, triton_kind
 from nanoserve.device import build
 from nanoserve.device.library import functions_of
 from nanoserve.extras import quantized_linear
+from nanoserve.extras.int4_linear import GroupedPanels, round_groups
 from nanoserve.extras.quantized_linear import Panels, Rows, round_rows
 
 # Relative to the largest result. Compiled, 16 bits of an activation are left, in blocks.
@@ -83,6 +84,22 @@ def test_a_row_does_not_depend_on_the_others(kind):
             assert torch.equal(alone, together[i])
         else:
             torch.testing.assert_close(alone, together[i], rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_numbers_do_not_depend_on_the_threads():
+    """To the last bit; of 8 bits and of 4."""
+    x, weight = torch.randn(70, 512), torch.randn(600, 512)
+    small = [Panels.of(weight), GroupedPanels.of((600, 512), 32, lambda some: round_groups(
+        weight[some]), torch.device("cpu"))]
+    expected, before = [one.linear(x, None) for one in small], torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(5):
+            for one, alone in zip(small, expected, strict=True):
+                assert torch.equal(one.linear(x, None), alone)
+    finally:
+        torch.set_num_threads(before)
 
 
 @needs_compiler
