@@ -384,9 +384,10 @@ class Bench:
             ("+ chunked prefill", dict(enable_chunked_prefill=True,
                                        max_num_batched_tokens=2048 if self.on_gpu else 192)),
             ("+ prefix caching", dict(enable_prefix_caching=True))]
-        if self.on_gpu:  # kernels first: what is no kernel of ours can't be recorded in a graph
-            rungs += [("+ fused kernels", dict(kernels="auto")),
-                      ("+ CUDA graphs", dict(enforce_eager=False)),
+        rungs.append(("+ fused kernels" if self.on_gpu else "+ compiled kernels",
+                      dict(kernels="auto")))
+        if self.on_gpu:  # what is no kernel of ours can't be recorded in a graph
+            rungs += [("+ CUDA graphs", dict(enforce_eager=False)),
                       ("+ overlap", dict(async_scheduling=True))]
         rounds, runs = self.args.rounds, {name: [] for name, _ in rungs}
         results = dict(self.describe(), rounds=rounds)

@@ -254,22 +254,24 @@ def test_ctrl_c_prints_what_was_measured(toy, tmp_path, capsys, monkeypatch):
 
 def test_the_ladder(toy, tmp_path, capsys, monkeypatch):
     path = tmp_path / "ladder.json"
-    real, taken = bench.serve, iter([5, 1, 1, 1, 3, 2, 2, 2, 4, 3, 3, 3])  # seconds, row after row
+    seconds = iter([5, 1, 1, 1, 1, 3, 2, 2, 2, 2, 4, 3, 3, 3, 3])  # of a run, row after row
+    real = bench.serve
 
     def serve(llm, requests, temperature, label=None):
         run, meter = real(llm, requests, temperature, label)
-        return (run if label is None else dict(run, seconds=next(taken))), meter  # None: warming up
+        warms_up = label is None
+        return (run if warms_up else dict(run, seconds=next(seconds))), meter
 
     monkeypatch.setattr(bench, "serve", serve)
     code, out, _ = run(capsys, toy, "--ladder", "--output-len", "3", "6", "--num-prompts", "8",
                        "--output-json", str(path))
-    assert code == 0 and next(taken, None) is None  # three rounds by default
+    assert code == 0 and next(seconds, None) is None  # three rounds by default
     result = json.loads(path.read_text())
     names = [row["name"] for row in result["rows"]]
     assert names == ["one request at a time", "+ continuous batching", "+ chunked prefill",
-                     "+ prefix caching"]
+                     "+ prefix caching", "+ compiled kernels"]
     assert all(out.count(name) == 4 for name in names) and "medians of 3" in out
-    assert [row["seconds"] for row in result["rows"]] == [4, 2, 2, 2]
+    assert [row["seconds"] for row in result["rows"]] == [4, 2, 2, 2, 2]
     assert {row["num_output_tokens"] for row in result["rows"]} == {
         result["workload"]["num_output_tokens"]}
     assert result["workload"]["name"] == "mixed"
