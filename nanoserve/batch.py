@@ -100,10 +100,6 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.query_lens)
-
 
 # The header: the length of each section, then three more numbers.
 SECTIONS = tuple(one.name for one in fields(Batch) if one.type is torch.Tensor)
@@ -222,7 +218,7 @@ class BatchBuilder:
             (list(chain.from_iterable(step.block_loads)), 0, 0),
         )
         at = HEADER
-        for i, (section, filling, num_filled) in enumerate(sections):
+        for i, (section, filling, num_filled) in zip(range(len(SECTIONS)), sections, strict=True):
             host[i] = len(section) + num_filled
             if host[i]:  # most steps leave some sections empty, and each write costs
                 end = at + len(section)

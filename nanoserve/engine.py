@@ -139,7 +139,8 @@ class LLMEngine:
         or ended; with `output_kind` FINAL_ONLY only where it ended."""
         with self.turns:
             self._advance()
-            return take_all(self.inbox)
+            outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests hold it
+            return outputs
 
     def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Submit, step until all are done, and abort the rest if the caller or a step gives up.
@@ -156,7 +157,7 @@ class LLMEngine:
                 with self.turns:
                     if not inbox:
                         self._advance()
-                    outputs = take_all(inbox)
+                    outputs, inbox[:] = inbox[:], []
                 for output in outputs:
                     num_unfinished -= output.finished
                     yield output
@@ -333,12 +334,4 @@ class LLMEngine:
             if done and self.store is not None:
                 self.store.clear()
             return done
-
-
-def take_all(inbox: list) -> list:
-    """Take all outputs out of `inbox`. The list object stays, because requests hold it; an output
-    that another thread appends between the two lines stays in it, too."""
-    found = inbox[:]
-    del inbox[:len(found)]
-    return found
 

@@ -35,7 +35,7 @@ from torch import nn
 from nanoserve import ops
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.rope_frequencies import rope_frequencies
-from nanoserve.parallel.ranks import SOLO, Ranks, Span, share_heads
+from nanoserve.parallel.ranks import SOLO, Ranks, Span
 
 # Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -62,14 +62,6 @@ class Placement:
         """Memory that the loader will fill."""
         memory = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(memory, requires_grad=False)
-
-    def share(self, total: int) -> Span:
-        """This rank's share of rows, columns, experts or tokens."""
-        return self.ranks.share(total)
-
-    def share_heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
-        """This rank's query heads, and the KV heads that they read."""
-        return share_heads(num_heads, num_kv_heads, self.ranks)
 
 
 def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:

@@ -39,9 +39,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
         self.config, self.ranks = config, on.ranks
-        _, kv_heads = on.share_heads(config.num_attention_heads, config.num_key_value_heads)
+        _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * config.num_hidden_layers
-        vocabulary = on.share(config.vocab_size)
+        vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
                                          tied=config.tie_word_embeddings)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
@@ -131,7 +131,7 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over the paged KV cache, with RoPE and optional qk-norm.
 
-    A rank has a share of the KV heads with the query heads that read them; `share_heads` says how.
+    A rank has a share of the KV heads with the query heads that read them (`Ranks.share_heads`).
     """
 
     def __init__(self, config: ModelConfig, index: int, on: Placement):
@@ -139,7 +139,8 @@ class Attention(nn.Module):
         self.head_dim, self.eps, self.ops = config.head_dim, config.rms_norm_eps, on.ops
         self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.window = config.windows[index]
-        heads, kv_heads = on.share_heads(config.num_attention_heads, config.num_key_value_heads)
+        heads, kv_heads = on.ranks.share_heads(config.num_attention_heads,
+                                               config.num_key_value_heads)
         q, kv = heads.times(self.head_dim), kv_heads.times(self.head_dim)
         self.qkv_proj = on.linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv},
                                   config.qkv_bias, on)
@@ -165,7 +166,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, on: Placement):
         super().__init__()
-        stream, inner = config.hidden_size, on.share(config.intermediate_size)
+        stream, inner = config.hidden_size, on.ranks.share(config.intermediate_size)
         self.activation, self.ops = config.activation, on.ops
         self.gate_up_proj = on.linear(stream, {"gate_proj": inner, "up_proj": inner},
                                       config.mlp_bias, on)
@@ -192,9 +193,9 @@ class MoE(nn.Module):
         # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
         if expert_parallel:
-            experts = on.share(experts.total)
+            experts = on.ranks.share(experts.total)
         else:
-            inner = on.share(inner.total)
+            inner = on.ranks.share(inner.total)
         self.experts = Experts(experts, config.hidden_size, inner, config.activation, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

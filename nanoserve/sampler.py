@@ -36,8 +36,7 @@ class SamplingInputs:
     all_greedy: bool = True
     any_filters: bool = False  # top-k, top-p or min-p
     edits: Edits | None = None
-    logprob_rows: list[int] | None = None  # rows that want logprobs ...
-    logprob_rows_on_device: torch.Tensor | None = None  # (r,) ... the same on the device
+    logprob_rows: list[int] | None = None  # rows that want logprobs
     num_logprobs: int = 0  # the most that any of them asks for
     prompt_targets: torch.Tensor | None = None  # (p,) the tokens to score, one a prompt position
     num_prompt_logprobs: int = 0  # the most top logprobs that any of these positions asks for
@@ -69,7 +68,6 @@ class SamplingInputs:
             inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows], here)
             inputs.logprob_rows = [i for i in rows if seqs[i].params.logprobs is not None]
             if inputs.logprob_rows:
-                inputs.logprob_rows_on_device = here(inputs.logprob_rows, torch.int64)
                 inputs.num_logprobs = max(seqs[i].params.logprobs for i in inputs.logprob_rows)
         s, host = len(seqs), batch.host  # which may have more rows, of padding
         if host["temperature"][:s].any():  # the bits of 0.0 are 0
@@ -161,7 +159,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType,
         token_ids = choose(logits, inputs, ops)
     output = SamplerOutput(token_ids)
     if inputs.logprob_rows:
-        rows = inputs.logprob_rows_on_device
+        rows = put(inputs.logprob_rows, torch.int64, device=logits.device)
         output.logprobs = score(
             logits.index_select(0, rows), output.token_ids[rows], inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows

@@ -263,21 +263,23 @@ class Scheduler:
         """Let the step compute `num_new` tokens from position `start` on. slots: the store's, for
         the blocks before `start`, which the step loads. Loaded tokens are in flight, too, until it
         has finished."""
-        size = self.blocks.block_size
-        first = start // size - len(slots)
-        if slots:
-            step.block_loads += zip(seq.block_table[first:], slots, strict=False)  # it is longer
-            step.num_loaded[seq] = len(slots) * size
-        if (num_new > 1 or slots) and self.blocks.enable_prefix_caching:
-            keys = self.blocks.keys(seq)[first:(start + num_new) // size]
-            step.pending_keys += keys
-            self.pending_keys.update(keys)
+        step.num_new_tokens[seq] = num_new
+        step.starts.append(start)
+        seq.num_inflight_tokens += num_new
+        if num_new > 1 or slots:  # no decode, of which there are many
+            size = self.blocks.block_size
+            first = start // size - len(slots)
+            if slots:
+                step.block_loads += zip(seq.block_table[first:], slots, strict=False)
+                step.num_loaded[seq] = len(slots) * size
+                seq.num_inflight_tokens += len(slots) * size
+            if self.blocks.enable_prefix_caching:
+                keys = self.blocks.keys(seq)[first:(start + num_new) // size]
+                step.pending_keys += keys
+                self.pending_keys.update(keys)
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
-        step.num_new_tokens[seq] = num_new
-        step.starts.append(start)
-        seq.num_inflight_tokens += len(slots) * size + num_new
         if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
             step.sampling.append(seq)  # an unfinished chunk samples nothing
             seq.num_unknown_tokens += 1

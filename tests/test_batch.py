@@ -94,7 +94,7 @@ def assert_equals_twin(batch: Batch, step: Step, block_size: int, num_blocks: in
     assert batch.seq_lens_host == twin["seq_lens"]
     assert batch.num_decodes == batch.query_lens.count(1)
     assert batch.num_unknown == sum(token_id < 0 for token_id in twin["input_ids"])
-    assert (batch.num_tokens, batch.num_rows) == (step.num_tokens, len(tables))
+    assert (batch.num_tokens, len(batch.query_lens)) == (step.num_tokens, len(tables))
 
 
 # ---------------------------------------------------------- random workloads
@@ -129,7 +129,7 @@ def run_workload(seed: int, depth: int, *sizes: int) -> dict[str, int]:
             batch = builder.build(step)
             assert_equals_twin(batch, step, block_size, num_blocks)
             in_flight.append(step)
-            met["mixed"] += 0 < batch.num_decodes < batch.num_rows
+            met["mixed"] += 0 < batch.num_decodes < len(batch.query_lens)
             met["preempted"] += len(step.preempted)
             met["unknown"] += batch.num_unknown
             met["scored"] += len(batch.prompt_logprob_indices)
@@ -196,7 +196,7 @@ def test_a_copy_of_the_buffer_says_everything():
     for name in SECTIONS:
         assert torch.equal(getattr(again, name), getattr(batch, name)), name
     for name in ("num_decodes", "num_unknown", "network", "query_lens", "seq_lens_host",
-                 "num_tokens", "num_rows"):
+                 "num_tokens"):
         assert getattr(again, name) == getattr(batch, name), name
 
 
@@ -287,7 +287,7 @@ def test_a_batch_for_a_graph_is_padded_with_rows_that_do_nothing():
     addresses = {name: getattr(full, name).data_ptr() for name in SECTIONS}
     step = Step(1, dict.fromkeys(seqs[2:], 1), [4, 4], seqs[2:])
     batch = staged.build(step, 4)
-    assert (batch.num_decodes, batch.num_rows, batch.num_tokens) == (4, 4, 4)
+    assert (batch.num_decodes, len(batch.query_lens), batch.num_tokens) == (4, 4, 4)
     assert batch.input_ids.tolist() == [24, 34, 0, 0]
     assert batch.slot_mapping.tolist() == [36, 36, -1, -1]
     assert batch.seq_lens.tolist() == [5, 5, 0, 0]

@@ -41,10 +41,12 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Observer(Protocol):
-    """An object that is told what happens, and changes nothing: `engine.observers.append(mine)`.
+    """An object that is told what happens: `engine.observers.append(mine)`. It changes nothing but
+    what is its own; the store of blocks alone adds copies to a scheduled step.
 
     A request's life is `added`, then `scheduled` and `updated` once a step, then `ended` for each
-    of its samples. This one prints how full the steps are:
+    of its samples. With overlap a step that was in flight when a sequence ended is still `updated`
+    afterwards, without that sequence in `grown`. This one prints how full the steps are:
 
         class Fullness:
             def added(self, sequences, stats, prompt): pass

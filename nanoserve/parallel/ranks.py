@@ -60,23 +60,6 @@ class Span(NamedTuple):
         return Span(self.start * n, self.stop * n, self.total * n)
 
 
-def share_heads(num_heads: int, num_kv_heads: int, ranks: "Ranks") -> tuple[Span, Span]:
-    """A rank's query heads and the KV heads that they read.
-
-    With fewer KV heads than ranks a KV head is kept by several ranks, which share its query heads:
-    8 heads, 2 KV heads and 4 ranks give rank 1 heads 2..3 and KV head 0, as rank 0 has it.
-    """
-    group = num_heads // num_kv_heads
-    if ranks.size <= num_kv_heads:
-        kv_heads = ranks.share(num_kv_heads)
-        return kv_heads.times(group), kv_heads
-    copies = ranks.size // num_kv_heads
-    kv_head, copy = divmod(ranks.rank, copies)
-    first = kv_head * group
-    heads = Span(first + group * copy // copies, first + group * (copy + 1) // copies, num_heads)
-    return heads, Span(kv_head, kv_head + 1, num_kv_heads)
-
-
 def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:
     """Raises `ValueError` if `size` ranks can't share these heads. Shares may be uneven, but each
     rank needs a head, and KV heads that several ranks keep must be kept equally often."""
@@ -110,6 +93,23 @@ class Ranks:
         """The share of `rank`, or of this rank. Sizes differ by 1 at most: 2, 3, 2, 3 of 10."""
         rank = self.rank if rank is None else rank
         return Span(total * rank // self.size, total * (rank + 1) // self.size, total)
+
+    def share_heads(self, num_heads: int, num_kv_heads: int) -> tuple[Span, Span]:
+        """This rank's query heads and the KV heads that they read.
+
+        With fewer KV heads than ranks a KV head is kept by several ranks, which share its query
+        heads: of 8 heads, 2 KV heads and 4 ranks, rank 1 has heads 2..3, and KV head 0 like rank 0.
+        """
+        group = num_heads // num_kv_heads
+        if self.size <= num_kv_heads:
+            kv_heads = self.share(num_kv_heads)
+            return kv_heads.times(group), kv_heads
+        copies = self.size // num_kv_heads
+        kv_head, copy = divmod(self.rank, copies)
+        first = kv_head * group
+        heads = Span(first + group * copy // copies, first + group * (copy + 1) // copies,
+                     num_heads)
+        return heads, Span(kv_head, kv_head + 1, num_kv_heads)
 
     # ------------------------------------------------------------ collectives
 

@@ -22,7 +22,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
 from nanoserve.parallel.processes import start_ranks
-from nanoserve.parallel.ranks import Ranks, Span, share_heads
+from nanoserve.parallel.ranks import Ranks, Span
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -52,7 +52,7 @@ def test_every_head_finds_its_kv_head(num_heads, num_kv_heads):
     for size in sizes:
         seen = []
         for rank in range(size):
-            heads, kv_heads = share_heads(num_heads, num_kv_heads, Ranks(rank, size))
+            heads, kv_heads = Ranks(rank, size).share_heads(num_heads, num_kv_heads)
             assert heads.size and kv_heads.size and heads.size % kv_heads.size == 0
             for local in range(heads.size):
                 head = heads.start + local

@@ -23,7 +23,7 @@ from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Embedding, Experts, Linear, Placement, beside
 from nanoserve.model import Decoder, MoE
-from nanoserve.parallel.ranks import Ranks, Span, check_shares, share_heads
+from nanoserve.parallel.ranks import Ranks, Span, check_shares
 
 CPU = torch.device("cpu")
 
@@ -140,7 +140,7 @@ def test_shares_are_a_partition(total, size):
 ])
 def test_heads_go_with_the_kv_heads_they_read(num_heads, num_kv_heads, size, expected):
     for rank, spans in enumerate(expected):
-        shares = share_heads(num_heads, num_kv_heads, Ranks(rank, size))
+        shares = Ranks(rank, size).share_heads(num_heads, num_kv_heads)
         assert tuple(f"{span.start}..{span.stop}" for span in shares) == spans
         assert [span.total for span in shares] == [num_heads, num_kv_heads]
 
@@ -346,7 +346,7 @@ def test_all_ranks_together_have_transformers_logits(folders, recorded, name, si
 
     def work(ranks: Ranks):
         model = load_share(folders(name), ranks, expert_parallel)
-        kv_heads = share_heads(config.num_attention_heads, config.num_key_value_heads, ranks)[1]
+        kv_heads = ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)[1]
         shape = 8, 16, kv_heads.size, config.head_dim
         cache = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in model.layers]
         logits = []
