@@ -170,6 +170,9 @@ class EngineConfig:
         if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
             raise ValueError(f"max_loras={self.max_loras} and max_lora_rank={self.max_lora_rank} "
                              "have no effect without enable_lora=True: set it, or leave them out")
+        if self.kv_store is None and self.kv_store_bytes != 8 * 2 ** 30:
+            raise ValueError(f"kv_store_bytes={self.kv_store_bytes} has no effect without kv_store:"
+                             " name a folder, or leave it out")
 
     @property
     def num_drafts(self) -> int:

@@ -17,7 +17,7 @@ the garbage collector closing a forgotten stream, runs in the middle of a step. 
 Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C never interrupts a block
 under `ctrl_c_held`. Observers (frontend/metrics.py) watch and change nothing, except that the
-block store adds saves to a step when it is scheduled (extras/block_store.py).
+block store adds saves to steps, and launches steps that only save (extras/block_store.py).
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
@@ -27,7 +27,7 @@ teaches more, and a server can own the thread.
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
@@ -229,13 +229,13 @@ class LLMEngine:
                 continue
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
-        for observer in self.observers:
-            observer.ended([seq for seq in grown if seq.finish_reason is not None])
         for request in touched.values():
             if request.finished:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 request.inbox.append(request.output())
+        for observer in self.observers:  # last: no output waits for what the block store saves
+            observer.ended([seq for seq in grown if seq.finish_reason is not None])
         if errors:
             raise errors[0]
 
@@ -301,14 +301,11 @@ class LLMEngine:
     def _close(self) -> None:
         self.requests.clear()
         self.in_flight.clear()
-        try:
-            if self.trace is not None:
-                self.trace.close()
-        finally:  # also when Ctrl-C comes while it writes
-            if self.store is not None:
-                self.store.close()
-            if self.runner is not None:
-                self.runner.close()
+        try:  # all three, the last one first, also when Ctrl-C comes while one of them writes
+            with ExitStack() as ends:
+                for part in filter(None, (self.runner, self.store, self.trace)):
+                    ends.callback(part.close)
+        finally:
             self.runner = self.scheduler = self.store = None
 
     def check_open(self) -> None:

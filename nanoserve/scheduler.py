@@ -23,8 +23,8 @@ its tokens are scheduled again, and nothing is rolled back. The device runs step
 sequence that ends gives its blocks back at once, even while a step in flight writes to them: the
 blocks' next owner writes later.
 
-Not known here: torch, text, devices. Road not taken: preemption by swapping KV to the host, which
-moves more bytes than recomputing the few blocks that the prefix cache lost.
+Not known here: torch, text, devices. Road not taken: preemption by swapping all KV to the host. The
+prefix cache keeps most of a victim's blocks, and a store's pool, if there is one, those it loses.
 """
 
 from bisect import bisect_left, insort
@@ -196,10 +196,10 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, budget: int) -> None:
         """Admit in order, and stop at the first that doesn't fit: no sequence overtakes it.
 
-        One exception: if another sequence is computing the next block of `seq` right now, `seq`
-        sits out this step and then hits that block. Later sequences may start only if the step
-        holds their whole prompt: they only decode from then on. A sequence that sits out counts
-        against `max_num_seqs`: a long queue with one prefix is not searched in every step.
+        One exception: if the next block of `seq` is being computed by another sequence, or read
+        from a file by the store, `seq` sits out this step and then hits it. Later sequences may
+        start only if the step holds their whole prompt: they only decode from then on. A sequence
+        that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
         sitting_out = step.sitting_out
         while budget > 0 and len(sitting_out) < len(self.waiting) and (

@@ -10,7 +10,7 @@ The glossary. These words mean one thing each, everywhere:
     num_tokens           tokens of a sequence: prompt, output, and samples still on the device
     num_prompt_tokens    how many of them came with the request
     num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
-    num_inflight_tokens  how many more a launched, unfinished step is computing
+    num_inflight_tokens  how many more a launched, unfinished step is computing or loading
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
     num_draft_tokens     draft tokens, guessed ahead, that a launched step computes and checks
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
@@ -150,8 +150,8 @@ class Step:
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
-    sitting_out: list[Sequence] = field(default_factory=list)  # wait for blocks being computed
-    pending_keys: list[bytes] = field(default_factory=list)  # keys of the blocks that it fills
+    sitting_out: list[Sequence] = field(default_factory=list)  # their blocks are computed or read
+    pending_keys: list[bytes] = field(default_factory=list)  # of the blocks that it fills or loads
     block_saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
     block_loads: list[tuple[int, int]] = field(default_factory=list)  # done after the saves
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens in its loaded blocks

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.floor
     (dict(expert_parallel=2), ["expert_parallel", "True, False", "got 2"]),
     (dict(gpu_memory_utilization=float("nan")), ["gpu_memory_utilization", "(0, 1]", "got nan"]),
     (dict(hf_overrides=["x"]), ["hf_overrides", "dict", "['x']"]),
+    (dict(kv_store_bytes=100), ["kv_store_bytes=100", "without kv_store", "name a folder"]),
     (dict(tensor_parallel_size=0), ["tensor_parallel_size", "at least 1", "got 0"]),
     (dict(max_num_batched_tokens=8, max_num_seqs=9),
      ["max_num_batched_tokens=8", "max_num_seqs=9", "raise the first or lower the second"]),

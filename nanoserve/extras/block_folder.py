@@ -34,6 +34,7 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import EngineConfig
 
 VERSION = 1  # of the files
+CHECKSUM = 16  # bytes that it takes
 OLD_SECONDS = 3600  # a temporary file this old was left by a process that died
 NAME = re.compile(r"[0-9a-f]{64}\.(kv|.+\.tmp)")  # a file of ours: others are left alone
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -68,29 +69,35 @@ def _hash_file(path: Path) -> bytes:
     return content.digest()
 
 
+def make_folder(path: Path) -> None:
+    """With mode 0700 if it isn't there. Raises `ValueError` if it can't be made or read."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.listdir(path)
+    except OSError as error:
+        raise ValueError(f"kv_store={str(path)!r} must be a folder that can be read, or one that "
+                         f"can be made: {error}") from None
+
+
 class Folder:
     """A file for each block: a header, a checksum of the bytes, and the bytes.
 
-    path: made with mode 0700 if it isn't there. limit: of all files together, in bytes; the least
-    recently used ones are deleted. base: the engine's fingerprint. say: is called with a message
-    when writing fails. Raises `ValueError` if there is no such folder and none can be made.
+    path: see `make_folder`. limit: of all files together, in bytes; the least recently used ones
+    are deleted. base: the engine's fingerprint. say: is called with a message when writing fails.
+    Raises `ValueError` if there is no such folder and none can be made.
     """
 
     def __init__(self, path: Path, limit: int, base: bytes, say: Callable[[str], None]):
         self.path, self.limit, self.base, self.say = path, limit, base, say
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            mode, files, unfinished = path.stat().st_mode, self._files(".kv"), self._files(".tmp")
-        except OSError as error:
-            raise ValueError(f"kv_store={str(path)!r} must be a folder that can be read, or one "
-                             f"that can be made: {error}") from None
-        if mode & 0o077:
+        make_folder(path)
+        if path.stat().st_mode & 0o077:
             say(f"kv_store={str(path)!r} is open to other users, who can read prompts there, or "
                 "change answers: chmod 700")
-        for left in unfinished:
+        for left in self._files(".tmp"):
             if time.time() - _stat(left)[0] > OLD_SECONDS:
                 _delete(left)
-        self.num_bytes = sum(size for _, size in map(_stat, files))  # when they were last counted
+        sizes = [size for _, size in map(_stat, self._files(".kv"))]
+        self.num_bytes = sum(sizes)  # when they were last counted
         self.num_new = 0  # bytes that were written here since then
         self.reads = self.writes = True
         self.is_damaged = False  # one file was: any other may be, and is written anew
@@ -113,16 +120,19 @@ class Folder:
         return self.reads and os.path.exists(self._path_of(digest))  # False for any OSError
 
     def read(self, digest: bytes, parent: bytes, tokens: list[int],
-             num_bytes: int) -> bytearray | None:
+             num_bytes: int) -> memoryview | None:
         """The block's bytes; None for a file that is missing, or not what it must be. Such a file
         is deleted, to make room for a right one."""
         path, header = self._path_of(digest), self._header(parent, tokens, num_bytes)
+        start = len(header) + CHECKSUM
+        data = bytearray(start + num_bytes + 1)  # a byte more than it must be, to see its end
+        block = memoryview(data)[start:-1]
         try:
-            data = path.read_bytes()
-            checksum, bytes_ = data[len(header):len(header) + 16], data[len(header) + 16:]
-            if (data.startswith(header) and len(bytes_) == num_bytes
-                    and xxhash.xxh3_128_digest(bytes_) == checksum):
-                return bytearray(bytes_)
+            with open(path, "rb") as file:
+                is_whole = file.readinto(data) == start + num_bytes
+            if (is_whole and data.startswith(header)
+                    and xxhash.xxh3_128_digest(block) == data[len(header):start]):
+                return block
             self.is_damaged = True
             path.unlink()
         except OSError:
@@ -131,7 +141,7 @@ class Folder:
 
     def write(self, digest: bytes, parent: bytes, tokens: list[int], data: Any) -> None:
         """Written under a temporary name and then renamed, so a file is there as a whole or not at
-        all. If two processes write the same block, the second changes nothing."""
+        all. If two processes write the same block, the second replaces it, or changes nothing."""
         path = self._path_of(digest)
         if not self.writes or (os.path.exists(path) and not self.is_damaged):
             return

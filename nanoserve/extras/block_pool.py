@@ -31,7 +31,7 @@ read.
 import os
 import secrets
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -68,8 +68,8 @@ class HostPool:
                 self.num_slots, block_bytes, dtype=torch.uint8,
                 pin_memory=runner.device.type == "cuda" and not self.is_shared)
         except RuntimeError as error:
-            raise ValueError(f"no memory for a pool of {self.num_slots:,} blocks of {block_bytes:,}"
-                             " bytes: lower kv_offload_bytes") from error
+            raise ValueError(f"no memory for a pool of {num_bytes:,} bytes: choose kv_offload_bytes"
+                             " below that") from error
         if self.is_shared:
             widest = -self.ranks.least(-block_bytes)  # ranks may have a KV head more or less
             memory = share_memory(self.ranks, self.num_slots * self.ranks.size * widest)
@@ -104,19 +104,18 @@ def share_memory(ranks: Ranks, num_bytes: int) -> torch.Tensor:
     file, name, memory = -1, secrets.randbits(62), None
     with ExitStack() as stack:
         if ranks.rank == 0:
-            opened = stack.enter_context(open(os.memfd_create(f"nanoserve-{name}"), "wb"))
-            opened.truncate(num_bytes)
-            file = opened.fileno()
+            with suppress(OSError):  # then there is no such file, and no rank finds it
+                opened = stack.enter_context(open(os.memfd_create(f"nanoserve-{name}"), "wb"))
+                opened.truncate(num_bytes)
+                file = opened.fileno()
         process, file, name = ranks.agree(os.getpid(), file, name)
         path = f"/proc/{process}/fd/{file}"
-        try:
+        with suppress(OSError, RuntimeError):
             if f"nanoserve-{name} " in os.readlink(path):
                 memory = torch.from_file(path, True, num_bytes, dtype=torch.uint8)
-        except (OSError, RuntimeError):
-            pass
         everywhere = ranks.least(memory is not None)  # by now each has opened the file, or failed
     if not everywhere:
         raise ValueError(f"kv_store on {ranks.size} ranks, which share a pool of {num_bytes:,} "
-                         "bytes in memory: run all of them on one machine, or use kv_offload_bytes "
-                         "without a folder")
+                         "bytes in memory: run all of them on one machine that has so much, or use "
+                         "kv_offload_bytes without a folder")
     return memory

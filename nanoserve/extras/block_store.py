@@ -17,24 +17,26 @@ with a fingerprint of the weights and of all options that KV depends on, then an
 
 All copies between cache and pool happen inside a step, on the step's own stream, before anything
 is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
-counts when its step has finished, so the loads of a failed step don't count. Threads touch files
-only, and no step waits for them: a request whose blocks are being read sits out, others go on.
+counts when its step has finished, so the loads of a failed step don't count. Two threads read and
+write files, and no step waits for them. A request whose blocks are being read sits out, while
+others go on; when the disk hangs, its tokens are computed. Only `submit` asks the disk something
+itself: whether there is a file for the first block that memory lacks.
 
-Not known here: the bytes. Known limit: a block goes to the folder via the pool, one copy more than
-needed. Road not taken: copies on a stream of their own, which hide their time and have corrupted KV
-in silence in two public engines.
+Not known here: the layout of the bytes. Known limit: a block goes to the folder via the pool, one
+copy more than needed. Road not taken: copies on a stream of their own, which hide their time and
+have corrupted KV in silence in two public engines.
 """
 
 import hashlib
 import os
 import sys
 import time
+import weakref
 from array import array
 from collections import Counter as Bag
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,12 +46,14 @@ import torch
 
 from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
-from nanoserve.extras.block_folder import Folder, fingerprint
+from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
 from nanoserve.extras.block_pool import HostPool
 from nanoserve.frontend.metrics import Counter
+from nanoserve.parallel.interrupts import ctrl_c_held
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 MAX_ARRIVALS = 32  # blocks that the reading thread was asked for and has not read
+PATIENCE = 1.0  # seconds without any block, after which nobody waits for the folder
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
 
@@ -59,7 +63,7 @@ TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have n
 def prepare(config: EngineConfig) -> tuple[Callable, Callable]:
     """What makes each rank's pool, and what then hangs a store on the engine.
 
-    Raises `ValueError` for options that don't go together.
+    Raises `ValueError` for options that don't go together, and for a folder that can't be used.
     """
     if not config.enable_prefix_caching:
         raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
@@ -72,6 +76,8 @@ def prepare(config: EngineConfig) -> tuple[Callable, Callable]:
         raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
                          f"{config.tensor_parallel_size}: the ranks must share memory, which works "
                          "on Linux; use kv_offload_bytes without a folder")
+    if has_folder:
+        make_folder(Path(config.kv_store))  # here: loading the weights takes long
     return partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder), attach
 
 
@@ -80,7 +86,8 @@ def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
     config, folder, base = llm.config, None, b""
     if config.kv_store is not None:
         base = fingerprint(config, model_folder, llm.runner.pool.shapes)
-        folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
+        path = Path(config.kv_store).absolute()  # the program may change its directory
+        folder = Folder(path, config.kv_store_bytes, base, say)
     store = BlockStore(llm.runner.pool, llm.scheduler, base, folder,
                        {"model_name": str(config.model)}, llm.runner)
     llm.store = llm.scheduler.store = store
@@ -113,7 +120,11 @@ class Chain:
     blocks: deque[tuple[bytes, bytes, list[int]]]  # digest, parent, tokens
     asked: deque[tuple[bytes, Future]] = field(default_factory=deque)  # in the same order
     slots: list[int] = field(default_factory=list)  # pinned for it
-    is_over: bool = False  # a file was missing: nobody could find what is behind it
+
+    def give_up(self) -> None:
+        """Wait for no more blocks. Nobody could find what is behind one that is missing."""
+        self.blocks.clear()
+        self.asked.clear()
 
 
 class BlockStore:
@@ -125,52 +136,58 @@ class BlockStore:
 
     def __init__(self, pool: HostPool, scheduler: Any, base: bytes, folder: Folder | None,
                  labels: dict[str, str], runner: Any = None):
-        self.pool, self.scheduler, self.base, self.folder = pool, scheduler, base, folder
-        self.blocks, self.labels, self.runner = scheduler.blocks, labels, runner
+        self.pool, self.base, self.folder = pool, base, folder
+        self.labels, self.runner = labels, runner
+        # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
+        # until Python's garbage collector comes by.
+        self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
         self.slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
         self.held: list[bytes | None] = [None] * pool.num_slots  # the reverse: digests by slot
         self.free = list(range(pool.num_slots))[::-1]
-        self.pins: Bag[int] = Bag()  # slots that a step or the writing thread still reads
-        self.leaving: dict[bytes, CacheEntry] = {}  # to be saved by the next step
+        # How often a step or the writing thread still reads a slot, or a queued request needs it.
+        self.pins: Bag[int] = Bag()
+        self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
         self.chains: dict[Sequence, Chain] = {}  # samples of one request share a chain
         self.asked: dict[bytes, Future] = {}  # of all chains, what the reading thread has to do
-        self.written: deque[int] = deque()  # slots that the writing thread is done with
-        self.all_pinned = False  # no slot in `slots` could be taken, when that was tried last
-        self.num_queries = self.num_hits = self.num_saved = self.num_lost = 0
-        self.blocks.on_evict = self.leave
+        self.last_arrival = 0.0  # when the reading thread last brought a block, or had no work
+        self.writing: deque[tuple[int, Future]] = deque()  # slots, in the writing thread's order
+        self.has_failed = False  # a thread, for another reason than its files
+        self.num_queries = self.num_hits = 0  # tokens; see read_metrics
+        self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
+        self.blocks.on_evict = self.want_saved
         if folder is not None:
-            self.blocks.on_commit = self.leave
+            self.blocks.on_commit = self.want_saved
             self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
-    def leave(self, entry: CacheEntry) -> None:
+    def want_saved(self, entry: CacheEntry) -> None:
         """Have the next step save this block, before anything is written to it."""
         digest = self._digest_entry(entry)
         if digest in self.slots:
             self.slots.move_to_end(digest)
         else:
-            self.leaving[digest] = entry
+            self.unsaved[digest] = entry
 
-    def _digest_entry(self, entry: CacheEntry) -> bytes:
-        """Computed once for each entry, from the first ancestor that has one."""
-        chain, ancestor = [], entry
-        while ancestor is not None and not ancestor.digest:
-            chain.append(ancestor)
-            ancestor = ancestor.parent
+    def _digest_entry(self, entry: CacheEntry | None) -> bytes:
+        """Computed once for each entry, from the last ancestor that has one. None comes before
+        every first block that has no root."""
+        chain = []
+        while entry is not None and not entry.digest:
+            chain.append(entry)
+            entry = entry.parent
+        digest = entry.digest if entry is not None else self.base
         for one in reversed(chain):  # a root has no tokens, but a key that is a hash of content
-            parent = one.parent.digest if one.parent is not None else self.base
-            one.digest = digest_of(parent, one.tokens or one.key)
-        return entry.digest
+            digest = one.digest = digest_of(digest, one.tokens or one.key)
+        return digest
 
     def _digest_blocks(self, seq: Sequence) -> list[bytes]:
         """The digests of all full blocks of known tokens, extended as the sequence grows."""
         digests, size = self.digests.setdefault(seq, []), self.blocks.block_size
         for start in range(len(digests) * size, len(seq.token_ids) - size + 1, size):
-            root = self._digest_entry(seq.root) if seq.root is not None else self.base
-            digests.append(digest_of(digests[-1] if digests else root,
-                                     seq.token_ids[start:start + size]))
+            parent = digests[-1] if digests else self._digest_entry(seq.root)
+            digests.append(digest_of(parent, seq.token_ids[start:start + size]))
         return digests
 
     # ------------------------------------------------- what the scheduler asks
@@ -202,23 +219,28 @@ class BlockStore:
         self.pins.update(moves.loads)
         for seq in step.admitted:
             self._let_go(seq)
-            self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
+            if seq.num_preemptions == 0 and not seq.needs_all_positions:  # as EngineMetrics counts
+                self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
+                self.num_hits += step.num_loaded.get(seq, 0)
         self._take_written()
         self._take_arrivals(step.sitting_out)
         later: dict[bytes, CacheEntry] = {}
         in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
-        for digest, entry in self.leaving.items():
+        is_full = False  # behind a slow disk thousands of blocks may ask for a slot in every step
+        for digest, entry in self.unsaved.items():
             if digest in self.slots or digest in in_flight:
                 continue
-            slot = self._take_slot() if len(moves.saves) < MAX_MOVES else None
+            slot = None if is_full or len(moves.saves) == MAX_MOVES else self._take_slot()
             if slot is not None:
                 moves.saves[digest] = slot, entry
                 step.block_saves.append((entry.block_id, slot))
-            elif self.blocks.entry_of[entry.block_id] is entry:
+                continue
+            is_full = True
+            if self.blocks.entry_of[entry.block_id] is entry:
                 later[digest] = entry  # it is new, and the cache still has it
             else:
                 self.num_lost += 1
-        self.leaving = later
+        self.unsaved = later
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
 
@@ -228,7 +250,7 @@ class BlockStore:
         if moves is None:
             return
         self._unpin(moves.loads)
-        self.num_hits += len(moves.loads) * self.blocks.block_size
+        self.num_loaded += len(moves.loads)
         for digest, (slot, entry) in reversed(moves.saves.items()):
             if moves.epoch != self.epoch or digest in self.slots:  # read from the folder meanwhile
                 self.free.append(slot)
@@ -236,8 +258,7 @@ class BlockStore:
             self._put(digest, slot)
             self.num_saved += 1
             if self.folder is not None and self.folder.writes:
-                self.pins[slot] += 1
-                self._have_written(self._write, slot, digest, entry)
+                self._have_written(slot, digest, entry)
 
     def dropped(self, step: Step) -> None:
         """A step was dropped: what it should have saved is lost, which only costs time."""
@@ -248,14 +269,16 @@ class BlockStore:
 
     def save_rest(self) -> None:
         """No request is left: save new blocks in steps that do nothing else. If such a step fails,
-        its blocks are lost, which only costs time; a rank that died shows in the next step. Torch
-        can't run a step when the program ends, and closes a stream that was left open."""
-        while self.leaving and not sys.is_finalizing():
+        its blocks are lost, which only costs time; a rank that died shows in the next step. When
+        the program ends, Python closes streams that were left open. Torch can run no step by then.
+        """
+        while self.unsaved and not sys.is_finalizing():
             self.plan(step := Step(-1))
             if not step.block_saves:
                 return  # no slot is free
             try:
-                self.runner.fetch(self.runner.launch(step))
+                with ctrl_c_held():  # a rank that is stopped within a step leaves the others there
+                    self.runner.fetch(self.runner.launch(step))
             except RuntimeError:
                 return self.dropped(step)
             self.finished(step)
@@ -264,7 +287,7 @@ class BlockStore:
         """Forget everything, and delete the folder's blocks. Saves that are under way have an older
         `epoch`: their results are thrown away. Nobody waits any more for what is being read."""
         self.epoch += 1
-        self.leaving.clear()
+        self.unsaved.clear()
         self.asked.clear()
         for seq in list(self.chains):
             self._let_go(seq)
@@ -274,34 +297,31 @@ class BlockStore:
                 self.free.append(slot)
         self.slots.clear()
         if self.folder is not None:
-            self.writer.submit(self.folder.clear).result()  # behind all writes before it
+            self._give(self.writer, self.folder.clear).result()  # behind all writes before it
 
     # ------------------------------------------------------------------- slots
 
     def _put(self, digest: bytes, slot: int) -> None:
         self.slots[digest], self.held[slot] = slot, digest
-        self.all_pinned = False
 
     def _take_slot(self) -> int | None:
         """A free one, or the least recently used; none while all of them are being read."""
         if self.free:
             return self.free.pop()
-        if self.all_pinned:  # behind a slow disk thousands of blocks may ask in every step
-            return None
         for digest, slot in self.slots.items():
             if not self.pins[slot]:
                 del self.slots[digest]
                 self.held[slot] = None
                 return slot
-        self.all_pinned = True
         return None
 
     def _unpin(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self.pins[slot] -= 1
-            self.all_pinned = False
-            if not self.pins[slot] and self.held[slot] is None:
-                self.free.append(slot)  # it was cleared meanwhile
+            if not self.pins[slot]:
+                del self.pins[slot]
+                if self.held[slot] is None:
+                    self.free.append(slot)  # it was cleared meanwhile
 
     # ----------------------------------------------------------------- threads
 
@@ -309,32 +329,37 @@ class BlockStore:
         """Give slots to what the reading thread has brought, and ask it for what comes next: for
         as much as half of the pool can keep, or later requests would drive out what earlier ones
         wait for. The first in the queue need not wait for room, so that the queue moves on."""
+        now, num_asked = time.monotonic(), len(self.asked)
         self.asked = {one: future for one, future in self.asked.items() if not future.done()}
+        if not self.asked or len(self.asked) < num_asked:
+            self.last_arrival = now
         chains = list(dict.fromkeys(self.chains.values()))
         for chain in chains:
             while chain.asked and chain.asked[0][1].done():
                 self._arrive(chain, *chain.asked.popleft())
+        if now - self.last_arrival > PATIENCE:  # the disk hangs: what has arrived must do
+            for chain in chains:
+                chain.give_up()
         if any(chain.blocks for chain in chains):
             for seq in filter(self.is_reading, sitting_out[:1]):
                 self._ask(self.chains[seq], self.pool.num_slots)
-            room = self.pool.num_slots // 2 - len(+self.pins) - len(self.asked)
+            room = self.pool.num_slots // 2 - len(self.pins) - len(self.asked)
             for chain in chains:
                 room -= self._ask(chain, room)
 
     def _arrive(self, chain: Chain, digest: bytes, future: Future) -> None:
-        data = None if future.exception() else future.result()
-        slot = self.slots.get(digest)
+        data, slot = self._result(future), self.slots.get(digest)
         if slot is None and data is not None and (slot := self._take_slot()) is not None:
             self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
             self._put(digest, slot)
         if slot is None:
-            chain.blocks.clear(), chain.asked.clear()
+            chain.give_up()
         else:
             self._keep(chain, slot)
 
     def _ask(self, chain: Chain, room: int) -> int:
-        """Have up to `room` blocks of a chain read, as long as the reading thread has little to do:
-        what nobody has taken yet is in memory. Returns how many."""
+        """Have up to `room` blocks of a chain read, as long as the reading thread has little to do.
+        Each block that was read and not yet put into a slot takes memory. Returns how many."""
         count = max(0, min(room, len(chain.blocks), MAX_ARRIVALS - len(self.asked)))
         for _ in range(count):
             digest, *rest = chain.blocks.popleft()
@@ -342,7 +367,8 @@ class BlockStore:
                 self._keep(chain, self.slots[digest])
                 continue
             if digest not in self.asked:
-                self.asked[digest] = self.reader.submit(self._read, chain, digest, *rest)
+                self.asked[digest] = self._give(self.reader, self.folder.read, digest, *rest,
+                                                self.pool.memory.shape[1])
             chain.asked.append((digest, self.asked[digest]))
         return count
 
@@ -351,48 +377,69 @@ class BlockStore:
         self.pins[slot] += 1
 
     def _let_go(self, seq: Sequence) -> None:
-        """It has been admitted, or has ended, and with it all that share its chain."""
+        """It has been admitted, or has ended. Its chain's slots may be taken again, also where
+        other samples of its request still wait."""
         chain = self.chains.pop(seq, None)
         if chain is not None:
             self._unpin(chain.slots)
             chain.slots = []
 
+    def _have_written(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
+        """The slot keeps its bytes until they are in a file."""
+        self.pins[slot] += 1
+        self.writing.append((slot, self._give(
+            self.writer, self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
+            self.pool.memory[slot].numpy())))
+
     def _take_written(self) -> None:
-        while self.written:
-            self._unpin([self.written.popleft()])
+        while self.writing and self.writing[0][1].done():
+            slot, future = self.writing.popleft()
+            self._unpin([slot])
+            self._result(future)
 
-    def _read(self, chain: Chain, digest: bytes, parent: bytes,
-              tokens: list[int]) -> bytearray | None:
-        """The reading thread."""
-        data = None if chain.is_over else (
-            self.folder.read(digest, parent, tokens, self.pool.memory.shape[1]))
-        chain.is_over = data is None
-        return data
-
-    def _have_written(self, work: Callable, *args: Any) -> None:
-        """Give the writing thread work. A stream that is closed by the end of the program comes too
-        late: no thread takes any by then."""
-        with suppress(RuntimeError):
-            self.writer.submit(work, *args)
-
-    def _write(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
-        """The writing thread, for a slot that is pinned."""
+    def _give(self, thread: ThreadPoolExecutor, work: Callable, *args: Any) -> Future:
+        """Give a thread work. When the program ends, threads accept no work: the result is None,
+        as of a file that is not there."""
         try:
-            parent = entry.parent.digest if entry.parent is not None else self.base
-            self.folder.write(digest, parent, entry.tokens, self.pool.memory[slot].numpy())
-        finally:
-            self.written.append(slot)
+            return thread.submit(work, *args)
+        except RuntimeError:
+            nothing: Future = Future()
+            nothing.set_result(None)
+            return nothing
+
+    def _result(self, future: Future) -> Any:
+        """What a thread has brought. The folder expects errors of files. Any other is said once,
+        and then is a miss: a request doesn't fail because of its store."""
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if not self.has_failed:
+            self.has_failed = True
+            self.folder.say(f"kv_store={str(self.folder.path)!r}: a block is computed anew, or is "
+                            f"not written, because of {error!r}")
+        return None
 
     def flush(self) -> None:
-        """Wait until all that was saved is in the folder."""
-        if self.folder is not None:
-            self.writer.submit(int).result()
+        """Wait until all new blocks are in the folder. In a small pool some blocks can't be saved
+        before others have been written."""
+        num_unsaved = 0
+        while self.folder is not None:
+            self._give(self.writer, int).result()  # behind all writes before it
+            if len(self.unsaved) == num_unsaved or not self.folder.writes:
+                return  # none is left, or nothing helps
+            num_unsaved = len(self.unsaved)
+            self.save_rest()
 
     def close(self) -> None:
-        """Write what is to be written, and end the threads."""
-        if self.folder is not None:
-            self.reader.shutdown(cancel_futures=True)
-            self.writer.shutdown()
+        """Write what is to be written, and end the threads. Whoever holds the engine, and with it
+        this observer, shall hold no memory. A read that hangs isn't waited for."""
+        try:
+            if self.folder is not None:
+                self.flush()
+                self.reader.shutdown(wait=False, cancel_futures=True)
+                self.writer.shutdown()
+        finally:
+            self.pool = self.runner = None
 
     # ------------------------------------------------------------- an observer
 
@@ -407,7 +454,7 @@ class BlockStore:
             missing += 1
         most = min(self.blocks.max_hits(seq), first + self.pool.num_slots)
         if missing < most and self.folder.has(digests[missing]):
-            root = self._digest_entry(seq.root) if seq.root is not None else self.base
+            root = self._digest_entry(seq.root)
             chain = Chain(deque((digests[i], digests[i - 1] if i else root,
                                  seq.token_ids[i * size:(i + 1) * size])
                                 for i in range(first, most)))
@@ -431,18 +478,21 @@ class BlockStore:
         """Called after each step, mostly with none."""
         for seq in sequences:
             if self.folder is not None:
-                self._have_written(self.folder.touch, self._digest_blocks(seq))
+                self._give(self.writer, self.folder.touch, self._digest_blocks(seq))
             self.digests.pop(seq, None)
             self._let_go(seq)
-        if self.leaving and not self.scheduler.has_unfinished():
+        if self.unsaved and not self.scheduler.has_unfinished():
             self.save_rest()
 
     def read_metrics(self) -> list[Counter]:
-        """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names; blocks that were
-        saved, and blocks for which there was no slot."""
+        """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names. Blocks that were
+        saved, that were loaded (also after a preemption, whose look-ups are not counted), and for
+        which there was no slot."""
         counts = {"external_prefix_cache_queries": self.num_queries,
                   "external_prefix_cache_hits": self.num_hits,
-                  "kv_store_saved_blocks": self.num_saved, "kv_store_lost_blocks": self.num_lost}
+                  "kv_store_saved_blocks": self.num_saved,
+                  "kv_store_loaded_blocks": self.num_loaded,
+                  "kv_store_lost_blocks": self.num_lost}
         return [Counter(f"vllm:{name}", self.labels, value) for name, value in counts.items()]
 
     # ------------------------------------------------------------- the audit
@@ -450,8 +500,9 @@ class BlockStore:
     def check(self) -> None:
         """Audit the slots: each is free, held, being saved to, or pinned after a `clear`."""
         saving = [slot for one in self.in_flight.values() for slot, _ in one.saves.values()]
+        assert min(self.pins.values(), default=1) > 0, f"a slot is let go too often: {self.pins}"
         known = [*self.free, *self.slots.values(), *saving]
-        known += [slot for slot, count in self.pins.items() if count and self.held[slot] is None]
+        known += [slot for slot in self.pins if self.held[slot] is None]
         assert sorted(known) == list(range(len(self.held))), f"a slot is lost or doubled: {known}"
         for digest, slot in self.slots.items():
             assert self.held[slot] == digest, f"slot {slot} has another block than it is found by"

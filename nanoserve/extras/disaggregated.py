@@ -2,18 +2,18 @@
 
     python -m nanoserve.extras.disaggregated --prompt "Once upon a time" --max-tokens 40
 
-A long prompt takes a whole step, and all decoding requests wait for it. So large services compute
-prompts on machines of their own (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise").
+A long prompt makes steps long, and decoding slows down. So large services compute prompts on
+machines of their own (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise").
 What travels between the two is the prompt's KV. Here it travels through a folder that both engines
 have as `kv_store`, best one in memory:
 
     prompt ──► prefill engine ──blocks──► /dev/shm/... ──blocks──► decode engine ──► text
                 another process            block_store.py           this process
 
-**Invariant: the first engine can only save time.** The second one gets the same request, whatever
-happens to the first. It looks for the prompt's blocks as for any prefix, computes what it does
-not find (always the last tokens: fewer than a block), and goes on. If the first engine dies, the
-second computes everything. There are no leases and no time-outs: the folder owns its copy.
+**Invariant: the first engine can only save time.** The second one gets the same request when the
+first has computed it, or has died. It looks for the prompt's blocks as for any prefix, computes
+what it does not find (always the last tokens: fewer than a block), and goes on. There are no
+leases, because the folder owns its copy, and no time-outs: a first engine that hangs is waited for.
 
 Not known here: blocks, keys, devices. Known limits: two copies through host memory take the place
 of one from GPU to GPU; and two engines on one CPU share its cores, so there it saves no time and
@@ -48,7 +48,6 @@ class Prefiller:
     def __init__(self, options: dict):
         self.messages: queue.Queue[str | None] = queue.Queue()
         self.done: queue.Queue[int | None] = queue.Queue()
-        self.closing = False
         self.send(options)
         self.process = subprocess.Popen([sys.executable, "-m", MODULE, "--prefill"], text=True,
                                         errors="replace", process_group=0,
@@ -62,9 +61,8 @@ class Prefiller:
     def _write(self) -> None:
         """A pipe has room for a few prompts: who writes more waits until they are computed."""
         try:
-            while (message := self.messages.get()) is not None and not self.closing:
+            while (message := self.messages.get()) is not None:
                 print(message, file=self.process.stdin, flush=True)
-            self.process.stdin.close()  # which ends it, when it has computed what it was sent
         except OSError:
             pass  # it has died: `done` says so
 
@@ -75,17 +73,20 @@ class Prefiller:
         self.done.put(None)
 
     def close(self) -> None:
-        self.closing = True
+        """Kill it: nobody waits for what it computes now, and no file is left half-written."""
+        self.process.kill()
         self.messages.put(None)
         self.process.wait()
 
 
 class Disaggregated:
     """Two engines of one model. options: of both; prefill_options: those that differ for the first,
-    for example `device`. When they are closed the folder is deleted, unless `kv_store` names it.
+    for example `max_num_batched_tokens`. What KV depends on must be equal (dtype, operators, block
+    size, number of ranks), or the second engine finds nothing. When they are closed the folder is
+    deleted, unless `kv_store` names it.
 
     Raises `ValueError` for what the second engine refuses. If the first one can't be made, it says
-    why on standard error, and is missed by nobody.
+    why on standard error, and the second computes all prompts.
     """
 
     def __init__(self, model: str = "storyteller", prefill_options: dict | None = None, **options):
@@ -132,7 +133,7 @@ class Disaggregated:
                 say("the prefill engine has ended: prompts are computed by the one that decodes")
                 self.prefiller.close()
                 self.prefiller = None
-            elif number in waiting:  # not of a call that was interrupted
+            elif number in waiting and number not in found:  # others print numbers, too
                 found.append(number)
         return list(waiting)
 

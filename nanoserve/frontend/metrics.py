@@ -132,7 +132,7 @@ class EngineMetrics:
             if seq.num_preemptions == 0:
                 if self.prefix_caching and not seq.needs_all_positions:
                     self.num_queries += seq.num_prompt_tokens
-                    self.num_hits += seq.num_cached_tokens or 0
+                    self.num_hits += (seq.num_cached_tokens or 0) - step.num_loaded.get(seq, 0)
                 request = self.stats[seq]
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 

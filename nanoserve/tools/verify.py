@@ -238,8 +238,9 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
                     traceback.print_exc()
                     what = f"failed: {type(error).__name__}: {error}"
                     row.differ.append(what.splitlines()[0][:96])
-    if mode.tiny and not row.num_preemptions:
-        row.name += " (never!)"  # it takes more prompts or more tokens
+                num_loaded = llm.store.num_loaded if llm.store is not None else None
+    if (mode.tiny and not row.num_preemptions) or num_loaded == 0:
+        row.name += " (never!)"  # it takes more prompts, longer ones, or more tokens
     return row
 
 

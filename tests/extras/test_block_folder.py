@@ -228,22 +228,31 @@ sys.path.insert(0, {here!r})
 from test_block_folder import NAMES, fill, open_folder
 folder = open_folder(Path({path!r}))
 print("ready", flush=True)
+{then}
+"""
+FOR_EVER = """
 while True:
     fill(folder)
-    if {once}: break
     folder.clear()
+"""
+ALL_ANEW = """
+sys.stdin.readline()
+folder.is_damaged = True
+for _ in range(20):
+    fill(folder)
 """
 
 
-def writer(path: Path, once: bool) -> subprocess.Popen:
-    code = WRITE.format(here=str(Path(__file__).parent), path=str(path), once=once)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+def writer(path: Path, then: str) -> subprocess.Popen:
+    code = WRITE.format(here=str(Path(__file__).parent), path=str(path), then=then)
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE)
 
 
 def test_a_process_killed_while_it_writes_leaves_whole_files_and_nothing_else_that_is_read(
         tmp_path):
     rng = random.Random(0)
-    process = writer(tmp_path, once=False)
+    process = writer(tmp_path, FOR_EVER)
     for _ in range(4):
         process.stdout.readline()
         time.sleep(0.05 * rng.random())
@@ -251,7 +260,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_files_and_nothing_else_th
         process.wait()
         whole = list(tmp_path.glob("*.kv"))
         assert [found(open_folder(tmp_path), name) for name in NAMES].count(True) == len(whole)
-        process = writer(tmp_path, once=False)
+        process = writer(tmp_path, FOR_EVER)
     process.kill()
     process.wait()
     left = tmp_path / f"{NAMES[0].hex()}.1-2.tmp"  # an old one goes when the folder is opened again
@@ -262,7 +271,16 @@ def test_a_process_killed_while_it_writes_leaves_whole_files_and_nothing_else_th
 
 
 def test_two_processes_write_the_same_blocks(tmp_path):
-    processes = [writer(tmp_path, once=True) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
+    """At the same time, again and again; whoever reads meanwhile finds whole files."""
+    processes = [writer(tmp_path, ALL_ANEW) for _ in range(2)]
+    assert [process.stdout.readline() for process in processes] == [b"ready\n"] * 2
+    for process in processes:
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+    reader, num_found = open_folder(tmp_path), 0
+    while any(process.poll() is None for process in processes):
+        num_found += sum(found(reader, name) for name in NAMES)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert num_found > len(NAMES) and not reader.is_damaged
     assert all(found(open_folder(tmp_path), name) for name in NAMES)
     assert len(list(tmp_path.iterdir())) == len(NAMES), "no temporary file is left"

@@ -32,8 +32,18 @@ class DeviceWithPool(FakeDevice):
         super().run(launched)
 
 
+class StandIn:
+    """For a scheduler. A store doesn't keep its scheduler alive."""
+
+    def __init__(self, blocks: BlockManager):
+        self.blocks, self.in_flight = blocks, []
+
+
 def store_of(pool, blocks: BlockManager) -> BlockStore:
-    return BlockStore(pool, SimpleNamespace(blocks=blocks, in_flight=[]), b"", None, {})
+    scheduler = StandIn(blocks)
+    store = BlockStore(pool, scheduler, b"", None, {})
+    store.kept = scheduler
+    return store
 
 
 class StoredDrive(Drive):
@@ -68,11 +78,12 @@ class StoredDrive(Drive):
 
     def run(self) -> None:
         super().run()
-        self.seen["loaded"] += self.store.num_hits
+        self.seen["loaded"] += self.store.num_loaded * self.scheduler.blocks.block_size
+        assert self.store.num_hits <= self.store.num_queries
         self.seen["saved"] += self.store.num_saved
         self.seen["lost"] += self.store.num_lost
         self.store.scheduled(Step(-1))  # which finds out about a step that was dropped
-        assert not any(self.store.pins.values()) and not self.store.in_flight
+        assert not self.store.pins and not self.store.in_flight
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 16])
@@ -114,8 +125,8 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     first, second = (CacheEntry(b"key", 0, tokens, None) for tokens in ([1] * 4, [2] * 4))
     for parent in (first, second):
         for entry in (parent, CacheEntry(b"key", 1, child, parent)):
-            store.leave(entry)
-    assert len(store.leaving) == 4
+            store.want_saved(entry)
+    assert len(store.unsaved) == 4
     step = Step(0)
     store.plan(step)
     store.finished(step)
@@ -130,18 +141,18 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     no room for that one, and the bytes that are being read stay as they are."""
     blocks = BlockManager(4, 4)
     store = store_of(SimpleNamespace(num_slots=1), blocks)
-    store.leave(CacheEntry(b"a", 0, [1] * 4, None))
+    store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     first, second = Step(0), Step(1)
     store.plan(first)
     store.finished(first)
     slot, = store.find(second, Sequence("0", [1] * 5, SamplingParams()), 0)
     second.block_loads.append((2, slot))
-    store.leave(CacheEntry(b"b", 1, [2] * 4, None))
+    store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
     store.plan(second)
     assert second.block_saves == [] and store.num_lost == 1
     store.finished(second)
     third = Step(2)
-    store.leave(CacheEntry(b"b", 1, [2] * 4, None))
+    store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
     store.plan(third)
     assert third.block_saves == [(1, slot)]
     store.dropped(third)
@@ -153,7 +164,7 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     pool = SimpleNamespace(num_slots=2, memory=torch.zeros(2, 8, dtype=torch.uint8))
     store = store_of(pool, BlockManager(4, 4))
     entry = CacheEntry(b"a", 0, [1] * 4, None)
-    store.leave(entry)
+    store.want_saved(entry)
     first, second, read = Step(0), Step(1), Future()
     store.plan(first)
     read.set_result(bytearray(b"12345678"))
@@ -173,20 +184,20 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     new, gone, first = (CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(3))
     blocks.entry_of[0] = new
     for entry in (first, new, gone):
-        store.leave(entry)
+        store.want_saved(entry)
     steps = Step(0), Step(1)
     store.plan(steps[0])
-    assert store.leaving == {new.digest: new} and store.num_lost == 1
+    assert store.unsaved == {new.digest: new} and store.num_lost == 1
     store.finished(steps[0])
     store.plan(steps[1])
-    assert steps[1].block_saves == [(0, 0)] and not store.leaving
+    assert steps[1].block_saves == [(0, 0)] and not store.unsaved
     store.finished(steps[1])
     store.check()
 
 
 def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
     store = store_of(SimpleNamespace(num_slots=2), BlockManager(4, 4))
-    store.leave(CacheEntry(b"a", 0, [1] * 4, None))
+    store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     step = Step(0)
     store.plan(step)
     store.clear()
@@ -212,7 +223,7 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     store = store_of(SimpleNamespace(num_slots=50), blocks)
     entries = [CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(150)]
     for entry in entries[:50]:
-        store.leave(entry)
+        store.want_saved(entry)
     step = Step(0)
     store.plan(step)
     store.finished(step)
@@ -220,12 +231,14 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     for entry in entries[50:]:
         blocks.entry_of[entry.block_id % 100] = entry
         entry.block_id %= 100
-        store.leave(entry)
+        store.want_saved(entry)
     store.plan(Step(1))
-    assert len(store.leaving) == 100 and 50 <= Watched.num_looks < 200
-    store.written.append(7)  # it is on the disk: its slot can be taken
-    step = Step(2)
-    store.plan(step)
+    assert len(store.unsaved) == 100 and 50 <= Watched.num_looks < 200
+    store.writing.append((7, Future()))
+    store.plan(step := Step(2))
+    assert not step.block_saves, "it is still being written"
+    store.writing[0][1].set_result(None)  # it is on the disk: its slot can be taken
+    store.plan(step := Step(3))
     assert [slot for _, slot in step.block_saves] == [7]
 
 

@@ -1,6 +1,7 @@
 """A folder behind several ranks: each has its share of every block, and all shares are one file.
 The ranks are threads; tests/parallel/test_processes_store.py has processes."""
 
+import errno
 import os
 import time
 
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
 from nanoserve import llm as llm_module
-from nanoserve.extras.block_pool import HostPool
+from nanoserve.extras.block_pool import HostPool, share_memory
+from nanoserve.parallel.ranks import SOLO
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_damage_to_one_ranks_share_is_a_miss_for_the_block(qwen3, expect, tmp_pa
         share = llm.runner.pool.memory.shape[1] // 2
     right = files_of(tmp_path)
     for name, data in right.items():
-        if f'"tokens": {LONG[48:64]}'.encode() in data:  # block 3; its last byte is rank 1's
+        if f'"tokens": {LONG[48:64]}'.encode() in data:  # block 3, where rank 1's share begins
             data = bytearray(data)
             data[-share] ^= 1
             (tmp_path / name).write_bytes(data)
@@ -149,3 +151,13 @@ def test_a_system_on_which_ranks_can_share_no_memory_is_refused_in_words(qwen3, 
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ValueError, match="kv_store='.*' with tensor_parallel_size=2: .* Linux"):
         LLM(qwen3, **SMALL, tensor_parallel_size=2, kv_store=str(tmp_path))
+
+
+def test_memory_that_the_system_refuses_is_refused_in_words(monkeypatch):
+    """An `OSError`, of which no option was named, went through to the user."""
+    def fail(name):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(ValueError, match="share a pool of 1,000 bytes in memory.* kv_offload_byt"):
+        share_memory(SOLO, 1000)

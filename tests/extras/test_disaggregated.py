@@ -1,10 +1,12 @@
 """Prefill and decode apart: the first engine can only save time."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import assert_same_text
@@ -93,8 +95,9 @@ def test_the_first_prompt_is_decoded_while_the_others_are_not_even_sent(stand_in
         engines.decoder.step = stop_after_four
         with pytest.raises(InterruptedError):
             engines.generate([[i % 251] * 100 for i in range(1000)], GREEDY)
-        engines.prefiller.process.kill()
         assert max(steps) <= 2, "the other 998 wait"
+        process = engines.prefiller.process
+    assert process.returncode == -signal.SIGKILL, "it still slept, and nobody waited for that"
 
 
 def test_a_number_of_a_call_that_was_interrupted_means_no_prompt_of_the_next(stand_in):
@@ -107,6 +110,16 @@ def test_a_number_of_a_call_that_was_interrupted_means_no_prompt_of_the_next(sta
                                                    computed(waiting, wait))[1]
         engines.generate(PROMPTS, GREEDY)
         assert seen[0] == list(range(12, 18))
+
+
+def test_a_number_that_somebody_else_prints_means_no_prompt():
+    """A library's line of digits, equal to the number of a prompt that was just found: a
+    `KeyError`."""
+    engines, done = SimpleNamespace(prefiller=SimpleNamespace()), queue.Queue()
+    for number in (5, 5, 99, 7):
+        done.put(number)
+    engines.prefiller.done = done
+    assert Disaggregated._computed(engines, {5: "a", 6: "b", 7: "c"}, wait=True) == [5, 7]
 
 
 def test_the_command_says_what_came_from_where():

@@ -233,6 +233,20 @@ def test_a_preempted_row_that_did_not_preempt_says_so(capsys, monkeypatch, qwen3
     assert code == 0 and rows["preempted (never!)"]["preempted"] == "0"
 
 
+@pytest.mark.parametrize("mode", ["offloaded", "restarted from disk"])
+@pytest.mark.parametrize("finds", [True, False])
+def test_a_row_that_loaded_no_block_says_so(capsys, monkeypatch, qwen3, mode, finds):
+    """A store that never finds anything passed as one that brings back the right blocks."""
+    def fault(llm):
+        if not finds:
+            monkeypatch.setattr(llm.store, "find", lambda *args: [])
+
+    use_modes(monkeypatch, mode)
+    sabotage(monkeypatch, fault)
+    code, _, out = run(capsys, qwen3, "--num-prompts", 4, "--max-tokens", 6)
+    assert code == 0 and (f"{mode} (never!)" in out) != finds
+
+
 def test_rows_for_several_ranks(capsys, monkeypatch, qwen3):
     """The option reaches the engines of its rows, and no others."""
     asked = []

@@ -1,0 +1,290 @@
+"""A second place for blocks, in the engine: disks that are slow, hang or fail, the two threads that
+wait for them, and how an engine with a store ends."""
+
+import errno
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+from checkpoints import assert_same_text
+from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
+
+from nanoserve import LLM
+from nanoserve.extras import block_store
+from nanoserve.extras.block_folder import Folder
+from nanoserve.sequence import Step
+
+BLOCK_BYTES = 3 * 2 * 16 * 64 * 4  # layers, K and V, tokens, numbers, bytes of each
+
+
+@pytest.fixture
+def expect(references):
+    """Compares texts with transformers'."""
+    def compare(prompts, texts):
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert_same_text(text, *references("qwen3", prompt, 12), "qwen3")
+    return compare
+
+
+def failing(error: Exception):
+    def fail(*args, **kwargs):
+        raise error
+    return fail
+
+
+@pytest.mark.parametrize("num_read", [0, 3])
+def test_a_disk_that_hangs_is_waited_for_once_and_not_for_ever(qwen3, expect, tmp_path, monkeypatch,
+                                                              num_read):
+    """The first request is admitted with what had arrived. The second one doesn't wait at all, and
+    the third finds a disk that is back."""
+    prompts = [LONG, OTHER, LONG[1:]]
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, *prompts)
+    go, read, quick = threading.Event(), Folder.read, iter(range(num_read))
+    monkeypatch.setattr(Folder, "read", lambda *args: (
+        next(quick, None) is not None or go.wait(60)) and read(*args))
+    monkeypatch.setattr(block_store, "PATIENCE", 0.1)
+    with LLM(qwen3, **options) as llm:
+        texts = ask(llm, prompts[0])
+        assert num_loaded(llm) == 16 * num_read
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", None)
+            texts += ask(llm, prompts[1])
+        assert num_loaded(llm) == 16 * num_read and not go.is_set()
+        go.set()
+        while not all(future.done() for future in llm.store.asked.values()):
+            time.sleep(0.001)
+        expect(prompts, texts + ask(llm, prompts[2]))
+        assert num_loaded(llm) == 16 * num_read + 96
+
+
+def test_a_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing_behind(
+        qwen3, expect, tmp_path, monkeypatch):
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+    go, read = threading.Event(), Folder.read
+    monkeypatch.setattr(Folder, "read", lambda *args: go.wait(60) and read(*args))
+    with LLM(qwen3, **options) as llm:
+        llm.add_request("gone", LONG, GREEDY)
+        llm.step()
+        llm.abort_request("gone")
+        go.set()
+        expect([LONG], ask(llm, LONG))
+
+
+@pytest.fixture
+def slow_files(qwen3, tmp_path, monkeypatch):
+    """Options of an engine that finds 64 blocks of each of 3 prompts in its folder, where the first
+    file to be read takes until `go`; and how many were read."""
+    options = SMALL | dict(kernels="torch", block_size=1, num_gpu_blocks_override=256,
+                           kv_offload_bytes=2 ** 20, kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        llm.generate([LONG[i:i + 64] for i in range(3)], GREEDY, use_tqdm=False)
+    go, read, names = threading.Event(), Folder.read, []
+
+    def slowly(self, digest, *args):
+        names.append(digest)
+        go.wait(60)
+        return read(self, digest, *args)
+
+    monkeypatch.setattr(Folder, "read", slowly)
+    return SimpleNamespace(options=options, go=go, names=names)
+
+
+def test_what_nobody_waits_for_any_more_is_not_read(qwen3, expect, slow_files):
+    """Requests that had been aborted kept the reading thread busy with all of their blocks, and the
+    next request waited for these."""
+    with LLM(qwen3, **slow_files.options) as llm:
+        for i in range(2):
+            llm.add_request(str(i), LONG[i:i + 64], GREEDY)
+        llm.abort_request(["0", "1"])
+        slow_files.go.set()
+        expect([LONG[2:66]], ask(llm, LONG[2:66]))
+        assert num_loaded(llm) == 63 and len(slow_files.names) <= 32 + 63
+
+
+def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expect, tmp_path,
+                                                                    monkeypatch):
+    """`submit` raised, and left the request in the queue."""
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        expect([LONG], ask(llm, LONG))
+        llm.store.flush()
+
+        def fail(path, *args, real=os.stat, **kwargs):
+            if str(path).endswith(".kv"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "stat", fail)
+        expect([LONG, OTHER], ask(llm, LONG, OTHER))
+
+
+@pytest.mark.parametrize("work", ["read", "write"])
+def test_an_error_that_no_folder_expects_is_said_once_and_costs_time_alone(
+        qwen3, expect, tmp_path, monkeypatch, capsys, work):
+    """It vanished in silence."""
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG, LONG[1:])
+    monkeypatch.setattr(Folder, work, failing(MemoryError("none left")))
+    with LLM(qwen3, **options) as llm:
+        expect([LONG, LONG[1:], OTHER], ask(llm, LONG, LONG[1:], OTHER))
+        llm.store.flush()
+        llm.store.plan(Step(0))  # takes what was written
+        assert not llm.store.pins
+        assert num_loaded(llm) == (0 if work == "read" else 192)
+    assert capsys.readouterr().err.count("none left") == 1
+
+
+def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tmp_path):
+    options = SMALL | dict(kv_store=str(tmp_path))
+    with LLM(qwen3, **options) as llm:
+        ask(llm, LONG)
+    for path in tmp_path.glob("*.kv"):
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    with LLM(qwen3, **options) as llm:
+        expect([LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 0
+    with LLM(qwen3, **options) as llm:
+        expect([LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 96, "they were written anew"
+
+
+# ------------------------------------------------------------------ how it ends
+
+
+def test_the_last_output_does_not_wait_for_the_blocks_that_are_saved_behind_it(qwen3, tmp_path,
+                                                                              monkeypatch):
+    """101 + 12 tokens: the last step fills a block of 16, which a step of its own saves."""
+    events = []
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        save = llm.store.save_rest
+        monkeypatch.setattr(llm.store, "save_rest", lambda: (events.append("saves"), save()))
+        inbox = SimpleNamespace(append=lambda output: events.append("output"))
+        llm.submit(llm.make_request("", LONG + [1], GREEDY), inbox)
+        while llm.has_unfinished_requests():
+            llm.step()
+    assert events[-2:] == ["output", "saves"] and events.count("output") == 12
+
+
+@pytest.mark.parametrize("how", ["flushed", "shut down", "failing"])
+def test_what_a_small_pool_has_no_room_for_is_saved_when_its_slots_are_written(
+        qwen3, tmp_path, monkeypatch, how):
+    """Four of six blocks never reached the folder if the disk was slower than the last request, and
+    `flush` was content. Where steps fail, what they should have saved is lost, and nothing hangs.
+    """
+    go, write = threading.Event(), Folder.write
+    monkeypatch.setattr(Folder, "write", lambda *args: go.wait(60) and write(*args))
+    llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), kv_offload_bytes=2 * BLOCK_BYTES)
+    llm.generate([LONG], GREEDY, use_tqdm=False)
+    assert llm.runner.pool.num_slots == 2 and len(llm.store.unsaved) == 4
+    go.set()
+    if how == "failing":
+        monkeypatch.setattr(llm.runner, "launch", failing(RuntimeError()))
+    if how != "shut down":
+        llm.store.flush()
+        llm.store.check()
+        assert not llm.store.unsaved
+    llm.shutdown()
+    assert len(list(tmp_path.glob("*.kv"))) == (2 if how == "failing" else 6)
+
+
+@pytest.mark.parametrize("how", ["shut down", "forgotten"])
+def test_an_engine_ends_without_reading_what_is_queued(qwen3, slow_files, how):
+    """Without `shutdown` the reading thread waited for ever for somebody to take its blocks, and
+    Python for the thread at its end; with it, for all files of the request that was being read."""
+    before = set(threading.enumerate())
+    llm = LLM(qwen3, **slow_files.options)
+    llm.add_request("0", LONG[:64], GREEDY)
+    threads = set(threading.enumerate()) - before
+    if how == "shut down":
+        llm.shutdown()  # which doesn't wait for the file, either
+    del llm
+    slow_files.go.set()
+    deadline = time.monotonic() + 10
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.01)
+        gc.collect()
+    assert len(slow_files.names) <= (1 if how == "shut down" else 32)
+
+
+def memory_of(llm: LLM) -> list[weakref.ref]:
+    pool, caches = llm.runner.pool, llm.runner.kv_cache
+    return [weakref.ref(one) for one in (pool, pool.memory, pool.caches[0], *caches[0])]
+
+
+def test_an_engine_that_was_shut_down_gives_back_cache_and_pool_while_somebody_holds_it(qwen3,
+                                                                                        tmp_path):
+    """It kept its observers, one of them the store, which kept both. A program that rebinds `llm`
+    to a new engine holds the old one until the new one has been made."""
+    llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path))
+    ask(llm, LONG)
+    held = memory_of(llm)
+    assert all(ref() is not None for ref in held)
+    llm.shutdown()
+    assert [ref() for ref in held] == [None] * 5
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_forgotten_engine_with_a_store_is_freed_at_once(qwen3, tmp_path, has_folder):
+    """Not when Python's garbage collector comes by: store, scheduler and block manager held each
+    other in a circle, and with them weights and cache, for which a next engine finds no room."""
+    llm = LLM(qwen3, **SMALL, kv_offload_bytes=2 ** 20, kv_store=str(tmp_path) if has_folder
+              else None)
+    ask(llm, LONG)
+    llm.store.flush()
+    held = memory_of(llm) + [weakref.ref(one) for one in (llm.runner, llm.scheduler, llm.store)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert [ref() for ref in held] == [None] * 8
+    finally:
+        gc.enable()
+
+
+def test_ctrl_c_while_the_store_closes_leaves_no_memory_and_no_rank_behind(qwen3, tmp_path,
+                                                                           monkeypatch):
+    llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path))
+    runner, held = llm.runner, memory_of(llm)
+    monkeypatch.setattr(llm.store, "flush", failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        llm.shutdown()
+    assert runner.kv_cache == [] and llm.runner is None
+    assert [ref() for ref in held] == [None] * 5
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2])
+def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_path, monkeypatch,
+                                                                  num_outputs):
+    """Threads take no more work by then, and a step that merely saves blocks made torch end the
+    process with a core dump. After two outputs, the step in flight saves what can't be written any
+    more, and its slots stayed pinned."""
+    llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), async_scheduling=True)
+    stream = llm.stream([LONG], GREEDY)
+    for _ in range(num_outputs):
+        next(stream)
+    assert len(llm.store.in_flight) == num_outputs - 1
+    llm.store.reader.shutdown()
+    llm.store.writer.shutdown()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(llm.runner, "launch", None)
+    stream.close()
+    monkeypatch.undo()
+    assert not llm.requests and not llm.in_flight
+    llm.scheduler.check()
+    llm.store.plan(Step(0))  # takes what was written
+    llm.store.check()
+    assert not llm.store.pins
+    llm.shutdown()
+
+
