@@ -236,7 +236,8 @@ def test_attention(ops, dtype, shape, case, window, softcap):
     """Against a loop over queries and keys. Dead slots hold infinities and NaN, other requests'
     numbers, which must not leak in, not even multiplied by zero."""
     if ops.__name__.endswith(".kernels") and (
-            case != "few" or dtype is torch.float16 or (window != 30 and shape != SHAPES[0])):
+            case != "few" or dtype is torch.float16
+            or (shape != SHAPES[0] if window != 30 else shape not in SHAPES[::3])):
         pytest.skip("the interpreter is slow: test_kernels has more of it")
     num_heads, num_kv_heads, head_dim, block_size = shape
     rows = CASES[case]
