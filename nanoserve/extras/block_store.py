@@ -18,9 +18,8 @@ with a fingerprint of the weights and of all options that KV depends on, then an
 All copies between cache and pool happen inside a step, on the step's own stream, before anything
 is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
 counts when its step has finished, so the loads of a failed step don't count. Two threads read and
-write files, and no step waits for them. A request whose blocks are being read sits out, while
-others go on; when the disk hangs, its tokens are computed. Only `submit` asks the disk something
-itself: whether there is a file for the first block that memory lacks.
+write files, and no step waits for them: a request whose blocks are being read sits out, and is
+computed if the disk hangs. Only `submit` asks the disk: is there a file for the first block?
 
 Not known here: the layout of the bytes. Known limit: a block goes to the folder via the pool, one
 copy more than needed. Road not taken: copies on a stream of their own, which hide their time and
