@@ -26,6 +26,18 @@ def noisy(checkpoints, tmp_path_factory):
     return make
 
 
+@pytest.fixture
+def expect(references):
+    """Compares texts of 12 tokens with transformers'."""
+    from checkpoints import assert_same_text
+
+    def compare(prompts, texts, name="qwen3"):
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert_same_text(text, *references(name, prompt, 12), name)
+
+    return compare
+
+
 @pytest.fixture(scope="session")
 def hidden_states(checkpoints):
     """Hidden states by checkpoint and prompt; each is computed once."""

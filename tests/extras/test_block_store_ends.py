@@ -11,7 +11,6 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-from checkpoints import assert_same_text
 from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
 from nanoserve import LLM
@@ -20,15 +19,6 @@ from nanoserve.extras.block_folder import Folder
 from nanoserve.sequence import Step
 
 BLOCK_BYTES = 3 * 2 * 16 * 64 * 4  # layers, K and V, tokens, numbers, bytes of each
-
-
-@pytest.fixture
-def expect(references):
-    """Compares texts with transformers'."""
-    def compare(prompts, texts):
-        for prompt, text in zip(prompts, texts, strict=True):
-            assert_same_text(text, *references("qwen3", prompt, 12), "qwen3")
-    return compare
 
 
 def failing(error: Exception):

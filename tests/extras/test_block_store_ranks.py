@@ -19,15 +19,6 @@ from nanoserve.parallel.ranks import SOLO
 
 
 @pytest.fixture
-def expect(references):
-    """Compares texts with transformers'."""
-    def compare(prompts, texts):
-        for prompt, text in zip(prompts, texts, strict=True):
-            assert_same_text(text, *references("qwen3", prompt, 12), "qwen3")
-    return compare
-
-
-@pytest.fixture
 def in_threads(monkeypatch):
     """Ranks above 0 are threads of this process. Returns the ranks' pools of the newest engine, and
     each of them has that rank's cache."""
