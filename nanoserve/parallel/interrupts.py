@@ -75,22 +75,30 @@ class Turns:
             errors = self._carry_out()
         finally:
             self.lock.release()
-        for error in errors + self._carry_out():  # what came while the lock was given back
+        for _, error in errors + self._carry_out():  # what came while the lock was given back
             traceback.print_exception(error)
 
     def order(self, work: Callable[[], None]) -> None:
-        """Do `work` now or when the turn ends; never waits. Raises work's error if done now."""
+        """Do `work` now or when the turn ends; never waits. Raises work's error if done now. Those
+        of other threads' orders, if they are done here, too, are printed."""
         self.orders.append(work)
-        for error in self._carry_out():
-            raise error
+        mine = None
+        for done, error in self._carry_out():
+            if done is work:
+                mine = error
+            else:
+                traceback.print_exception(error)
+        if mine is not None:
+            raise mine
 
     def is_within(self) -> bool:
         """Whether this thread is in the middle of a turn."""
         return bool(self.depth) and self._is_mine()
 
-    def _carry_out(self) -> list[Exception]:
-        """Do all orders and return their errors. If a turn is not over, its end does them."""
-        errors: list[Exception] = []
+    def _carry_out(self) -> list[tuple[Callable, Exception]]:
+        """Do all orders; returns those that failed, with their errors. If a turn is not over, its
+        end does them."""
+        errors: list[tuple[Callable, Exception]] = []
         while self.orders and self.lock.acquire(blocking=False):
             try:
                 if self.depth:  # this thread's own turn: it is a handler that asks
@@ -99,10 +107,11 @@ class Turns:
                     self.depth = 1  # an order's own orders come after it
                     try:
                         while self.orders:
+                            work = self.orders.popleft()
                             try:
-                                self.orders.popleft()()
+                                work()
                             except Exception as error:
-                                errors.append(error)
+                                errors.append((work, error))
                     finally:  # also when an order ends the script
                         self.depth = 0
             finally:

@@ -163,6 +163,18 @@ def test_an_order_fails_for_itself(capsys):
         turns.order(lambda: 1 / 0)
 
 
+def test_the_errors_of_orders_that_are_done_together_are_all_told(capsys):
+    """The error of whichever was first was raised for another's work, and the rest were lost."""
+    turns = Turns()
+    turns.orders.append(lambda: 1 / 0)  # of a thread that has not come to it yet
+    with pytest.raises(KeyError):
+        turns.order(lambda: {}["mine"])
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    turns.orders.append(lambda: 1 / 0)
+    turns.order(lambda: None)  # which did not fail
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_an_order_that_ends_the_script_does_not_end_the_orders():
     """SystemExit and its like go through; whoever catches it can still give orders."""
     turns, ran = Turns(), []
