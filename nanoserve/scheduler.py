@@ -339,8 +339,8 @@ class Scheduler:
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        line = self.waiting if seq.row < 0 else self.running
-        del line[bisect_left(line, self.order(seq), key=self.order)]
+        queue = self.waiting if seq.row < 0 else self.running
+        del queue[bisect_left(queue, self.order(seq), key=self.order)]
         if seq.row >= 0:
             self._retire(seq)
 
@@ -363,9 +363,9 @@ class Scheduler:
     def check(self) -> None:
         """Audit the whole state, blocks included. O(everything): for tests."""
         self.blocks.check(self.running + self.waiting)
-        for line in (self.running, self.waiting):
-            assert line == sorted(line, key=self.order), "running or waiting is out of order"
-            assert not any(seq.finish_reason for seq in line), "an ended sequence is still queued"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=self.order), "running or waiting is out of order"
+            assert not any(seq.finish_reason for seq in queue), "an ended sequence is still queued"
         assert len(self.running) <= self.max_num_seqs, (
             f"{len(self.running)} sequences run, max_num_seqs is {self.max_num_seqs}")
         rows = [seq.row for seq in self.running] + self.free_rows

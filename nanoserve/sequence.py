@@ -20,6 +20,7 @@ The glossary. These words mean one thing each, everywhere:
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
     slot                 a place for one token's KV: block id * block_size + offset in the block
+                         (a slot of the block store's pool holds a whole block)
     slot_mapping         the slot of every token of a step
     row                  a sequence in a step's batch; `Sequence.row` is another, fixed index
     query_len            num_new_tokens of a row
