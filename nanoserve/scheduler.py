@@ -69,10 +69,11 @@ class Scheduler:
 
     # ------------------------------------------------------------- arriving
 
-    def check_fits(self, seq: Sequence) -> None:
-        """Refuse what could never run: a clear error now is better than waiting for ever.
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Its block keys are computed here, so that no step has to wait for them.
 
-        The last output token is never computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
+        Raises `ValueError` for one that could only wait for ever. The last output token is never
+        computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
         """
         capacity = self.blocks.num_blocks * self.blocks.block_size
         if max(seq.max_num_tokens - 1, seq.num_prompt_tokens) > capacity:
@@ -80,11 +81,6 @@ class Scheduler:
                 f"a request of up to {seq.max_num_tokens} tokens can't fit in the KV cache of "
                 f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Its block keys are computed here, so that no step has to wait for them.
-        Raises `ValueError` if it could never fit."""
-        self.check_fits(seq)
         if self.blocks.enable_prefix_caching:
             self.blocks.keys(seq)
         insort(self.waiting, seq, key=self.order)

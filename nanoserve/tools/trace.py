@@ -144,7 +144,7 @@ def _is_number(text: str) -> bool:
 class Simulation:
     """The real scheduler fed with arrivals; its steps take simulated time.
 
-    Raises `ValueError` for what can't run.
+    Raises `ValueError` for what can't run, at the latest when it arrives.
     """
 
     def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
@@ -157,8 +157,6 @@ class Simulation:
         self.scheduler = Scheduler(config, num_blocks)
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
-        for seq in self.seqs:
-            self.scheduler.check_fits(seq)
         self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
         self.observers = [EngineMetrics(True, self.clock, self.clock)]
         self.num_arrived = 0
