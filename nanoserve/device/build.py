@@ -119,17 +119,17 @@ def find_compiler() -> list[str]:
 def find_openmp() -> Path:
     """The OpenMP library that torch has loaded. Raises `BuildError` if there is none.
 
-    Other packages may have brought one of their own into the process: torch's lies in its folder.
-    Where none does, torch uses the system's, which is in the process, too.
+    Other packages may have brought one of their own into the process. torch's lies in its folder,
+    or in the one that wheels have for libraries. Where none does, torch uses the system's, which is
+    in the process, too.
     """
-    folder, maps = str(Path(torch.__file__).resolve().parent), Path("/proc/self/maps")
-    text = maps.read_text() if maps.exists() else "\n".join(
-        map(str, Path(folder).glob("lib/*")))
+    folder, maps = Path(torch.__file__).resolve().parent, Path("/proc/self/maps")
+    text = maps.read_text() if maps.exists() else "\n".join(map(str, folder.glob("lib/*")))
     found = re.findall(r"/.*/lib(?:g|i)?omp[-\d.][^/\s]*$", text, re.M)
     if not found:
         raise BuildError("torch has no OpenMP library whose threads could be shared: install "
                          "another build of torch, or use kernels='onednn'")
-    return Path(min(found, key=lambda path: not path.startswith(folder)))
+    return Path(min(found, key=lambda path: not path.startswith((f"{folder}/", f"{folder}.libs/"))))
 
 
 def cache_folder() -> Path | None:

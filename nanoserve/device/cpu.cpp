@@ -21,10 +21,10 @@
 // is gathered: the loop takes a list of panels, wherever they lie. Sizes that are no multiple of 16
 // or of a unit are filled up with zeros, so that none is unfit.
 //
-// Every sum is made by one thread in a fixed order, so a row's numbers depend neither on the threads
-// nor on the other rows. (With a window they depend on where the row's chunk begins: so do the tiles
-// of its keys.) float16 comes here as float32. Threads are OpenMP's, which torch has started. They
-// take small portions of the work one by one: one that loses its core delays only its portion.
+// Every sum is made by one thread in a fixed order, so a row's numbers don't depend on threads or
+// other rows (with a window, on how the prompt was cut: tiles begin at the first key a chunk sees).
+// float16 comes here as float32. Threads are OpenMP's, which torch has started. They take small
+// portions one by one: one that loses its core delays only its portion.
 //
 // Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
 
@@ -222,8 +222,7 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 
 constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
 constexpr long PANELS_AT_ONCE = 8;  // a portion: of 1024 inputs in bfloat16 256 KB
-constexpr long AHEAD = 64;  // lines of a panel that are fetched before they are needed; never with
-                            // few rows (4 panels): the CPU fetches ahead better then (docs/LOG.md)
+constexpr long AHEAD = 64;  // lines of a panel fetched early; not with few rows, see docs/LOG.md
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
 template <class T>

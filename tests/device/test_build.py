@@ -352,14 +352,21 @@ assert len(maps) == 1, maps
 
 
 def test_torchs_openmp_library_is_taken_where_there_are_others(home):
-    """Another package may have brought its own, which may come first in the process's memory."""
+    """Another package may have brought its own, which may come first in the process's memory, and
+    its folder's name may begin with "torch"."""
     script = """
 import ctypes, pathlib, shutil, sys, torch
 from nanoserve.device import build
-torchs = build.find_openmp()
+torchs, home = build.find_openmp(), pathlib.Path(sys.argv[1])
 for i in range(4):  # wherever they are mapped
-    ctypes.CDLL(shutil.copy(torchs, pathlib.Path(sys.argv[1], f"libgomp-{i}.so.1")))
+    ctypes.CDLL(shutil.copy(torchs, home / f"libgomp-{i}.so.1"))
 assert build.find_openmp() == torchs, build.find_openmp()
+(home / "torch").mkdir(), (home / "torchvision.libs").mkdir()
+own, other = home / "torch" / "libgomp-9.so.1", home / "torchvision.libs" / "libgomp-8.so.1"
+for path in (other, own):
+    ctypes.CDLL(shutil.copy(torchs, path))
+torch.__file__ = str(home / "torch" / "__init__.py")
+assert build.find_openmp() == own, build.find_openmp()
 """
     result = run(script, str(home))
     assert result.returncode == 0, result.stderr
