@@ -34,6 +34,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
+KV_STORE_BYTES = 8 * 2 ** 30
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
 MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
 MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
@@ -142,7 +143,7 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, FLAG)
     kv_offload_bytes: int = option(0, TOKEN_COUNT)  # host memory for blocks that the cache evicts
     kv_store: str | None = option(None, STORE)  # a folder of blocks that outlives the engine
-    kv_store_bytes: int = option(8 * 2 ** 30, COUNT)  # most bytes in that folder: block_store.py
+    kv_store_bytes: int = option(KV_STORE_BYTES, COUNT)  # most bytes in that folder: block_store.py
     enable_chunked_prefill: bool = option(True, FLAG)
     scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see Scheduler.order
     enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
@@ -170,7 +171,7 @@ class EngineConfig:
         if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
             raise ValueError(f"max_loras={self.max_loras} and max_lora_rank={self.max_lora_rank} "
                              "have no effect without enable_lora=True: set it, or leave them out")
-        if self.kv_store is None and self.kv_store_bytes != 8 * 2 ** 30:
+        if self.kv_store is None and self.kv_store_bytes != KV_STORE_BYTES:
             raise ValueError(f"kv_store_bytes={self.kv_store_bytes} has no effect without kv_store:"
                              " name a folder, or leave it out")
 

@@ -13,7 +13,7 @@ Invariant: a problem with files costs time, never an answer. If the folder can't
 reported once, and it is not written to again; requests go on. Users who can write to the folder are
 trusted: the checksum finds damage, not malice. Hence its mode, 0700.
 
-Not known here: slots, sequences, threads. Road not taken: one large file with an index, which needs
+Not known here: slots, sequences. Road not taken: one large file with an index, which needs
 locks between processes, and repair after one of them was killed.
 """
 
@@ -22,10 +22,14 @@ import json
 import os
 import re
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import xxhash
@@ -69,27 +73,32 @@ def _hash_file(path: Path) -> bytes:
     return content.digest()
 
 
-def make_folder(path: Path) -> None:
-    """With mode 0700 if it isn't there. Raises `ValueError` if it can't be made or read."""
+def make_folder(name: str | Path) -> Path:
+    """With mode 0700 if it isn't there. Returns its absolute path, since the program may change its
+    directory. Raises `ValueError` if it can't be made or read."""
     try:
+        path = Path(name).expanduser().absolute()
+        if path.exists() and not path.is_dir():
+            raise ValueError("it is a file")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.listdir(path)
-    except OSError as error:
-        raise ValueError(f"kv_store={str(path)!r} must be a folder that can be read, or one that "
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte; ~ of a user without a home
+        raise ValueError(f"kv_store={str(name)!r} must be a folder that can be read, or one that "
                          f"can be made: {error}") from None
+    return path
 
 
 class Folder:
     """A file for each block: a header, a checksum of the bytes, and the bytes.
 
-    path: see `make_folder`. limit: of all files together, in bytes; the least recently used ones
-    are deleted. base: the engine's fingerprint. say: is called with a message when writing fails.
-    Raises `ValueError` if there is no such folder and none can be made.
+    path: see `make_folder`, which makes it. limit: of all files together, in bytes; the least
+    recently used ones are deleted. base: the engine's fingerprint. say: is called with a message
+    when writing fails. Raises `ValueError` if there is no such folder and none can be made.
     """
 
     def __init__(self, path: Path, limit: int, base: bytes, say: Callable[[str], None]):
-        self.path, self.limit, self.base, self.say = path, limit, base, say
-        make_folder(path)
+        self.path = path = make_folder(path)
+        self.limit, self.base, self.say = limit, base, say
         if path.stat().st_mode & 0o077:
             say(f"kv_store={str(path)!r} is open to other users, who can read prompts there, or "
                 "change answers: chmod 700")
@@ -122,7 +131,7 @@ class Folder:
     def read(self, digest: bytes, parent: bytes, tokens: list[int],
              num_bytes: int) -> memoryview | None:
         """The block's bytes; None for a file that is missing, or not what it must be. Such a file
-        is deleted, to make room for a right one."""
+        stays until a right one takes its place: if it were deleted here, the right one might be."""
         path, header = self._path_of(digest), self._header(parent, tokens, num_bytes)
         start = len(header) + CHECKSUM
         data = bytearray(start + num_bytes + 1)  # a byte more than it must be, to see its end
@@ -134,7 +143,6 @@ class Folder:
                     and xxhash.xxh3_128_digest(block) == data[len(header):start]):
                 return block
             self.is_damaged = True
-            path.unlink()
         except OSError:
             pass
         return None
@@ -158,7 +166,8 @@ class Folder:
         except OSError as error:
             _delete(own)
             self.writes = False
-            self.say(f"kv_store={str(self.path)!r} can't be written, and saves no more: {error}")
+            self.say(f"kv_store={str(self.path)!r} can't be written, and saves no more: {error}; "
+                     "make room there, or name another folder")
 
     def touch(self, digests: list[bytes]) -> None:
         """This chain was used just now. Its tail is a microsecond older, and deleted before its
@@ -193,6 +202,40 @@ class Folder:
             self.say(f"kv_store={str(self.path)!r} can't be emptied, and is not used any more: "
                      f"{error}")
         self.num_bytes = self.num_new = 0
+
+
+class Reader:
+    """A thread that works in order, like a `ThreadPoolExecutor` of one. Python's end waits for an
+    executor's threads, also for one whose disk hangs. It does not wait for this one, a daemon."""
+
+    def __init__(self):
+        self.orders: SimpleQueue = SimpleQueue()
+        # A store that was forgotten ends it, too. So the thread must not hold this object.
+        weakref.finalize(self, self.orders.put, None)
+        threading.Thread(target=Reader._run, args=[self.orders], daemon=True).start()
+
+    @staticmethod
+    def _run(orders: SimpleQueue) -> None:
+        while (order := orders.get()) is not None:
+            future, work, args = order
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(*args))
+                except BaseException as error:
+                    future.set_exception(error)
+            del order, future, work, args  # while it waits, it holds nobody's memory
+
+    def submit(self, work: Callable, *args: Any) -> Future:
+        future: Future = Future()
+        self.orders.put((future, work, args))
+        return future
+
+    def shutdown(self) -> None:
+        """Drop what is queued. What is being read is not waited for."""
+        with suppress(Empty):
+            while order := self.orders.get_nowait():
+                order[0].cancel()
+        self.orders.put(None)
 
 
 def _delete(path: Path) -> None:

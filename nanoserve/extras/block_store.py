@@ -19,7 +19,8 @@ All copies between cache and pool happen inside a step, on the step's own stream
 is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
 counts when its step has finished, so the loads of a failed step don't count. Two threads read and
 write files, and no step waits for them: a request whose blocks are being read sits out, and is
-computed if the disk hangs. Only `submit` asks the disk: is there a file for the first block?
+computed if the disk hangs. Only when a request arrives is the disk asked one question: is there a
+file for the first block that memory lacks?
 
 Not known here: the layout of the bytes. Known limit: a block goes to the folder via the pool, one
 copy more than needed. Road not taken: copies on a stream of their own, which hide their time and
@@ -45,7 +46,7 @@ import torch
 
 from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
-from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
+from nanoserve.extras.block_folder import Folder, Reader, fingerprint, make_folder
 from nanoserve.extras.block_pool import HostPool
 from nanoserve.frontend.metrics import Counter
 from nanoserve.parallel.interrupts import ctrl_c_held
@@ -76,7 +77,7 @@ def prepare(config: EngineConfig) -> tuple[Callable, Callable]:
                          f"{config.tensor_parallel_size}: the ranks must share memory, which works "
                          "on Linux; use kv_offload_bytes without a folder")
     if has_folder:
-        make_folder(Path(config.kv_store))  # here: loading the weights takes long
+        make_folder(config.kv_store)  # here: loading the weights takes long
     return partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder), attach
 
 
@@ -85,8 +86,11 @@ def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
     config, folder, base = llm.config, None, b""
     if config.kv_store is not None:
         base = fingerprint(config, model_folder, llm.runner.pool.shapes)
-        path = Path(config.kv_store).absolute()  # the program may change its directory
-        folder = Folder(path, config.kv_store_bytes, base, say)
+        num_bytes = llm.runner.pool.memory.shape[1]
+        if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
+            raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a block of "
+                             f"{num_bytes:,} bytes and its header: raise it")
+        folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
     store = BlockStore(llm.runner.pool, llm.scheduler, base, folder,
                        {"model_name": str(config.model)}, llm.runner)
     llm.store = llm.scheduler.store = store
@@ -159,7 +163,7 @@ class BlockStore:
         self.blocks.on_evict = self.want_saved
         if folder is not None:
             self.blocks.on_commit = self.want_saved
-            self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+            self.reader, self.writer = Reader(), ThreadPoolExecutor(1)
 
     def want_saved(self, entry: CacheEntry) -> None:
         """Have the next step save this block, before anything is written to it."""
@@ -336,7 +340,7 @@ class BlockStore:
         for chain in chains:
             while chain.asked and chain.asked[0][1].done():
                 self._arrive(chain, *chain.asked.popleft())
-        if now - self.last_arrival > PATIENCE:  # the disk hangs: what has arrived must do
+        if self._hangs():  # what has arrived must do
             for chain in chains:
                 chain.give_up()
         if any(chain.blocks for chain in chains):
@@ -345,6 +349,11 @@ class BlockStore:
             room = self.pool.num_slots // 2 - len(self.pins) - len(self.asked)
             for chain in chains:
                 room -= self._ask(chain, room)
+
+    def _hangs(self) -> bool:
+        """Whether the reading thread, which has work, has brought nothing for long."""
+        return time.monotonic() - self.last_arrival > PATIENCE and not all(
+            future.done() for future in self.asked.values())
 
     def _arrive(self, chain: Chain, digest: bytes, future: Future) -> None:
         data, slot = self._result(future), self.slots.get(digest)
@@ -396,7 +405,7 @@ class BlockStore:
             self._unpin([slot])
             self._result(future)
 
-    def _give(self, thread: ThreadPoolExecutor, work: Callable, *args: Any) -> Future:
+    def _give(self, thread: ThreadPoolExecutor | Reader, work: Callable, *args: Any) -> Future:
         """Give a thread work. When the program ends, threads accept no work: the result is None,
         as of a file that is not there."""
         try:
@@ -435,7 +444,7 @@ class BlockStore:
         try:
             if self.folder is not None:
                 self.flush()
-                self.reader.shutdown(wait=False, cancel_futures=True)
+                self.reader.shutdown()
                 self.writer.shutdown()
         finally:
             self.pool = self.runner = None
@@ -452,7 +461,7 @@ class BlockStore:
         while missing < len(digests) and digests[missing] in self.slots:
             missing += 1
         most = min(self.blocks.max_hits(seq), first + self.pool.num_slots)
-        if missing < most and self.folder.has(digests[missing]):
+        if missing < most and not self._hangs() and self.folder.has(digests[missing]):
             root = self._digest_entry(seq.root)
             chain = Chain(deque((digests[i], digests[i - 1] if i else root,
                                  seq.token_ids[i * size:(i + 1) * size])

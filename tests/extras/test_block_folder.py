@@ -6,12 +6,13 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from nanoserve.extras.block_folder import Folder
+from nanoserve.extras.block_folder import Folder, Reader, make_folder
 
 BASE, PARENT = b"base", b"parent"
 TOKENS = [5, 6, 7, 8]
@@ -284,3 +285,46 @@ def test_two_processes_write_the_same_blocks(tmp_path):
     assert num_found > len(NAMES) and not reader.is_damaged
     assert all(found(open_folder(tmp_path), name) for name in NAMES)
     assert len(list(tmp_path.iterdir())) == len(NAMES), "no temporary file is left"
+
+
+def test_a_read_that_hangs_does_not_keep_a_program_from_ending():
+    """Python waits for the threads of an executor: a program whose disk hung never ended."""
+    script = """if 1:
+        import threading, time
+        from nanoserve.extras.block_folder import Reader
+        reader, begun = Reader(), threading.Event()
+        first = reader.submit(lambda: (begun.set(), time.sleep(60)))
+        second = reader.submit(print, "is not read any more")
+        begun.wait()
+        reader.shutdown(), reader.shutdown()
+        assert second.cancelled() and not first.done()
+        print("ended")
+    """
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                            timeout=50)
+    assert (result.returncode, result.stdout) == (0, "ended\n"), result.stderr
+
+
+def test_a_reader_works_in_order_brings_errors_and_ends_with_its_owner():
+    before, reader = set(threading.enumerate()), Reader()
+    one, two, three = (reader.submit(int, text) for text in ("1", "two", "3"))
+    assert three.result() == 3 and one.done() and two.done() and one.result() == 1
+    with pytest.raises(ValueError, match="two"):
+        two.result()
+    thread, = set(threading.enumerate()) - before
+    del reader
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name, reason", [("a file", "it is a file"), ("a\0b", "null byte")])
+def test_what_can_be_no_folder_is_refused_by_name(tmp_path, name, reason):
+    (tmp_path / "a file").touch()
+    with pytest.raises(ValueError, match=f"kv_store=.*{reason}"):
+        make_folder(tmp_path / name)
+
+
+def test_a_home_is_found(tmp_path, monkeypatch):
+    """A folder named ~ was made."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert make_folder("~/blocks") == tmp_path / "blocks" and (tmp_path / "blocks").is_dir()

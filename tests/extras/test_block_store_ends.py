@@ -3,6 +3,7 @@ wait for them, and how an engine with a store ends."""
 
 import errno
 import gc
+import math
 import os
 import sys
 import threading
@@ -37,9 +38,14 @@ def test_a_disk_that_hangs_is_waited_for_once_and_not_for_ever(qwen3, expect, tm
     with LLM(qwen3, **options) as llm:
         ask(llm, *prompts)
     go, read, quick = threading.Event(), Folder.read, iter(range(num_read))
+
+    def hang() -> bool:
+        block_store.PATIENCE = 0
+        return go.wait(60)
+
     monkeypatch.setattr(Folder, "read", lambda *args: (
-        next(quick, None) is not None or go.wait(60)) and read(*args))
-    monkeypatch.setattr(block_store, "PATIENCE", 0.1)
+        next(quick, None) is not None or hang()) and read(*args))
+    monkeypatch.setattr(block_store, "PATIENCE", math.inf)
     with LLM(qwen3, **options) as llm:
         texts = ask(llm, prompts[0])
         assert num_loaded(llm) == 16 * num_read
@@ -50,6 +56,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_not_for_ever(qwen3, expect, tm
         go.set()
         while not all(future.done() for future in llm.store.asked.values()):
             time.sleep(0.001)
+        block_store.PATIENCE = math.inf
         expect(prompts, texts + ask(llm, prompts[2]))
         assert num_loaded(llm) == 16 * num_read + 96
 

@@ -273,8 +273,11 @@ def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
     (dict(kv_offload_bytes=2 ** 60), "pool of 1,152,.* bytes: choose kv_offload_bytes below that"),
     (dict(kv_offload_bytes=2 ** 20, kernels="cpu", block_size=8), "multiple of 16"),
     (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store"),
-    (dict(kv_store=""), "kv_store must be the path of a folder")])
-def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, options, message):
+    (dict(kv_store=""), "kv_store must be the path of a folder"),
+    (dict(kv_store="blocks", kv_store_bytes=10_000), "kv_store_bytes=10,000 has no room for a bl")])
+def test_options_that_can_not_work_are_refused_before_the_work_starts(qwen3, options, message,
+                                                                      tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, **SMALL | options)
 
