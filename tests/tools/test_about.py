@@ -27,6 +27,17 @@ def test_the_page_from_anywhere(tmp_path, monkeypatch):
     assert all(len(line) <= 100 for line in shown.splitlines())
 
 
+def test_it_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):
+    """As beside the clone: an editable install was a hook that is asked last, and the clone's own
+    folder a package without files."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "nanoserve").mkdir()
+    code = "import nanoserve; print(nanoserve.LLM.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.stdout == "LLM\n", done.stderr
+
+
 def test_every_instrument_that_is_named_can_be_run():
     """By its file: each has a `main`; libraries among the tools are not named."""
     named = {command for command, _ in about.commands()}
