@@ -52,7 +52,7 @@ from nanoserve import LLM, ModelConfig  # isort: skip  (before torch: see nanose
 import torch
 from tqdm import tqdm
 
-from nanoserve.checkpoint.hub import find_model
+from nanoserve.checkpoint.hub import BUNDLED, find_model
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
@@ -105,7 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
     `LLM` has for them: a new one can be measured without a line here."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--model", help=f"a folder, a hub id, or shapes: {', '.join(roofline.MODELS)}")
+    add("--model", help="a folder, a hub id, a bundled model, or shapes: "
+        + ", ".join(roofline.MODELS))
     add("--dtype", default="auto", choices=DTYPES)
     add("--workload", default="batch", choices=WORKLOADS)
     add("--num-prompts", type=int)
@@ -216,9 +217,9 @@ class Bench:
             folder = Path(self.temporary.name, known)
             folder.mkdir()
             return roofline.write_config(known, folder)
-        if "/" not in name and not Path(name).exists():
+        if "/" not in name and not Path(name).exists() and not (BUNDLED / name).is_dir():
             raise ValueError(f"--model: {name} is neither a folder, nor a hub id (owner/name), nor "
-                             f"one of {', '.join(roofline.MODELS)}")
+                             f"a bundled model, nor one of {', '.join(roofline.MODELS)}")
         return find_model(name)
 
     def pick_dtype(self) -> tuple[str, Machine]:

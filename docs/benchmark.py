@@ -192,7 +192,8 @@ def ladder(found: dict) -> str:
             f"{found['model']['name']}'s shapes, {found['model']['dtype']}: {load['num_requests']} "
             f"requests, {load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} "
             f"output tokens, most prompts with a common beginning and some long; rows in turns, of "
-            f"{found['rounds']} runs the one in the middle:\n\n{table(rows)}")
+            f"{found['rounds']} runs the one in the middle. All rows but the last run the plain "
+            f"operators of `ops`, which are written to be read:\n\n{table(rows)}")
 
 
 def on(found: dict, limits: dict[str, list[float]]) -> str:

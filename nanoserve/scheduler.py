@@ -262,7 +262,7 @@ class Scheduler:
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         seq.num_inflight_tokens += num_new
-        if num_new > 1 or slots:  # no decode, of which there are many
+        if num_new > 1 or slots:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
             first = start // size - len(slots)
             if slots:

@@ -175,13 +175,23 @@ def main() -> None:
     if args.prefill:
         prefill()
         return
-    with Disaggregated(args.model) as engines:
-        output, = engines.generate(args.prompt, SamplingParams(
-            temperature=0, max_tokens=args.max_tokens))
-        print(args.prompt + output.outputs[0].text)
-        print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens came "
-              "from the prefill engine")
+    try:
+        params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
+        with Disaggregated(args.model) as engines:
+            output, = engines.generate(args.prompt, params)
+            block_size = engines.decoder.config.block_size
+    except ValueError as error:
+        parser.error(str(error))
+    num_found, num_tokens = output.num_cached_tokens, len(output.prompt_token_ids)
+    print(args.prompt + output.outputs[0].text)
+    print(f"{num_found} of {num_tokens} prompt tokens came from the prefill engine")
+    if num_tokens <= block_size:
+        print(f"(blocks of {block_size} tokens are handed over: try a longer prompt)")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

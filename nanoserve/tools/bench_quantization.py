@@ -167,6 +167,10 @@ def main(arguments: list[str] | None = None) -> None:
                         "its CPU time in place of the clock")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if not (args.memory_of or args.corpus or args.speed):
+        parser.error("say what to measure: --corpus FILE, or --speed")
+    if args.corpus and not args.corpus.is_file():
+        parser.error(f"--corpus {args.corpus}: there is no such file")
     if args.memory_of:
         print(json.dumps(measure_memory(*json.loads(args.memory_of))))
     if args.corpus:

@@ -73,10 +73,10 @@ def main() -> None:
             if path:
                 simulation.record(str(Path(path).with_suffix(suffix)))
         shown = table(simulation) if len(arrivals) <= WIDEST_TABLE else simulation.finish()
-        print(shown or simulation.summary())
-        simulation.close()
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    print(shown or simulation.summary())
+    simulation.close()
 
 
 @dataclass(frozen=True)

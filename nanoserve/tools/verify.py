@@ -47,6 +47,7 @@ from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+NEVER = " (never!)"  # behind a mode in which what it is for did not happen
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
 EXIT_CODES = """exit code: 0, the same text in every mode but for near-ties; 1, a real difference or
 a mode that failed; 2, wrong use, or a model that can't be loaded, here or in transformers; 130,
@@ -240,7 +241,7 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
                     row.differ.append(what.splitlines()[0][:96])
                 num_loaded = llm.store.num_loaded if llm.store is not None else None
     if (mode.tiny and not row.num_preemptions) or num_loaded == 0:
-        row.name += " (never!)"  # it takes more prompts, longer ones, or more tokens
+        row.name += NEVER
     return row
 
 
@@ -332,6 +333,9 @@ def main(argv: list[str] | None = None) -> int:
         print(Row.HEADER, *rows, "", sep="\n")
         print(f"{args.model}, {args.dtype}: {wrong or 'none'} of {len(rows)} modes differ from "
               f"transformers; near-ties: {near}")
+        if any(row.name.endswith(NEVER) for row in rows):
+            print(f"{NEVER.strip()}: no text was preempted there, or no block loaded, so the row "
+                  "shows nothing. Take more or longer prompts, or more tokens.")
     return 1 if wrong else code
 
 
