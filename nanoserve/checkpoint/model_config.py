@@ -351,7 +351,7 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
     if not isinstance(_activation(config), str) or _activation(config) not in ACTIVATIONS:
         name = "hidden_activation" if "hidden_activation" in config else "hidden_act"
         raise ValueError(f"config.json: {name}={_activation(config)!r} is not supported: choose "
-                         f"one of {', '.join(ACTIVATIONS)}")
+                         f"one of {', '.join(ACTIVATIONS)}, or model_impl='transformers'")
     if read_flag("use_bidirectional_attention", config.get("use_bidirectional_attention", False)):
         raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
                          "generated causally")

@@ -59,10 +59,12 @@ def read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
     if local is not None and config.get("rope_parameters") and not kinds:
         raise ValueError(f"config.json: rope_parameters={config['rope_parameters']!r:.80} must "
                          "have an object for full_attention and one for sliding_attention")
+    truncate = entries.get("truncate")  # also transformers reads it here: beside such objects
     if kinds:
         local = (local or {}) | (entries.get("sliding_attention") or {})
         entries = entries.get("full_attention") or {}
-    return _read_rope(config, entries), None if local is None else _read_rope(config, local)
+    return (_read_rope(config, entries, truncate),
+            None if local is None else _read_rope(config, local, truncate))
 
 
 def _rope_entries(config: dict) -> dict:
@@ -80,7 +82,7 @@ def _rope_entries(config: dict) -> dict:
     return entries
 
 
-def _read_rope(config: dict, entries: dict) -> RopeConfig:
+def _read_rope(config: dict, entries: dict, truncate: bool | None) -> RopeConfig:
     if not isinstance(entries, dict):
         raise ValueError(f"config.json: RoPE of a kind of layers, {entries!r:.80}, must be an "
                          "object")
@@ -90,11 +92,11 @@ def _read_rope(config: dict, entries: dict) -> RopeConfig:
         reason = ("its angles depend on the longest sequence of the batch, and text must not; "
                   if rope_type == "dynamic" else "")
         raise ValueError(f"config.json: RoPE scaling {rope_type!r} is not supported: {reason}"
-                         f"choose one of {', '.join(NEEDED)}")
+                         f"choose one of {', '.join(NEEDED)}, or model_impl='transformers'")
     partial = entries.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
     if partial != 1:
         raise ValueError(f"config.json: partial_rotary_factor={partial!r} is not supported: only 1 "
-                         "is")
+                         "is, but by model_impl='transformers'")
     theta = read_number("rope_theta", entries.get("rope_theta", config.get("rope_theta", 10000.0)))
     if missing := [name for name in NEEDED[rope_type] if name not in entries]:
         raise ValueError(f"config.json: {rope_type} RoPE scaling lacks {', '.join(missing)}")
@@ -103,7 +105,7 @@ def _read_rope(config: dict, entries: dict) -> RopeConfig:
     if rope_type == "yarn":
         entries = _yarn_defaults(config, entries)
     rope = RopeConfig(
-        theta, rope_type, truncate=read_flag("truncate", entries.get("truncate", True)),
+        theta, rope_type, truncate=read_flag("truncate", True if truncate is None else truncate),
         **{name: read_number(name, entries[name]) for name in NUMBERS if name in entries})
     if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ValueError(f"config.json: low_freq_factor={rope.low_freq_factor} must be below "

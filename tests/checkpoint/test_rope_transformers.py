@@ -90,9 +90,11 @@ def test_the_scalings_differ():
     assert len(set(found)) == len(names)
 
 
-def test_gemma_3s_two_ropes_equal_transformers():
+@pytest.mark.parametrize("name", ["linear", "yarn from 32", "yarn, not truncated"])
+def test_gemma_3s_two_ropes_equal_transformers(name):
+    """transformers looks for `truncate` beside the two objects, and so doesn't find one in them."""
     entries = dict(rope_parameters=dict(
-        full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+        full_attention=SCALINGS[name] | dict(rope_theta=1e6),
         sliding_attention=dict(rope_type="default", rope_theta=1e4)))
     config = read("Gemma3", head_dim=32, **entries)
     theirs = Gemma3RotaryEmbedding(Gemma3TextConfig(**EMPTY, head_dim=32, **entries))
@@ -100,8 +102,8 @@ def test_gemma_3s_two_ropes_equal_transformers():
     for rope, kind in ((config.rope, "full_attention"), (config.rope_local, "sliding_attention")):
         cos, sin = RotaryEmbedding(32, rope, torch.device("cpu"))(positions)
         their_cos, their_sin = theirs(torch.zeros(1), positions[None], kind)
-        assert_close(cos, their_cos[0], rtol=1e-5, atol=1e-5)
-        assert_close(sin, their_sin[0], rtol=1e-5, atol=1e-5)
+        assert_close(cos, their_cos[0], rtol=1e-4, atol=1e-4)
+        assert_close(sin, their_sin[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("head_dim", [2, 24, 128])
