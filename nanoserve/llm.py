@@ -196,6 +196,7 @@ class LLM(LLMEngine):
                 requests.append(self.make_request("", prompt, param, priorities[i] or 0,
                                                   adapters[i]))
             except ValueError as error:
+                requests.clear()  # whoever keeps the error would keep them, and their adapters
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
         return requests

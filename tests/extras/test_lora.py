@@ -165,6 +165,17 @@ def test_an_adapter_that_a_request_needs_stays(voices):
         voices.check(llm, [2])  # and now there is room
 
 
+def test_a_refused_call_leaves_its_adapters_free(voices):
+    """Also while its error is kept, as the interactive prompt keeps the last one, and with it the
+    requests that had been made before."""
+    with LLM(voices.base, **SMALL | dict(max_loras=1)) as llm:
+        with pytest.raises(ValueError, match="prompt 1: .*max_loras=1") as kept:
+            llm.generate(["x", "y"], GREEDY, use_tqdm=False,
+                         lora_request=[voices.request(1), voices.request(2)])
+        voices.check(llm, [2])
+        assert kept.value.__traceback__ is not None
+
+
 def test_streams_and_chats_take_an_adapter(voices):
     with LLM(voices.base, **SMALL) as llm:
         *_, last = llm.stream({"prompt_token_ids": PROMPTS[1]}, GREEDY,
