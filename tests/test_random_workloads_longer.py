@@ -6,9 +6,9 @@ from test_random_workloads import run_random_drafts, run_random_workloads
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_more_random_workloads_of_the_scheduler(depth):
-    run_random_workloads(depth, 250, enough=4)
+    run_random_workloads(depth, 400, enough=10)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_more_random_workloads_with_drafts(depth):
-    run_random_drafts(depth, 120, enough=3)
+    run_random_drafts(depth, 200, enough=5)

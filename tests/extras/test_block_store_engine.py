@@ -42,8 +42,8 @@ def qwen3(checkpoints):
 
 
 @pytest.mark.parametrize("name, changes, max_examples, least", [
-    ("qwen3", dict(kernels="torch"), 25, 60),
-    ("qwen3", dict(kernels="torch", async_scheduling=True), 25, 60),
+    ("qwen3", dict(kernels="torch"), 40, 100),
+    ("qwen3", dict(kernels="torch", async_scheduling=True), 40, 100),
     ("qwen3", dict(num_gpu_blocks_override=3, block_size=16), 25, 30),
     ("qwen3", dict(kernels="torch", async_scheduling=True, kv_store="blocks"), 20, 5),
     ("qwen3", dict(kernels="torch", tensor_parallel_size=2), 20, 5),
