@@ -3,7 +3,7 @@
 Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
 which says what a value must be and how it is kept (frontend/rules.py).
 
-    block_size: int = option(16, COUNT)      16 by default; a whole number of at least 1
+    block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
 What a user left open is `None`. `EngineConfig.resolved()` settles what depends on the device or the
 model. A field that is still `None` then is switched off (a trace), has the checkpoint's own value
@@ -22,19 +22,16 @@ record for the cache, one for the scheduler); all options fit on one screen.
 import warnings
 from dataclasses import MISSING, dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.vllm_words import OPTIONS, SAMPLING, takes_vllms_words
 from nanoserve.frontend import rules
-from nanoserve.frontend.rules import Rule, choice, instance, list_of, number, only_if, option
+from nanoserve.frontend.rules import Rule, choice, number, option
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
-KV_STORE_BYTES = 8 * 2 ** 30
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
 MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
 MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
@@ -56,59 +53,24 @@ class RequestOutputKind(Enum):
 def keep_dtype(dtype: Any) -> str:
     """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
     name = str(dtype).removeprefix("torch.")
-    return only_if(DTYPE_ALIASES.get(name, name) in DTYPES, dtype) and DTYPE_ALIASES.get(name, name)
+    name = {"half": "float16", "float": "float32"}.get(name, name)
+    return rules.only_if(name in DTYPES, dtype) and name
 
 
-def keep_trace(path: Any) -> Any:
-    is_one = isinstance(path, (str, Path)) and Path(path).suffix in (".html", ".json")
-    return only_if(is_one and Path(path).parent.is_dir(), path)
-
-
-def keep_biases(biases: Any) -> dict[int, float]:
-    """JSON knows only str keys: as in vLLM's server, "5" is token 5. vLLM's server clamps a bias
-    beyond the bound in silence; here it is refused."""
-    kept: dict[int, float] = {}
-    for key, bias in only_if(isinstance(biases, dict), biases).items():
-        id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
-        only_if(id_ not in kept, key)  # 5 and "5": named twice
-        kept[id_] = float(number(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS).keep(bias))
-    return kept
-
-
-FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
-COUNT_OR_NONE = Rule(f"{COUNT.must}, or None for no limit",
-                     lambda count: None if count is None else COUNT.keep(count))
-SHARE = number(0, 1, above=True)
-TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
-WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
-TOKEN_ID = TOKEN_COUNT = number(0, whole=True)
-COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
-ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
-
-MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
-FOLDER = instance((str, Path), MODEL.must)
-STORE = Rule("the path of a folder", lambda path: only_if(
-    isinstance(path, (str, Path)) and bool(str(path).strip()), path))
 DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
-POLICY = choice(*POLICIES)
-OVERRIDES = instance(dict, "a dict laid over config.json")
+OVERRIDES = rules.instance(dict, "a dict laid over config.json")
 QUANTIZATION = Rule("dequantize, int8 or int4 (the format of a quantised checkpoint is read from "
                     "its config.json: leave it out)", choice("dequantize", "int8", "int4").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
-DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
-TRACE = Rule("a file in a folder that exists, ending in .html (a page to look at) or .json (for "
-             "Perfetto)", keep_trace)
-
+DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
+TRACE = rules.new_file("a file in a folder that exists, ending in .html (a page to look at) or "
+                       ".json (for Perfetto)", ".html", ".json")
 PENALTY, FACTOR = number(-2, 2), number(*REPETITION_PENALTIES)
-TEXTS = list_of(TEXT, "non-empty texts in a list")
-WORDS = list_of(WORD, "a list of words, none of them empty")
-TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0")
-ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1)
-OUTPUT_KIND = instance(RequestOutputKind, "a RequestOutputKind")
-BIASES = Rule(f"a dict of token ids and numbers in [-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}], none "
-              "twice (allowed_token_ids and bad_words rule tokens in or out)", keep_biases)
+OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
+BIASES = rules.numbers_by_id(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS,
+                             "allowed_token_ids and bad_words rule tokens in or out")
 
 
 # ------------------------------------------------------------------- options
@@ -122,42 +84,42 @@ class EngineConfig:
     Raises `ValueError` for a value that can't work, naming the field and the remedy.
     """
 
-    model: str = option(MISSING, MODEL)
-    revision: str | None = option(None, TEXT)  # of a hub id: a branch, a tag or a commit
-    tokenizer: str | None = option(None, FOLDER)
-    skip_tokenizer_init: bool = option(False, FLAG)
+    model: str = option(MISSING, rules.MODEL)
+    revision: str | None = option(None, rules.TEXT)  # of a hub id: a branch, a tag or a commit
+    tokenizer: str | None = option(None, rules.FOLDER)
+    skip_tokenizer_init: bool = option(False, rules.FLAG)
     dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
     model_impl: str = option("auto", MODEL_IMPL)  # whose network; "auto": ours if we have it
     quantization: str | None = option(None, QUANTIZATION)  # of weights: see extras/quantization.py
-    tensor_parallel_size: int = option(1, COUNT)  # ranks that share the model
-    expert_parallel: bool = option(False, FLAG)  # ranks share out whole experts, not a part of each
-    seed: int = option(0, WHOLE)
-    max_model_len: int | None = option(None, COUNT)  # prompt plus output, in tokens
-    max_num_batched_tokens: int | None = option(None, COUNT)  # the token budget of one step
-    max_num_seqs: int | None = option(None, COUNT)  # sequences running at the same time
-    gpu_memory_utilization: float = option(0.9, SHARE)  # of the GPU, for weights and KV together
-    kv_cache_memory_bytes: int | None = option(None, COUNT)  # the KV cache's size: no measuring
-    num_gpu_blocks_override: int | None = option(None, COUNT)  # the same in blocks, on any device
-    block_size: int = option(16, COUNT)  # tokens a KV block
-    enable_prefix_caching: bool = option(True, FLAG)
-    kv_offload_bytes: int = option(0, TOKEN_COUNT)  # host memory for blocks that the cache evicts
-    kv_store: str | None = option(None, STORE)  # a folder of blocks that outlives the engine
-    kv_store_bytes: int = option(KV_STORE_BYTES, COUNT)  # most bytes in that folder: block_store.py
-    enable_chunked_prefill: bool = option(True, FLAG)
-    scheduling_policy: str = option("fcfs", POLICY)  # who goes first: see Scheduler.order
-    enforce_eager: bool = option(False, FLAG)  # no CUDA graphs
+    tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
+    expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
+    seed: int = option(0, rules.WHOLE)
+    max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
+    max_num_batched_tokens: int | None = option(None, rules.COUNT)  # the token budget of one step
+    max_num_seqs: int | None = option(None, rules.COUNT)  # sequences running at the same time
+    gpu_memory_utilization: float = option(0.9, rules.SHARE)  # of a GPU, for weights and KV
+    kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
+    num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
+    block_size: int = option(16, rules.COUNT)  # tokens a KV block
+    enable_prefix_caching: bool = option(True, rules.FLAG)
+    kv_offload_bytes: int = option(0, rules.SIZE)  # host memory for blocks that the cache evicts
+    kv_store: str | None = option(None, rules.STORE)  # a folder for blocks: block_store.py
+    kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")  # most bytes in it
+    enable_chunked_prefill: bool = option(True, rules.FLAG)
+    scheduling_policy: str = option("fcfs", choice(*POLICIES))  # who is first: Scheduler.order
+    enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
     hf_overrides: dict | None = option(None, OVERRIDES)  # entries laid over config.json
-    trust_remote_code: bool = option(False, FLAG)  # for the tokenizer; no model code is ever loaded
+    trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
     device: str = option("auto", choice("auto", "cpu", "cuda"))
     kernels: str = option("auto", choice(*KERNELS))  # whose operators: see device/choice.py
-    async_scheduling: bool | None = option(None, FLAG)  # step n+1 is scheduled while n runs
+    async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
     runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
     convert: str = option("auto", CONVERSION)  # what a generator's checkpoint becomes when it pools
-    pooler_config: object = option(None, ANYTHING)  # a dict, or extras.pooling.PoolerConfig
-    enable_lora: bool = option(False, FLAG)  # requests may name an adapter: extras/lora.py
-    max_loras: int = option(1, COUNT)  # adapters that are there at the same time
-    max_lora_rank: int = option(16, COUNT)
+    pooler_config: object = option(None, rules.ANYTHING)  # a dict, or extras.pooling.PoolerConfig
+    enable_lora: bool = option(False, rules.FLAG)  # requests may name an adapter: extras/lora.py
+    max_loras: int = option(1, rules.COUNT, "enable_lora")  # adapters there at the same time
+    max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
     speculative_config: dict | None = option(None, DRAFTS)  # who guesses: extras/speculative.py
     trace: str | None = option(None, TRACE)  # the file in which every step is recorded
 
@@ -168,12 +130,6 @@ class EngineConfig:
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
                              f"{num_seqs}: raise the first or lower the second")
-        if not self.enable_lora and (self.max_loras, self.max_lora_rank) != (1, 16):
-            raise ValueError(f"max_loras={self.max_loras} and max_lora_rank={self.max_lora_rank} "
-                             "have no effect without enable_lora=True: set it, or leave them out")
-        if self.kv_store is None and self.kv_store_bytes != KV_STORE_BYTES:
-            raise ValueError(f"kv_store_bytes={self.kv_store_bytes} has no effect without kv_store:"
-                             " name a folder, or leave it out")
 
     @property
     def num_drafts(self) -> int:
@@ -265,25 +221,25 @@ class SamplingParams:
     frequency_penalty: float = option(0.0, PENALTY)  # taken off a token as often as it is there
     repetition_penalty: float = option(1.0, FACTOR)  # divides logits of the prompt's tokens, too
     temperature: float = option(1.0, number(0, 2))  # 0: greedy
-    top_p: float = option(1.0, SHARE)  # the likeliest tokens that together have this probability
+    top_p: float = option(1.0, rules.SHARE)  # the likeliest tokens that have it together
     top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
     min_p: float = option(0.0, number(0, 1))  # none less likely than the likeliest times this
-    seed: int | None = option(None, WHOLE)  # None: from the engine's seed and the arrival number
-    stop: str | list[str] | None = option(None, TEXTS)
-    stop_token_ids: list[int] | None = option(None, TOKEN_IDS)
-    ignore_eos: bool = option(False, FLAG)
-    max_tokens: int | None = option(16, COUNT_OR_NONE)  # None: up to the model's maximum length
-    min_tokens: int = option(0, TOKEN_COUNT)  # no EOS, stop token or stop string before so many
-    logprobs: int | None = option(None, COUNT_OR_ALL)  # of each token, and of the likeliest
-    prompt_logprobs: int | None = option(None, COUNT_OR_ALL)  # the same for the prompt's tokens
-    detokenize: bool = option(True, FLAG)
-    skip_special_tokens: bool = option(True, FLAG)
-    include_stop_str_in_output: bool = option(False, FLAG)
+    seed: int | None = option(None, rules.WHOLE)  # None: the engine's and the arrival number
+    stop: str | list[str] | None = option(None, rules.TEXTS)
+    stop_token_ids: list[int] | None = option(None, rules.TOKEN_IDS)
+    ignore_eos: bool = option(False, rules.FLAG)
+    max_tokens: int | None = option(16, rules.COUNT_OR_NONE)  # None: up to max_model_len
+    min_tokens: int = option(0, rules.SIZE)  # no EOS, stop token or stop string before so many
+    logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of each token, and of the likeliest
+    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of the prompt's tokens
+    detokenize: bool = option(True, rules.FLAG)
+    skip_special_tokens: bool = option(True, rules.FLAG)
+    include_stop_str_in_output: bool = option(False, rules.FLAG)
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND)
     logit_bias: dict[int, float] | None = option(None, BIASES)  # added to the logits
-    allowed_token_ids: list[int] | None = option(None, ONE_TOKEN_ID)  # no others
-    bad_words: list[str] | None = option(None, WORDS)  # with or without a space in front
-    structured_outputs: object = option(None, ANYTHING)  # extras.structured's, or a dict
+    allowed_token_ids: list[int] | None = option(None, rules.ONE_TOKEN_ID)  # no others
+    bad_words: list[str] | None = option(None, rules.WORDS)  # with or without a space in front
+    structured_outputs: object = option(None, rules.ANYTHING)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop

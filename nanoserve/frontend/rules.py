@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -26,9 +27,10 @@ class Rule(NamedTuple):
     keep: Callable[[Any], Any]
 
 
-def option(default: Any, rule: Rule) -> Any:
-    """A field of a record, with its rule. A default of `MISSING` makes it a required one."""
-    return field(default=default, metadata={"rule": rule})
+def option(default: Any, rule: Rule, part_of: str | None = None) -> Any:
+    """A field of a record, with its rule. A default of `MISSING` makes it a required one. part_of:
+    the field without which it has no effect, and so must keep its default."""
+    return field(default=default, metadata={"rule": rule, "part_of": part_of})
 
 
 def check_fields(record: Any) -> None:
@@ -45,6 +47,10 @@ def check_fields(record: Any) -> None:
             raise ValueError(f"{one.name} must be {rule.must}, got "
                              f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
         object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
+        whole = one.metadata["part_of"]
+        if kept != one.default and whole is not None and not getattr(record, whole):
+            raise ValueError(f"{one.name}={kept!r} has no effect without {whole}: set it, or leave "
+                             f"{one.name} out")
 
 
 def only_if(is_right: bool, value: Any) -> Any:
@@ -86,3 +92,47 @@ def list_of(one: Rule, what: str, least: int = 0) -> Rule:
         return only_if(len(kept) >= least, kept)
 
     return Rule(what, keep)
+
+
+def new_file(what: str, *suffixes: str) -> Rule:
+    """The path of a file that need not exist, in a folder that does."""
+    def keep(path):
+        is_one = isinstance(path, (str, Path)) and Path(path).suffix in suffixes
+        return only_if(is_one and Path(path).parent.is_dir(), path)
+
+    return Rule(what, keep)
+
+
+def numbers_by_id(low: float, high: float, remedy: str) -> Rule:
+    """A dict of a number for each token id. JSON knows only str keys: as in vLLM's server, "5" is
+    token 5. vLLM's server clamps a number beyond the bounds in silence; here it is refused."""
+    def keep(numbers):
+        kept = {}
+        for key, value in only_if(isinstance(numbers, dict), numbers).items():
+            id_ = TOKEN_ID.keep(int(key) if isinstance(key, str) and key.isdecimal() else key)
+            only_if(id_ not in kept, key)  # 5 and "5": named twice
+            kept[id_] = float(number(low, high).keep(value))
+        return kept
+
+    return Rule(f"a dict of token ids and numbers in [{low}, {high}], none twice ({remedy})", keep)
+
+
+# Rules that several fields share, or that say what they mean by their name.
+FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
+TOKEN_ID = SIZE = number(0, whole=True)
+SHARE = number(0, 1, above=True)
+COUNT_OR_NONE = Rule(f"{COUNT.must}, or None for no limit",
+                     lambda count: None if count is None else COUNT.keep(count))
+COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
+ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
+
+TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
+WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
+MODEL = Rule("the name of a folder or a hub id", TEXT.keep)
+FOLDER = instance((str, Path), MODEL.must)
+STORE = Rule("the path of a folder", lambda path: only_if(
+    isinstance(path, (str, Path)) and bool(str(path).strip()), path))
+TEXTS = list_of(TEXT, "non-empty texts in a list")
+WORDS = list_of(WORD, "a list of words, none of them empty")
+TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0")
+ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1)

@@ -287,7 +287,7 @@ def test_a_network_of_transformers_takes_no_adapters(voices):
 
 
 def test_options_without_adapters_have_no_effect_and_say_so(voices):
-    with pytest.raises(ValueError, match="max_loras=2.*without enable_lora=True"):
+    with pytest.raises(ValueError, match="max_loras=2.*without enable_lora: set it"):
         LLM(voices.base, max_loras=2)
 
 
