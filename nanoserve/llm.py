@@ -27,7 +27,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.checkpoint.vllm_words import CALLS, missing_method, takes_vllms_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.device.choice import describe_device, fit_to_device, pick_device
+from nanoserve.device.choice import describe, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import LLMEngine
 from nanoserve.frontend.metrics import Progress, say
@@ -111,7 +111,7 @@ class LLM(LLMEngine):
         if config.speculative_config is not None:
             from nanoserve.extras.speculative import Drafter
             self.drafter = Drafter(self)
-        say(self._describe(num_blocks))
+        say(describe(config, self.model_config.architecture, runner, num_blocks))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
@@ -248,23 +248,6 @@ class LLM(LLMEngine):
 
     def __exit__(self, *exc_info) -> None:
         self.shutdown()
-
-    def _describe(self, num_blocks: int) -> str:
-        """One line: on what, how, and with how much memory. A slow path is never silent."""
-        c = self.config
-        ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
-        graphs = f"graphs up to {c.max_num_seqs}" if self.runner.graphs else "no graphs"
-        pools = f", {self.runner.pooler}" if self.runner.pooler else ""
-        dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
-        device = describe_device(self.runner.device, c.kernels)
-        return (f"{Path(c.model).name}: {self.model_config.architecture} by {c.model_impl}, "
-                f"{device}, {dtype}{ranks}, "
-                f"{c.kernels} attention, {graphs}{pools} | "
-                f"KV cache {num_blocks:,} blocks of {c.block_size} = "
-                f"{num_blocks * c.block_size:,} tokens, "
-                f"{num_blocks * self.runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
-                f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
-                f"{c.max_num_seqs} sequences a step, overlap {self.depth}")
 
 
 def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelConfig, Any]:

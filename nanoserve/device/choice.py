@@ -15,8 +15,10 @@ Not known here: models, memory.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -98,8 +100,22 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
     return "", ""
 
 
-def describe_device(device: torch.device, kernels: str) -> str:
-    """The device, as the start-up line names it."""
-    if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    return "cpu (Triton's interpreter, very slow)" if kernels == "triton" else "cpu"
+def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: int) -> str:
+    """The start-up line: on what, how, and with how much memory. A slow path is never silent.
+    runner: the engine's `ModelRunner`."""
+    c, device = config, "cpu (Triton's interpreter, very slow)"
+    if runner.device.type == "cuda":
+        device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
+    elif c.kernels != "triton":
+        device = "cpu"
+    ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
+    graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
+    pools = f", {runner.pooler}" if runner.pooler else ""
+    dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
+    return (f"{Path(c.model).name}: {architecture} by {c.model_impl}, {device}, {dtype}{ranks}, "
+            f"{c.kernels} attention, {graphs}{pools} | "
+            f"KV cache {num_blocks:,} blocks of {c.block_size} = "
+            f"{num_blocks * c.block_size:,} tokens, "
+            f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
+            f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
+            f"{c.max_num_seqs} sequences a step, overlap {int(c.async_scheduling)}")
