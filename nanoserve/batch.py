@@ -87,12 +87,10 @@ class Batch:
             at += length
         for name, dtype in NOT_INTEGERS.items():
             views[name] = views[name].view(dtype)
-        num_rows = len(host_views["seq_lens"])
-        views["block_tables"] = views["block_tables"].view(num_rows, -1) if num_rows else (
-            views["block_tables"].view(0, 0))
+        num_rows = len(host_views["seq_lens"])  # 0 for a step that only saves blocks
+        views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
         return cls(**views, host=host_views, num_decodes=int(host[NUM_DECODES]),
-                   num_unknown=int(host[NUM_UNKNOWN]),
-                   network=int(host[NETWORK]),
+                   num_unknown=int(host[NUM_UNKNOWN]), network=int(host[NETWORK]),
                    query_lens=np.diff(host_views["cu_seqlens_q"]).tolist(),
                    seq_lens_host=host_views["seq_lens"].tolist())
 

@@ -44,14 +44,7 @@ from nanoserve.device.memory import count_kv_blocks, largest_step, memory_for, t
 from nanoserve.layers import Placement
 from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
 from nanoserve.parallel.ranks import SOLO, Ranks
-from nanoserve.sampler import (
-    Logprobs,
-    SamplerOutput,
-    SamplingInputs,
-    choose_unedited,
-    sample,
-    score,
-)
+from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, choose_plain, sample, score
 from nanoserve.sequence import Step
 
 STOP = -1  # as the first number of a buffer, else a length: no more steps will come
@@ -91,6 +84,7 @@ class ModelRunner:
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
+        self.model: Any = self.networks[0]  # that is served
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
@@ -114,11 +108,6 @@ class ModelRunner:
                          pooler.unused if pooler is not None else (), self.config.load_format,
                          placement.unpack)
         return model
-
-    @property
-    def model(self) -> Decoder:
-        """The network that is served."""
-        return self.networks[0]
 
     # ---------------------------------------------------------------- memory
 
@@ -206,8 +195,7 @@ class ModelRunner:
         with self.ranks.together():
             if self.adapters is not None:
                 self.adapters.send()
-            self._broadcast(buffer)
-            batch = self._unpack(buffer)
+            batch = self._receive(buffer)
             inputs = None if self.pooler is not None else (
                 SamplingInputs.of(step, batch, self.model_config.vocab_size))
             output = (self._run(batch, inputs) if size is None
@@ -219,26 +207,26 @@ class ModelRunner:
         """A rank above 0: take part in one launch of rank 0. False: there will be no more."""
         buffer = self.builder.take_buffer()
         with self.ranks.together():
-            self._broadcast(buffer)
-            if buffer[0] < 0:
+            batch = self._receive(buffer)
+            if batch is None:
                 return buffer[0] != STOP and self.adapters.receive(buffer)
-            self._run(self._unpack(buffer), None)
+            self._run(batch, None)
         return True
 
-    def _unpack(self, buffer: torch.Tensor) -> Batch:
-        """Unpack the batch, and save and load its blocks before the step reads or writes them."""
+    def _receive(self, buffer: torch.Tensor) -> Batch | None:
+        """Broadcast rank 0's packed step, unpack it, and save and load its blocks before it reads
+        or writes any; None if rank 0 sent something else. A long step takes a second broadcast,
+        since its length is in its header; most fit into the first one's `MIN_BUFFER` numbers."""
+        if self.ranks.size > 1:
+            self.ranks.broadcast_host(buffer[:MIN_BUFFER])
+            if buffer[0] < 0:
+                return None
+            if packed_length(buffer) > MIN_BUFFER:
+                self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
         batch = self.builder.unpack(buffer)
         if self.pool is not None:
             self.pool.move(batch.host)
         return batch
-
-    def _broadcast(self, buffer: torch.Tensor) -> None:
-        """Broadcast rank 0's packed step. A long one takes a second broadcast, since its length is
-        in its header; most fit into the first one's `MIN_BUFFER` numbers."""
-        if self.ranks.size > 1:
-            self.ranks.broadcast_host(buffer[:MIN_BUFFER])
-            if buffer[0] >= 0 and packed_length(buffer) > MIN_BUFFER:
-                self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
 
     def _run(self, batch: Batch, inputs: SamplingInputs | None) -> SamplerOutput:
         """What a step computes, on every rank. inputs: what the rows ask of the sampler, which only
@@ -295,7 +283,7 @@ class ModelRunner:
         """
         ids = self._known(batch.input_ids)
         hidden = self.model(ids, batch.positions, self.kv_cache, batch)
-        token_ids = choose_unedited(self.model.compute_logits(hidden), batch, self.ops)
+        token_ids = choose_plain(self.model.compute_logits(hidden), batch, self.ops)
         self._remember(batch, token_ids)
         return hidden, token_ids
 
@@ -327,8 +315,8 @@ class ModelRunner:
         if self.ranks.broken is None:
             self.synchronize()
         self.ranks.close(LAST_WORD)
-        self.networks, self.kv_cache, self.pool = [], [], None
-        self.builder = self.last_tokens = self.graphs = None
+        self.networks, self.kv_cache = [], []
+        self.model = self.builder = self.last_tokens = self.graphs = self.pool = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

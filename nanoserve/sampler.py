@@ -178,10 +178,10 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType) -> tor
         return greedy
     if edits is not None:
         logits = logits.float().index_copy(0, edits.rows, edited)
-    return choose_unedited(logits, inputs.batch, ops, inputs.any_filters)
+    return choose_plain(logits, inputs.batch, ops, inputs.any_filters)
 
 
-def choose_unedited(logits: torch.Tensor, batch: Batch, ops: ModuleType,
+def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
                     any_filters: bool = True) -> torch.Tensor:
     """`choose` without edits. Each row's parameters are read on the device, so that a CUDA graph of
     this function is right for any batch."""

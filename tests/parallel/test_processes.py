@@ -208,7 +208,7 @@ def test_an_error_in_rank_0s_step(start, monkeypatch):
 def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
     """A packed buffer that is nonsense to the others only: an error with a name, and no hang."""
     llm = start()
-    broadcast = llm.runner._broadcast
+    broadcast = llm.runner.ranks.broadcast_host
 
     def corrupt(buffer):
         honest = buffer.clone()
@@ -216,7 +216,7 @@ def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
         broadcast(buffer)
         buffer.copy_(honest)
 
-    monkeypatch.setattr(llm.runner, "_broadcast", corrupt)
+    monkeypatch.setattr(llm.runner.ranks, "broadcast_host", corrupt)
     with pytest.raises(RuntimeError, match="rank 1"):
         run(llm)
     assert "nanoserve: rank 1 ends: " in capfd.readouterr().err
