@@ -139,8 +139,7 @@ class Scheduler:
         """Whether `seq` could start now, or waits for a block that another sequence computes."""
         hits = self.blocks.find_prefix(seq)
         return self._next_block_is_pending(seq, len(hits)) or (
-            len(self.running) < self.max_num_seqs
-            and self.blocks.can_admit(hits, len(seq.token_ids)))
+            len(self.running) < self.max_num_seqs and self.blocks.can_admit(hits, seq.num_tokens))
 
     def _schedule_running(self, step: Step, budget: int, leaving: Sequence | None) -> int:
         """Returns the budget that is left; 0 when blocks ran out, so that no new sequence takes the
@@ -243,8 +242,8 @@ class Scheduler:
         """Whether a step in flight computes that block, or the store reads it from a file now."""
         if num_hits >= self.blocks.max_hits(seq):
             return False
-        return (bool(self.pending_keys) and self.blocks.keys(seq)[num_hits] in self.pending_keys
-                ) or (self.store is not None and self.store.is_reading(seq))
+        return self.blocks.keys(seq)[num_hits] in self.pending_keys or (
+            self.store is not None and self.store.is_reading(seq))
 
     def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
         self.blocks.share(seq, hits)
@@ -362,15 +361,11 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=self.order), "running or waiting is out of order"
             assert not any(seq.finish_reason for seq in queue), "an ended sequence is still queued"
-        assert len(self.running) <= self.max_num_seqs, (
-            f"{len(self.running)} sequences run, max_num_seqs is {self.max_num_seqs}")
         rows = [seq.row for seq in self.running] + self.free_rows
         assert sorted(rows) == list(range(self.max_num_seqs)), (
-            f"a row is lost or taken twice: {rows}")
-        inflight: Counter[Sequence] = Counter()
-        for step in self.in_flight:
-            inflight.update(step.num_new_tokens)
-            inflight.update(step.num_loaded)
+            f"a row of {self.max_num_seqs} is lost or taken twice: {rows}")
+        inflight = sum((Counter(step.num_new_tokens) + Counter(step.num_loaded)
+                        for step in self.in_flight), Counter[Sequence]())
         for seq in self.running + self.waiting:
             assert seq.num_inflight_tokens == inflight[seq], (
                 f"sequence {seq.name} counts {seq.num_inflight_tokens} tokens in flight, the steps "

@@ -382,8 +382,8 @@ def set_field(name, value):
 
 @pytest.mark.parametrize("corrupt, message", [
     (lambda scheduler, seq: scheduler.running.reverse(), "running or waiting is out of order"),
-    (lambda scheduler, seq: setattr(scheduler, "max_num_seqs", 1), "max_num_seqs is 1"),
-    (set_field("row", 7), "a row is lost or taken twice"),
+    (lambda scheduler, seq: setattr(scheduler, "max_num_seqs", 1), "a row of 1 is lost or"),
+    (set_field("row", 7), "a row of 2 is lost or taken twice"),
     (lambda scheduler, seq: scheduler.in_flight.clear(),
      "sequence A counts 1 tokens in flight, the steps 0"),
     (set_field("num_inflight_tokens", 2), "sequence A counts 2 tokens in flight, the steps 1"),
