@@ -25,7 +25,6 @@ teaches more, and a server can own the thread.
 """
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -58,7 +57,6 @@ class LLMEngine:
         self.drafter: Any = None  # extras.speculative's: proposes the draft tokens of a step
         self.store: Any = None  # extras.block_store's: keeps blocks outside the KV cache
         self.depth = 1 if config.async_scheduling else 0
-        self.in_flight: deque = deque()  # (step, its output on the device)
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step
@@ -129,7 +127,7 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
         its caller has aborted it and need not wait)."""
-        return bool(self.requests or self.in_flight) or any(
+        return bool(self.requests or self.scheduler.in_flight) or any(
             not output.aborted for output in self.inbox)
 
     # ---------------------------------------------------------------- the loop
@@ -176,8 +174,9 @@ class LLMEngine:
             if step.num_new_tokens:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
-                    self.in_flight.append((step, (self.drafter or self.runner).launch(step)))
-            if len(self.in_flight) > self.depth or (self.in_flight and not step.num_new_tokens):
+                    step.output = (self.drafter or self.runner).launch(step)
+            in_flight = self.scheduler.in_flight
+            if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
                 self._take_result()
             else:
                 assert step.num_new_tokens or step.sitting_out or not self.requests, (
@@ -189,13 +188,12 @@ class LLMEngine:
     def _take_result(self) -> None:
         """Wait for the oldest step in flight and take its tokens into account.
 
-        Until `fetch` returns, the step can be dropped without effect. From `popleft` on its tokens
+        Until `fetch` returns, the step can be dropped without effect. From `update` on its tokens
         count, and Ctrl-C is held until its outputs are in their inboxes.
         """
-        step, output = self.in_flight[0]
-        token_ids, logprobs, prompt_logprobs = self.runner.fetch(output)
+        step = self.scheduler.in_flight[0]
+        token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
         with ctrl_c_held():
-            self.in_flight.popleft()
             self._keep_prompt_logprobs(step, prompt_logprobs)
             grown = self.scheduler.update(step, token_ids)
             for observer in self.observers:
@@ -245,7 +243,6 @@ class LLMEngine:
             try:
                 self.runner.synchronize()
             finally:
-                self.in_flight.clear()
                 self.scheduler.drop_in_flight()
 
     # ------------------------------------------------------------------- ends
@@ -279,11 +276,8 @@ class LLMEngine:
     def _rest(self) -> None:
         """No request is left: end the steps in flight."""
         try:
-            while self.in_flight:
-                self._take_result()
-        except BaseException:
-            self._drop_in_flight()
-            raise
+            while self.scheduler.in_flight:
+                self._advance()  # which schedules nothing, and takes one step's result
         finally:
             if self.trace is not None:
                 self.trace.write()
@@ -300,13 +294,13 @@ class LLMEngine:
 
     def _close(self) -> None:
         self.requests.clear()
-        self.in_flight.clear()
+        self.scheduler.drop_in_flight()
         try:  # all three, the last one first, also when Ctrl-C comes while one of them writes
             with ExitStack() as ends:
                 for part in filter(None, (self.runner, self.store, self.trace)):
                     ends.callback(part.close)
         finally:
-            self.runner = self.scheduler = self.store = None
+            self.runner = self.store = None
 
     def check_open(self) -> None:
         """Raises `RuntimeError` after `shutdown`, or when a rank has died."""
@@ -319,9 +313,8 @@ class LLMEngine:
     def get_metrics(self) -> list[Counter | Gauge | Histogram]:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self.check_open()
-        return self.metrics.read(self.scheduler, self.config.model) + (
-            self.drafter.read_metrics() if self.drafter else []) + (
-            self.store.read_metrics() if self.store else [])
+        return self.metrics.read(self.scheduler, self.config.model) + [
+            one for part in (self.drafter, self.store) if part for one in part.read_metrics()]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""

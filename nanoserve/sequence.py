@@ -156,6 +156,7 @@ class Step:
     block_saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
     block_loads: list[tuple[int, int]] = field(default_factory=list)  # done after the saves
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens in its loaded blocks
+    output: Any = None  # of the launched step, on the device
 
     @property
     def num_tokens(self) -> int:

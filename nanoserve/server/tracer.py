@@ -39,7 +39,7 @@ class Tracer:
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:
-        if self.recording.closed and not self.running and not self.engine.in_flight:
+        if self.recording.closed and not self.running and not self.engine.scheduler.in_flight:
             self.recording = self._begin()
         self.running.update(sequences)
         self.recording.added(sequences, stats, None)

@@ -277,7 +277,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     monkeypatch.setattr(llm.runner, "launch", None)
     stream.close()
     monkeypatch.undo()
-    assert not llm.requests and not llm.in_flight
+    assert not llm.requests and not llm.scheduler.in_flight
     llm.scheduler.check()
     llm.store.plan(Step(0))  # takes what was written
     llm.store.check()

@@ -180,7 +180,7 @@ def profile(report: Report, size: SimpleNamespace, engine: LLM, show: int = 15) 
                 wall = (time.perf_counter() - start) / num_steps
         finally:
             engine.abort_request(names)
-            while engine.in_flight:
+            while engine.scheduler.in_flight:
                 engine.step()
             engine.reset_prefix_cache()
     events = [event for event in profiler.key_averages()

@@ -232,6 +232,6 @@ def test_steps_in_flight_can_be_dropped(checkpoints, references, prompts, where)
             outputs |= {output.request_id: output for output in engine.step()}
         except KeyboardInterrupt:
             dropped += 1
-            assert not engine.in_flight
+            assert not engine.scheduler.in_flight
     assert dropped > 3 and len(outputs) == len(prompts)
     assert_texts(outputs.values(), references, "qwen3", where)

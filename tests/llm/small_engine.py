@@ -32,7 +32,7 @@ def make(folder, **options) -> LLM:
 
 def assert_idle(llm: LLM) -> None:
     """Nothing runs, waits or is owed to anybody, and every block has come back."""
-    assert not llm.has_unfinished_requests() and not llm.requests and not llm.in_flight
+    assert not llm.has_unfinished_requests() and not llm.requests and not llm.scheduler.in_flight
     assert not llm.scheduler.has_unfinished()
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
     llm.scheduler.check()

@@ -140,13 +140,13 @@ def test_shutting_down_in_the_middle_of_a_step(qwen3, monkeypatch):
 
         def ends(*args):
             llm.shutdown()
-            assert llm.scheduler is not None
+            assert llm.runner is not None
             return update(*args)
 
         monkeypatch.setattr(llm.scheduler, "update", ends)
         with pytest.raises(RuntimeError, match="shut down"):
             run(llm, "Hello", greedy(8))
-        assert llm.scheduler is None
+        assert llm.runner is None
 
 
 def test_an_order_fails_for_itself(capsys):
