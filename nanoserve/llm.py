@@ -60,21 +60,21 @@ class LLM(LLMEngine):
         say(*said)
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
                      self.model_config.num_key_value_heads)
-        layers = {}
+        parts: dict[str, Any] = {}  # what annexes add to the runner, on every rank
         if config.quantization is not None or self.model_config.quantization is not None:
             from nanoserve.extras.quantization import choose_layers  # here: the core runs without
-            config, layers = choose_layers(config, self.model_config, say)
+            config, parts["layers"] = choose_layers(config, self.model_config, say)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        make_adapters = None
         if config.enable_lora:
             from nanoserve.extras.lora import prepare as with_adapters
-            make_adapters = with_adapters(config)
-        pooler, make_inputs = None, InputProcessor
+            parts["make_adapters"] = with_adapters(config)
+        make_inputs = InputProcessor
         if config.runner == "pooling":
             from nanoserve.extras.pooling import prepare  # here: the core runs without extras
-            pooler, make_inputs = prepare(config, self.model_config, folder, self.tokenizer)
+            parts["pooler"], make_inputs = prepare(config, self.model_config, folder,
+                                                   self.tokenizer)
         if config.speculative_config is not None:
             from nanoserve.extras.speculative import check
             config = check(config, self.model_config, self.tokenizer, say)
@@ -84,13 +84,12 @@ class LLM(LLMEngine):
             make_pool, attach_store = with_store(config)
         ranks = start_ranks(config.tensor_parallel_size, config.device,
                             "nanoserve.model_runner:serve_rank",
-                            (config, folder, pooler, layers, make_pool, make_adapters))
+                            (config, folder, make_pool, parts))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
-            runner = ModelRunner(config, self.model_config, folder, ranks, pooler=pooler,
-                                 make_network=make_network, layers=layers,
-                                 make_adapters=make_adapters)
+            runner = ModelRunner(config, self.model_config, folder, ranks,
+                                 make_network=make_network, **parts)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)

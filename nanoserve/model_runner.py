@@ -323,10 +323,9 @@ class ModelRunner:
 
 def serve_rank(ranks: Ranks, payload: tuple) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder, pooler, layers, make_pool, make_adapters = payload
+    config, folder, make_pool, parts = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks, pooler=pooler, layers=layers,
-                         make_adapters=make_adapters)
+    runner = ModelRunner(config, model_config, folder, ranks, **parts)
     runner.count_kv_blocks()
     runner.allocate_kv_cache(*ranks.agree(0, 0))
     runner.pool = make_pool and make_pool(runner)
