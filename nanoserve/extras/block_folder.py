@@ -110,6 +110,7 @@ class Folder:
         self.num_new = 0  # bytes that were written here since then
         self.reads = self.writes = True
         self.is_damaged = False  # one file was: any other may be, and is written anew
+        self.has_failed = False  # a thread, for another reason than its files
 
     def _path_of(self, digest: bytes) -> Path:
         return self.path / f"{digest.hex()}.kv"
@@ -202,6 +203,18 @@ class Folder:
             self.say(f"kv_store={str(self.path)!r} can't be emptied, and is not used any more: "
                      f"{error}")
         self.num_bytes = self.num_new = 0
+
+    def outcome(self, future: Future) -> Any:
+        """What a thread's work with this folder has brought. Errors of files are expected above.
+        Any other is said once, and then is a miss: no request fails because of its store."""
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if not self.has_failed:
+            self.has_failed = True
+            self.say(f"kv_store={str(self.path)!r}: a block is computed anew, or is not written, "
+                     f"because of {error!r}")
+        return None
 
 
 class Reader:

@@ -2,7 +2,8 @@
 
 A *slot* has room for one block's KV over all layers. The packed step says which blocks are saved to
 which slots, and which are loaded. With tensor parallelism each rank has a share of each block, the
-KV of its own heads. All ranks use the same slot numbers, each in memory of its own.
+KV of its own heads. All ranks use the same slot numbers, each in memory of its own. Rank 0 alone
+knows what is in which slot (`Slots`).
 
 With a folder, all shares of a block must be saved together or not at all. So then the slots are one
 memory that all ranks map, and one file has the bytes of one slot:
@@ -22,14 +23,16 @@ up zeros over all ranks.
 The shared memory is a file without a name (memfd), which the other ranks open through /proc. It is
 gone when the last process that maps it has ended, also after `kill -9`.
 
-Not known here: which block a slot has (block_store.py). Known limit: shared memory is not pinned,
-so with GPUs the host waits for these copies. Road not taken: each rank reads and writes files of
-its own. Then a block can be incomplete, and the ranks must tell rank 0 in every step what they have
-read.
+Not known here: what a digest covers, and who looks for it (block_store.py). Known limit: memory
+that ranks share is not page-locked, so with GPUs the host waits for these copies. Road not taken:
+each rank reads and writes files of its own. Then a block can be incomplete, and the ranks must tell
+rank 0 in every step what they have read.
 """
 
 import os
 import secrets
+from collections import Counter as Bag
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -44,10 +47,11 @@ POOL_BYTES = 2 ** 29  # the least size of a pool that only serves a folder
 class HostPool:
     """One rank's slots; made behind the cache, by all ranks at the same time.
 
-    memory: (num_slots, bytes) uint8, the whole slots; pinned where there is a GPU, unless ranks
-    share it. own: (num_slots, block_bytes), this rank's share of them. num_bytes: the size of all
-    its shares; 0 for what a folder needs, which is room for all that one step computes. has_folder:
-    see above. Raises `ValueError` if there is no room for a block, or no memory that ranks share.
+    memory: (num_slots, bytes) uint8, the whole slots; page-locked where there is a GPU, unless
+    ranks share it. own: (num_slots, block_bytes), this rank's share of them. num_bytes: the size of
+    all its shares; 0 for what a folder needs, which is room for all that one step computes.
+    has_folder: see above. Raises `ValueError` if there is no room for a block, or no memory that
+    ranks share.
     """
 
     def __init__(self, runner: Any, num_bytes: int, has_folder: bool):
@@ -93,6 +97,75 @@ class HostPool:
         """Each cache, and its part of the slot."""
         return zip(self.caches, self.own[slot].split([one.shape[1] for one in self.caches]),
                    strict=True)
+
+
+class Slots:
+    """Which block is in which slot, and who needs it: what databases call a buffer pool.
+
+    A slot is free; or it holds a block, which is found by its digest; or it was taken, and nothing
+    is in it yet. A slot that is *pinned* keeps its bytes until it was unpinned as often.
+    """
+
+    def __init__(self, num_slots: int):
+        self.by_digest: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self.held: list[bytes | None] = [None] * num_slots  # the reverse: digests by slot
+        self.free = list(range(num_slots))[::-1]
+        self.pins: Bag[int] = Bag()  # how often a slot is pinned
+
+    def find(self, digest: bytes) -> int | None:
+        return self.by_digest.get(digest)
+
+    def touch(self, slots: list[int]) -> None:
+        """They hold a chain that is used now. Its tail is given up before its head."""
+        for slot in reversed(slots):
+            self.by_digest.move_to_end(self.held[slot])
+
+    def take(self) -> int | None:
+        """A free one, or the least recently used; None while all are pinned, or taken."""
+        if self.free:
+            return self.free.pop()
+        for digest, slot in self.by_digest.items():
+            if not self.pins[slot]:
+                del self.by_digest[digest]
+                self.held[slot] = None
+                return slot
+        return None
+
+    def put(self, digest: bytes, slot: int) -> None:
+        """From now on this block is found in a slot that was taken for it."""
+        self.by_digest[digest], self.held[slot] = slot, digest
+
+    def give_back(self, slots: list[int]) -> None:
+        """They were taken, and nothing is put into them."""
+        self.free += slots
+
+    def pin(self, slots: list[int]) -> None:
+        self.pins.update(slots)
+
+    def unpin(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.pins[slot] -= 1
+            if not self.pins[slot]:
+                del self.pins[slot]
+                if self.held[slot] is None:
+                    self.free.append(slot)  # it was forgotten meanwhile
+
+    def forget(self) -> None:
+        """No block is found any more. Slots that are pinned become free when they are unpinned."""
+        for slot in self.by_digest.values():
+            self.held[slot] = None
+            if not self.pins[slot]:
+                self.free.append(slot)
+        self.by_digest.clear()
+
+    def check(self, taken: list[int]) -> None:
+        """Audit: each slot is free, held, among those `taken`, or pinned and forgotten."""
+        assert min(self.pins.values(), default=1) > 0, f"a slot is let go too often: {self.pins}"
+        known = [*self.free, *self.by_digest.values(), *taken]
+        known += [slot for slot in self.pins if self.held[slot] is None]
+        assert sorted(known) == list(range(len(self.held))), f"a slot is lost or doubled: {known}"
+        for digest, slot in self.by_digest.items():
+            assert self.held[slot] == digest, f"slot {slot} has another block than it is found by"
 
 
 def share_memory(ranks: Ranks, num_bytes: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ new engine, or one beside this one, finds them again. Others call it KV offloadi
 
     KV cache ──save: forgotten, or new──► pool ──a thread writes──► folder
         ▲                                 │  ▲                        │
-        └──load: found by its digest──────┘  └──a thread reads what a queued request may need
+        └──load: found by its digest──────┘  └──what a queued request needs: block_prefetch.py
 
 **Invariant: a block is used for exactly those tokens that it was computed from.** In memory a hit
 compares the identity of the parent's entry. Between processes there is no identity. So a block's
@@ -17,14 +17,13 @@ with a fingerprint of the weights and of all options that KV depends on, then an
 
 All copies between cache and pool happen inside a step, on the step's own stream, before anything
 is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
-counts when its step has finished, so the loads of a failed step don't count. Two threads read and
-write files, and no step waits for them: a request whose blocks are being read sits out, and is
-computed if the disk hangs. Only when a request arrives is the disk asked one question: is there a
-file for the first block that memory lacks?
+counts when its step has finished, so the loads of a failed step don't count. A block that was saved
+is then written to its file by a thread, and keeps its slot until that is done. No step waits for
+it: a block that finds no free slot is saved later, or lost.
 
-Not known here: the layout of the bytes. Known limit: a block goes to the folder via the pool, one
-copy more than needed. Road not taken: copies on a stream of their own, which hide their time and
-have corrupted KV in silence in two public engines.
+Not known here: the layout of the bytes, and what is being read. Known limit: a block goes to the
+folder via the pool, one copy more than needed. Road not taken: copies on a stream of their own,
+which hide their time and have corrupted KV in silence in two public engines.
 """
 
 import hashlib
@@ -33,27 +32,23 @@ import sys
 import time
 import weakref
 from array import array
-from collections import Counter as Bag
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
-from nanoserve.extras.block_folder import Folder, Reader, fingerprint, make_folder
-from nanoserve.extras.block_pool import HostPool
+from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
+from nanoserve.extras.block_pool import HostPool, Slots
+from nanoserve.extras.block_prefetch import Prefetcher
 from nanoserve.frontend.metrics import Counter
 from nanoserve.parallel.interrupts import ctrl_c_held
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
-MAX_ARRIVALS = 32  # blocks that the reading thread was asked for and has not read
-PATIENCE = 1.0  # seconds without any block, after which nobody waits for the folder
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
 
@@ -115,23 +110,8 @@ class Moves:
     saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # slots by digest
 
 
-@dataclass(eq=False)
-class Chain:
-    """What a queued request will look for and the folder may have. Each block is asked for once,
-    and keeps its slot until the request is admitted."""
-
-    blocks: deque[tuple[bytes, bytes, list[int]]]  # digest, parent, tokens
-    asked: deque[tuple[bytes, Future]] = field(default_factory=deque)  # in the same order
-    slots: list[int] = field(default_factory=list)  # pinned for it
-
-    def give_up(self) -> None:
-        """Wait for no more blocks. Nobody could find what is behind one that is missing."""
-        self.blocks.clear()
-        self.asked.clear()
-
-
 class BlockStore:
-    """Knows which slot holds which block. An observer; the scheduler asks it for blocks, too.
+    """Gives steps their loads and saves. An observer; the scheduler asks it for blocks, too.
 
     pool: rank 0's. base: the digest that all others begin with. folder: None for no files; then
     only blocks that the cache evicts are saved. runner: for steps that only save.
@@ -144,34 +124,29 @@ class BlockStore:
         # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
         # until Python's garbage collector comes by.
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
-        self.slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
-        self.held: list[bytes | None] = [None] * pool.num_slots  # the reverse: digests by slot
-        self.free = list(range(pool.num_slots))[::-1]
-        # How often a step or the writing thread still reads a slot, or a queued request needs it.
-        self.pins: Bag[int] = Bag()
+        self.slots = Slots(pool.num_slots)
+        self.prefetcher: Prefetcher | None = None
         self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
-        self.chains: dict[Sequence, Chain] = {}  # samples of one request share a chain
-        self.asked: dict[bytes, Future] = {}  # of all chains, what the reading thread has to do
-        self.last_arrival = 0.0  # when the reading thread last brought a block, or had no work
         self.writing: deque[tuple[int, Future]] = deque()  # slots, in the writing thread's order
-        self.has_failed = False  # a thread, for another reason than its files
         self.num_queries = self.num_hits = 0  # tokens; see read_metrics
         self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
         self.blocks.on_evict = self.want_saved
         if folder is not None:
             self.blocks.on_commit = self.want_saved
-            self.reader, self.writer = Reader(), ThreadPoolExecutor(1)
+            self.prefetcher = Prefetcher(folder, pool, self.slots)
+            self.writer = ThreadPoolExecutor(1)
 
     def want_saved(self, entry: CacheEntry) -> None:
         """Have the next step save this block, before anything is written to it."""
         digest = self._digest_entry(entry)
-        if digest in self.slots:
-            self.slots.move_to_end(digest)
-        else:
+        slot = self.slots.find(digest)
+        if slot is None:
             self.unsaved[digest] = entry
+        else:
+            self.slots.touch([slot])
 
     def _digest_entry(self, entry: CacheEntry | None) -> bytes:
         """Computed once for each entry, from the last ancestor that has one. None comes before
@@ -197,15 +172,14 @@ class BlockStore:
 
     def is_reading(self, seq: Sequence) -> bool:
         """Whether blocks of a waiting sequence are on their way from the folder."""
-        chain = self.chains.get(seq)
-        return chain is not None and bool(chain.blocks or chain.asked)
+        return self.prefetcher is not None and self.prefetcher.is_reading(seq)
 
     def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
         """The slots of the blocks that follow those found in memory. Changes nothing."""
         slots: list[int] = []
         most = min(self.blocks.max_hits(seq), num_hits + MAX_MOVES - len(step.block_loads))
         for digest in self._digest_blocks(seq)[num_hits:most]:
-            slot = self.slots.get(digest)
+            slot = self.slots.find(digest)
             if slot is None:
                 break
             slots.append(slot)
@@ -217,23 +191,29 @@ class BlockStore:
         """Give the step its saves. Called when the rest of it is planned: from here on until it has
         finished, the slots that it loads from keep their bytes."""
         moves = Moves(self.epoch, [slot for _, slot in step.block_loads])
-        for slot in reversed(moves.loads):  # a chain's tail is given up before its head
-            self.slots.move_to_end(self.held[slot])
-        self.pins.update(moves.loads)
+        self.slots.touch(moves.loads)
+        self.slots.pin(moves.loads)
         for seq in step.admitted:
-            self._let_go(seq)
             if seq.num_preemptions == 0 and not seq.needs_all_positions:  # as EngineMetrics counts
                 self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
                 self.num_hits += step.num_loaded.get(seq, 0)
         self._take_written()
-        self._take_arrivals(step.sitting_out)
+        if self.prefetcher is not None:
+            for seq in step.admitted:
+                self.prefetcher.let_go(seq)
+            self.prefetcher.advance(step.sitting_out)
+        self._plan_saves(step, moves)
+        if moves.loads or moves.saves:
+            self.in_flight[step] = moves
+
+    def _plan_saves(self, step: Step, moves: Moves) -> None:
         later: dict[bytes, CacheEntry] = {}
         in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
         is_full = False  # behind a slow disk thousands of blocks may ask for a slot in every step
         for digest, entry in self.unsaved.items():
-            if digest in self.slots or digest in in_flight:
+            if digest in in_flight or self.slots.find(digest) is not None:
                 continue
-            slot = None if is_full or len(moves.saves) == MAX_MOVES else self._take_slot()
+            slot = None if is_full or len(moves.saves) == MAX_MOVES else self.slots.take()
             if slot is not None:
                 moves.saves[digest] = slot, entry
                 step.block_saves.append((entry.block_id, slot))
@@ -244,21 +224,19 @@ class BlockStore:
             else:
                 self.num_lost += 1
         self.unsaved = later
-        if moves.loads or moves.saves:
-            self.in_flight[step] = moves
 
     def finished(self, step: Step) -> None:
         """A step's saves can be found from now on."""
         moves = self.in_flight.pop(step, None)
         if moves is None:
             return
-        self._unpin(moves.loads)
+        self.slots.unpin(moves.loads)
         self.num_loaded += len(moves.loads)
         for digest, (slot, entry) in reversed(moves.saves.items()):
-            if moves.epoch != self.epoch or digest in self.slots:  # read from the folder meanwhile
-                self.free.append(slot)
+            if moves.epoch != self.epoch or self.slots.find(digest) is not None:
+                self.slots.give_back([slot])  # all was forgotten, or it was read meanwhile
                 continue
-            self._put(digest, slot)
+            self.slots.put(digest, slot)
             self.num_saved += 1
             if self.folder is not None and self.folder.writes:
                 self._have_written(slot, digest, entry)
@@ -267,8 +245,8 @@ class BlockStore:
         """A step was dropped: what it should have saved is lost, which only costs time."""
         moves = self.in_flight.pop(step, None)
         if moves is not None:
-            self._unpin(moves.loads)
-            self.free += [slot for slot, _ in moves.saves.values()]
+            self.slots.unpin(moves.loads)
+            self.slots.give_back([slot for slot, _ in moves.saves.values()])
 
     def save_rest(self) -> None:
         """No request is left: save new blocks in steps that do nothing else. If such a step fails,
@@ -288,151 +266,45 @@ class BlockStore:
 
     def clear(self) -> None:
         """Forget everything, and delete the folder's blocks. Saves that are under way have an older
-        `epoch`: their results are thrown away. Nobody waits any more for what is being read."""
+        `epoch`: their results are thrown away."""
         self.epoch += 1
         self.unsaved.clear()
-        self.asked.clear()
-        for seq in list(self.chains):
-            self._let_go(seq)
-        for slot in self.slots.values():
-            self.held[slot] = None
-            if not self.pins[slot]:
-                self.free.append(slot)
-        self.slots.clear()
+        if self.prefetcher is not None:
+            self.prefetcher.forget()
+        self.slots.forget()
         if self.folder is not None:
-            self._give(self.writer, self.folder.clear).result()  # behind all writes before it
+            self._give(self.folder.clear).result()  # behind all writes before it
 
-    # ------------------------------------------------------------------- slots
-
-    def _put(self, digest: bytes, slot: int) -> None:
-        self.slots[digest], self.held[slot] = slot, digest
-
-    def _take_slot(self) -> int | None:
-        """A free one, or the least recently used; none while all of them are being read."""
-        if self.free:
-            return self.free.pop()
-        for digest, slot in self.slots.items():
-            if not self.pins[slot]:
-                del self.slots[digest]
-                self.held[slot] = None
-                return slot
-        return None
-
-    def _unpin(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            self.pins[slot] -= 1
-            if not self.pins[slot]:
-                del self.pins[slot]
-                if self.held[slot] is None:
-                    self.free.append(slot)  # it was cleared meanwhile
-
-    # ----------------------------------------------------------------- threads
-
-    def _take_arrivals(self, sitting_out: list[Sequence]) -> None:
-        """Give slots to what the reading thread has brought, and ask it for what comes next: for
-        as much as half of the pool can keep, or later requests would drive out what earlier ones
-        wait for. The first in the queue need not wait for room, so that the queue moves on."""
-        now, num_asked = time.monotonic(), len(self.asked)
-        self.asked = {one: future for one, future in self.asked.items() if not future.done()}
-        if not self.asked or len(self.asked) < num_asked:
-            self.last_arrival = now
-        chains = list(dict.fromkeys(self.chains.values()))
-        for chain in chains:
-            while chain.asked and chain.asked[0][1].done():
-                self._arrive(chain, *chain.asked.popleft())
-        if self._hangs():  # what has arrived must do
-            for chain in chains:
-                chain.give_up()
-        if any(chain.blocks for chain in chains):
-            for seq in filter(self.is_reading, sitting_out[:1]):
-                self._ask(self.chains[seq], self.pool.num_slots)
-            room = self.pool.num_slots // 2 - len(self.pins) - len(self.asked)
-            for chain in chains:
-                room -= self._ask(chain, room)
-
-    def _hangs(self) -> bool:
-        """Whether the reading thread, which has work, has brought nothing for long."""
-        return time.monotonic() - self.last_arrival > PATIENCE and not all(
-            future.done() for future in self.asked.values())
-
-    def _arrive(self, chain: Chain, digest: bytes, future: Future) -> None:
-        data, slot = self._result(future), self.slots.get(digest)
-        if slot is None and data is not None and (slot := self._take_slot()) is not None:
-            self.pool.memory[slot].copy_(torch.frombuffer(data, dtype=torch.uint8))
-            self._put(digest, slot)
-        if slot is None:
-            chain.give_up()
-        else:
-            self._keep(chain, slot)
-
-    def _ask(self, chain: Chain, room: int) -> int:
-        """Have up to `room` blocks of a chain read, as long as the reading thread has little to do.
-        Each block that was read and not yet put into a slot takes memory. Returns how many."""
-        count = max(0, min(room, len(chain.blocks), MAX_ARRIVALS - len(self.asked)))
-        for _ in range(count):
-            digest, *rest = chain.blocks.popleft()
-            if digest in self.slots:
-                self._keep(chain, self.slots[digest])
-                continue
-            if digest not in self.asked:
-                self.asked[digest] = self._give(self.reader, self.folder.read, digest, *rest,
-                                                self.pool.memory.shape[1])
-            chain.asked.append((digest, self.asked[digest]))
-        return count
-
-    def _keep(self, chain: Chain, slot: int) -> None:
-        chain.slots.append(slot)
-        self.pins[slot] += 1
-
-    def _let_go(self, seq: Sequence) -> None:
-        """It has been admitted, or has ended. Its chain's slots may be taken again, also where
-        other samples of its request still wait."""
-        chain = self.chains.pop(seq, None)
-        if chain is not None:
-            self._unpin(chain.slots)
-            chain.slots = []
+    # ------------------------------------------------------ the writing thread
 
     def _have_written(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
         """The slot keeps its bytes until they are in a file."""
-        self.pins[slot] += 1
+        self.slots.pin([slot])
         self.writing.append((slot, self._give(
-            self.writer, self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
+            self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
             self.pool.memory[slot].numpy())))
 
     def _take_written(self) -> None:
         while self.writing and self.writing[0][1].done():
             slot, future = self.writing.popleft()
-            self._unpin([slot])
-            self._result(future)
+            self.slots.unpin([slot])
+            self.folder.outcome(future)
 
-    def _give(self, thread: ThreadPoolExecutor | Reader, work: Callable, *args: Any) -> Future:
-        """Give a thread work. When the program ends, threads accept no work: the result is None,
-        as of a file that is not there."""
+    def _give(self, work: Callable, *args: Any) -> Future:
+        """Give the thread work. When the program ends, it accepts none: the result is None."""
         try:
-            return thread.submit(work, *args)
+            return self.writer.submit(work, *args)
         except RuntimeError:
             nothing: Future = Future()
             nothing.set_result(None)
             return nothing
-
-    def _result(self, future: Future) -> Any:
-        """What a thread has brought. The folder expects errors of files. Any other is said once,
-        and then is a miss: a request doesn't fail because of its store."""
-        error = future.exception()
-        if error is None:
-            return future.result()
-        if not self.has_failed:
-            self.has_failed = True
-            self.folder.say(f"kv_store={str(self.folder.path)!r}: a block is computed anew, or is "
-                            f"not written, because of {error!r}")
-        return None
 
     def flush(self) -> None:
         """Wait until all new blocks are in the folder. In a small pool some blocks can't be saved
         before others have been written."""
         num_unsaved = 0
         while self.folder is not None:
-            self._give(self.writer, int).result()  # behind all writes before it
+            self._give(int).result()  # behind all writes before it
             if len(self.unsaved) == num_unsaved or not self.folder.writes:
                 return  # none is left, or nothing helps
             num_unsaved = len(self.unsaved)
@@ -440,44 +312,37 @@ class BlockStore:
 
     def close(self) -> None:
         """Write what is to be written, and end the threads. Whoever holds the engine, and with it
-        this observer, shall hold no memory. A read that hangs isn't waited for."""
+        this observer, shall hold no memory."""
         try:
-            if self.folder is not None:
+            if self.prefetcher is not None:
                 self.flush()
-                self.reader.shutdown()
+                self.prefetcher.close()
                 self.writer.shutdown()
         finally:
-            self.pool = self.runner = None
+            self.pool = self.runner = self.prefetcher = None
 
     # ------------------------------------------------------------- an observer
 
     def added(self, sequences: list[Sequence], stats: Any, prompt: str | None) -> None:
         """Begin to read what a queued request will look for."""
-        if self.folder is None:
+        if self.prefetcher is None:
             return
         seq = sequences[0]  # the others have the same prompt
         digests, size = self._digest_blocks(seq), self.blocks.block_size
-        first = missing = len(self.blocks.find_prefix(seq))
-        while missing < len(digests) and digests[missing] in self.slots:
-            missing += 1
-        most = min(self.blocks.max_hits(seq), first + self.pool.num_slots)
-        if missing < most and not self._hangs() and self.folder.has(digests[missing]):
-            root = self._digest_entry(seq.root)
-            chain = Chain(deque((digests[i], digests[i - 1] if i else root,
-                                 seq.token_ids[i * size:(i + 1) * size])
-                                for i in range(first, most)))
-            self.chains.update(dict.fromkeys(sequences, chain))
-            self._take_arrivals([])
+        parents = [self._digest_entry(seq.root), *digests]
+        self.prefetcher.begin(sequences, [
+            (digests[i], parents[i], seq.token_ids[i * size:(i + 1) * size])
+            for i in range(len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq))])
 
     def scheduled(self, step: Step) -> None:
         for lost in self.in_flight.keys() - self.scheduler.in_flight:
             self.dropped(lost)
         if step.num_new_tokens:
             self.plan(step)
-            return
-        self._take_arrivals(step.sitting_out)
-        if step.sitting_out and not self.scheduler.in_flight:
-            time.sleep(0.0005)  # there is nothing to do but to read
+        elif self.prefetcher is not None:
+            self.prefetcher.advance(step.sitting_out)
+            if step.sitting_out and not self.scheduler.in_flight:
+                time.sleep(0.0005)  # there is nothing to do but to read
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         self.finished(step)
@@ -485,10 +350,10 @@ class BlockStore:
     def ended(self, sequences: list[Sequence]) -> None:
         """Called after each step, mostly with none."""
         for seq in sequences:
-            if self.folder is not None:
-                self._give(self.writer, self.folder.touch, self._digest_blocks(seq))
+            if self.prefetcher is not None:
+                self._give(self.folder.touch, self._digest_blocks(seq))
+                self.prefetcher.let_go(seq)
             self.digests.pop(seq, None)
-            self._let_go(seq)
         if self.unsaved and not self.scheduler.has_unfinished():
             self.save_rest()
 
@@ -506,11 +371,6 @@ class BlockStore:
     # ------------------------------------------------------------- the audit
 
     def check(self) -> None:
-        """Audit the slots: each is free, held, being saved to, or pinned after a `clear`."""
+        """Audit the slots. Those that a step saves to are taken."""
         saving = [slot for one in self.in_flight.values() for slot, _ in one.saves.values()]
-        assert min(self.pins.values(), default=1) > 0, f"a slot is let go too often: {self.pins}"
-        known = [*self.free, *self.slots.values(), *saving]
-        known += [slot for slot in self.pins if self.held[slot] is None]
-        assert sorted(known) == list(range(len(self.held))), f"a slot is lost or doubled: {known}"
-        for digest, slot in self.slots.items():
-            assert self.held[slot] == digest, f"slot {slot} has another block than it is found by"
+        self.slots.check(saving)

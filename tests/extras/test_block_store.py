@@ -1,18 +1,17 @@
 """A second place for blocks, beside the scheduler alone: random workloads on a fake device."""
 
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-import torch
 import xxhash
 from hypothesis import given, settings
 from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
-from nanoserve.extras.block_store import BlockStore, Chain
+from nanoserve.extras.block_store import BlockStore
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 
@@ -83,7 +82,7 @@ class StoredDrive(Drive):
         self.seen["saved"] += self.store.num_saved
         self.seen["lost"] += self.store.num_lost
         self.store.scheduled(Step(-1))  # which finds out about a step that was dropped
-        assert not self.store.pins and not self.store.in_flight
+        assert not self.store.slots.pins and not self.store.in_flight
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 16])
@@ -160,24 +159,6 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     assert store.find(Step(3), Sequence("0", [1] * 5, SamplingParams()), 0) == []
 
 
-def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_slot():
-    pool = SimpleNamespace(num_slots=2, memory=torch.zeros(2, 8, dtype=torch.uint8))
-    store = store_of(pool, BlockManager(4, 4))
-    entry = CacheEntry(b"a", 0, [1] * 4, None)
-    store.want_saved(entry)
-    first, second, read = Step(0), Step(1), Future()
-    store.plan(first)
-    read.set_result(bytearray(b"12345678"))
-    seq = Sequence("0", [1] * 5, SamplingParams())
-    store.chains[seq] = Chain(deque(), deque([(entry.digest, read)]))
-    store.plan(second)  # with overlap, before the first one has finished
-    store.finished(first)
-    store.check()
-    assert not store.is_reading(seq)
-    slot, = store.find(Step(2), Sequence("0", [1] * 5, SamplingParams()), 0)
-    assert bytes(pool.memory[slot]) == b"12345678"
-
-
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     blocks = BlockManager(4, 4)
     store = store_of(SimpleNamespace(num_slots=1), blocks)
@@ -227,29 +208,17 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     step = Step(0)
     store.plan(step)
     store.finished(step)
-    store.pins = Watched(store.slots.values())
+    store.slots.pins = Watched(store.slots.by_digest.values())
     for entry in entries[50:]:
         blocks.entry_of[entry.block_id % 100] = entry
         entry.block_id %= 100
         store.want_saved(entry)
     store.plan(Step(1))
     assert len(store.unsaved) == 100 and 50 <= Watched.num_looks < 200
+    store.folder = SimpleNamespace(outcome=Future.result)
     store.writing.append((7, Future()))
     store.plan(step := Step(2))
     assert not step.block_saves, "it is still being written"
     store.writing[0][1].set_result(None)  # it is on the disk: its slot can be taken
     store.plan(step := Step(3))
     assert [slot for _, slot in step.block_saves] == [7]
-
-
-def test_what_was_read_for_a_request_that_has_gone_is_let_go():
-    store = store_of(SimpleNamespace(num_slots=2), BlockManager(4, 4))
-    seq, read = Sequence("0", [1] * 5, SamplingParams()), Future()
-    store.chains[seq] = Chain(deque(), deque([(b"digest", read)]))
-    store.asked[b"digest"] = read
-    store.ended([seq])
-    store.plan(Step(0))
-    assert store.asked, "the thread is still at it"
-    read.set_result(bytearray(8))
-    store.plan(Step(1))
-    assert not store.asked

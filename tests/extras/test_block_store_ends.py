@@ -1,13 +1,11 @@
-"""A second place for blocks, in the engine: disks that are slow, hang or fail, the two threads that
-wait for them, and how an engine with a store ends."""
+"""A second place for blocks, in the engine: disks that are slow or fail, and how an engine with a
+store ends. Disks that hang while they are read: test_block_prefetch.py."""
 
 import errno
 import gc
-import math
 import os
 import sys
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -15,7 +13,6 @@ import pytest
 from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
 from nanoserve import LLM
-from nanoserve.extras import block_store
 from nanoserve.extras.block_folder import Folder
 from nanoserve.sequence import Step
 
@@ -26,85 +23,6 @@ def failing(error: Exception):
     def fail(*args, **kwargs):
         raise error
     return fail
-
-
-@pytest.mark.parametrize("num_read", [0, 3])
-def test_a_disk_that_hangs_is_waited_for_once_and_not_for_ever(qwen3, expect, tmp_path, monkeypatch,
-                                                              num_read):
-    """The first request is admitted with what had arrived. The second one doesn't wait at all, and
-    the third finds a disk that is back."""
-    prompts = [LONG, OTHER, LONG[1:]]
-    options = SMALL | dict(kv_store=str(tmp_path))
-    with LLM(qwen3, **options) as llm:
-        ask(llm, *prompts)
-    go, read, quick = threading.Event(), Folder.read, iter(range(num_read))
-
-    def hang() -> bool:
-        block_store.PATIENCE = 0
-        return go.wait(60)
-
-    monkeypatch.setattr(Folder, "read", lambda *args: (
-        next(quick, None) is not None or hang()) and read(*args))
-    monkeypatch.setattr(block_store, "PATIENCE", math.inf)
-    with LLM(qwen3, **options) as llm:
-        texts = ask(llm, prompts[0])
-        assert num_loaded(llm) == 16 * num_read
-        with monkeypatch.context() as patch:
-            patch.setattr(time, "sleep", None)
-            texts += ask(llm, prompts[1])
-        assert num_loaded(llm) == 16 * num_read and not go.is_set()
-        go.set()
-        while not all(future.done() for future in llm.store.asked.values()):
-            time.sleep(0.001)
-        block_store.PATIENCE = math.inf
-        expect(prompts, texts + ask(llm, prompts[2]))
-        assert num_loaded(llm) == 16 * num_read + 96
-
-
-def test_a_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing_behind(
-        qwen3, expect, tmp_path, monkeypatch):
-    options = SMALL | dict(kv_store=str(tmp_path))
-    with LLM(qwen3, **options) as llm:
-        ask(llm, LONG)
-    go, read = threading.Event(), Folder.read
-    monkeypatch.setattr(Folder, "read", lambda *args: go.wait(60) and read(*args))
-    with LLM(qwen3, **options) as llm:
-        llm.add_request("gone", LONG, GREEDY)
-        llm.step()
-        llm.abort_request("gone")
-        go.set()
-        expect([LONG], ask(llm, LONG))
-
-
-@pytest.fixture
-def slow_files(qwen3, tmp_path, monkeypatch):
-    """Options of an engine that finds 64 blocks of each of 3 prompts in its folder, where the first
-    file to be read takes until `go`; and how many were read."""
-    options = SMALL | dict(kernels="torch", block_size=1, num_gpu_blocks_override=256,
-                           kv_offload_bytes=2 ** 20, kv_store=str(tmp_path))
-    with LLM(qwen3, **options) as llm:
-        llm.generate([LONG[i:i + 64] for i in range(3)], GREEDY, use_tqdm=False)
-    go, read, names = threading.Event(), Folder.read, []
-
-    def slowly(self, digest, *args):
-        names.append(digest)
-        go.wait(60)
-        return read(self, digest, *args)
-
-    monkeypatch.setattr(Folder, "read", slowly)
-    return SimpleNamespace(options=options, go=go, names=names)
-
-
-def test_what_nobody_waits_for_any_more_is_not_read(qwen3, expect, slow_files):
-    """Requests that had been aborted kept the reading thread busy with all of their blocks, and the
-    next request waited for these."""
-    with LLM(qwen3, **slow_files.options) as llm:
-        for i in range(2):
-            llm.add_request(str(i), LONG[i:i + 64], GREEDY)
-        llm.abort_request(["0", "1"])
-        slow_files.go.set()
-        expect([LONG[2:66]], ask(llm, LONG[2:66]))
-        assert num_loaded(llm) == 63 and len(slow_files.names) <= 32 + 63
 
 
 def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expect, tmp_path,
@@ -135,7 +53,7 @@ def test_an_error_that_no_folder_expects_is_said_once_and_costs_time_alone(
         expect([LONG, LONG[1:], OTHER], ask(llm, LONG, LONG[1:], OTHER))
         llm.store.flush()
         llm.store.plan(Step(0))  # takes what was written
-        assert not llm.store.pins
+        assert not llm.store.slots.pins
         assert num_loaded(llm) == (0 if work == "read" else 192)
     assert capsys.readouterr().err.count("none left") == 1
 
@@ -191,26 +109,6 @@ def test_what_a_small_pool_has_no_room_for_is_saved_when_its_slots_are_written(
         assert not llm.store.unsaved
     llm.shutdown()
     assert len(list(tmp_path.glob("*.kv"))) == (2 if how == "failing" else 6)
-
-
-@pytest.mark.parametrize("how", ["shut down", "forgotten"])
-def test_an_engine_ends_without_reading_what_is_queued(qwen3, slow_files, how):
-    """Without `shutdown` the reading thread waited for ever for somebody to take its blocks, and
-    Python for the thread at its end; with it, for all files of the request that was being read."""
-    before = set(threading.enumerate())
-    llm = LLM(qwen3, **slow_files.options)
-    llm.add_request("0", LONG[:64], GREEDY)
-    threads = set(threading.enumerate()) - before
-    if how == "shut down":
-        llm.shutdown()  # which doesn't wait for the file, either
-    del llm
-    slow_files.go.set()
-    deadline = time.monotonic() + 10
-    while alive := [thread for thread in threads if thread.is_alive()]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.01)
-        gc.collect()
-    assert len(slow_files.names) <= (1 if how == "shut down" else 32)
 
 
 def memory_of(llm: LLM) -> list[weakref.ref]:
@@ -271,7 +169,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     for _ in range(num_outputs):
         next(stream)
     assert len(llm.store.in_flight) == num_outputs - 1
-    llm.store.reader.shutdown()
+    llm.store.prefetcher.close()
     llm.store.writer.shutdown()
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     monkeypatch.setattr(llm.runner, "launch", None)
@@ -281,7 +179,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     llm.scheduler.check()
     llm.store.plan(Step(0))  # takes what was written
     llm.store.check()
-    assert not llm.store.pins
+    assert not llm.store.slots.pins
     llm.shutdown()
 
 

@@ -1,15 +1,12 @@
 """A second place for blocks, in the engine: whatever it brings back, no token changes."""
 
 import json
-import threading
 
 import engine_workloads as fuzz
 import pytest
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
-from nanoserve.extras.block_folder import Folder
-from nanoserve.sequence import Step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SMALL = dict(dtype="float32", device="cpu", num_gpu_blocks_override=12, max_model_len=128)
@@ -192,49 +189,6 @@ def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monk
             texts.append(outputs[-1].outputs[0].token_ids)
             expect([LONG, OTHER, LONG], texts)
         assert num_loaded(llm) > 200
-
-
-def test_a_request_whose_blocks_are_being_read_sits_out_and_others_go_on(qwen3, expect, tmp_path,
-                                                                         monkeypatch):
-    options = SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32)
-    with LLM(qwen3, **options) as llm:
-        ask(llm, LONG)
-    go, read = threading.Event(), Folder.read
-    monkeypatch.setattr(Folder, "read", lambda *args: go.wait(60) and read(*args))
-    with LLM(qwen3, **options) as llm:
-        llm.add_request("slow", LONG, GREEDY)
-        llm.add_request("quick", OTHER[:20], GREEDY)
-        texts = {}
-        while llm.has_unfinished_requests():
-            for output in llm.step():
-                texts[output.request_id] = output.outputs[0].token_ids
-                if output.finished:
-                    assert "slow" in texts or not go.is_set()
-                    go.set()
-        assert list(texts) == ["quick", "slow"] and num_loaded(llm) == 96
-        expect([OTHER[:20], LONG], texts.values())
-
-
-@pytest.mark.parametrize("num_slots", [8, 20, 50])
-@pytest.mark.parametrize("max_num_seqs", [1, 4])
-def test_a_queue_that_is_longer_than_the_pool_finds_all_of_its_blocks(qwen3, tmp_path, num_slots,
-                                                                      max_num_seqs):
-    """12 requests of 6 blocks each. All were read when they were queued, and drove out each other's
-    blocks before anybody could load them: of 72 blocks as few as none came back."""
-    prompts = [[(41 * i + 7 * k) % 251 for i in range(100)] for k in range(12)]
-    options = SMALL | dict(kv_store=str(tmp_path), kernels="torch")
-    with LLM(qwen3, **options | dict(num_gpu_blocks_override=100)) as llm:
-        texts = ask(llm, *prompts)
-        block_bytes = llm.runner.block_bytes
-    with LLM(qwen3, **options | dict(num_gpu_blocks_override=8 * max_num_seqs),
-             max_num_seqs=max_num_seqs, kv_offload_bytes=num_slots * block_bytes) as llm:
-        found = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in found] == texts
-        assert num_loaded(llm) == 12 * 96
-        llm.store.check()
-        llm.store.flush()
-        llm.store.plan(Step(0))  # takes what was written
-        assert not llm.store.pins
 
 
 def test_blocks_are_loaded_once_where_a_single_token_is_left_to_compute(qwen3, expect, tmp_path):
