@@ -34,7 +34,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -266,14 +266,20 @@ class BlockStore:
 
     def clear(self) -> None:
         """Forget everything, and delete the folder's blocks. Saves that are under way have an older
-        `epoch`: their results are thrown away."""
+        `epoch`: their results are thrown away. If Ctrl-C ends the wait for a slow disk, files that
+        are still there may be found: they are deleted as soon as the disk allows."""
         self.epoch += 1
         self.unsaved.clear()
         if self.prefetcher is not None:
             self.prefetcher.forget()
         self.slots.forget()
         if self.folder is not None:
-            self._give(self.folder.clear).result()  # behind all writes before it
+            emptied = self._give(self.folder.clear)  # behind all writes before it
+            with ctrl_c_held() as noted:  # by the engine, too, which then raises it
+                while not (noted or emptied.done()):
+                    wait([emptied], timeout=0.1)
+                if not noted:
+                    emptied.result()
 
     # ------------------------------------------------------ the writing thread
 

@@ -8,6 +8,8 @@ engine does so around its changes in a step, and around the start and end of a r
         ...                    changes that belong together
     KeyboardInterrupt          is raised here, if Ctrl-C was noted
 
+Where such a block has to wait, `with ctrl_c_held() as noted` says whether to wait any longer.
+
 Not known here: steps, requests, ranks.
 """
 
@@ -24,20 +26,21 @@ def ctrl_c_held():
     """Hold Ctrl-C until the `with` block is done, so that it never interrupts it half-way.
 
     Signals reach only the main thread; in other threads nothing is done. `with` blocks may be
-    nested: the inner one hands the signal on to the outer one.
+    nested: the inner one hands the signal on to the outer one. Yields a list, in which the signals
+    are that were noted so far.
     """
     handler = signal.getsignal(signal.SIGINT)
+    noted: list[tuple] = []
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
+        yield noted
         return
-    seen = []
-    signal.signal(signal.SIGINT, lambda *args: seen.append(args))
+    signal.signal(signal.SIGINT, lambda *args: noted.append(args))
     try:
-        yield
+        yield noted
     finally:
         signal.signal(signal.SIGINT, handler)
-        if seen:
-            handler(*seen[0])
+        if noted:
+            handler(*noted[0])
 
 
 class Turns:

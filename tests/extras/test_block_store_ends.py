@@ -4,6 +4,7 @@ store ends. Disks that hang while they are read: test_block_prefetch.py."""
 import errno
 import gc
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -70,6 +71,26 @@ def test_a_folder_whose_files_are_all_damaged_costs_time_alone(qwen3, expect, tm
     with LLM(qwen3, **options) as llm:
         expect([LONG], ask(llm, LONG))
         assert num_loaded(llm) == 96, "they were written anew"
+
+
+def test_ctrl_c_ends_the_wait_for_a_disk_that_is_to_be_emptied(qwen3, expect, tmp_path,
+                                                               monkeypatch):
+    """It was held until all writes had ended. The engine goes on, and so does the work."""
+    go, write = threading.Event(), Folder.write
+    monkeypatch.setattr(Folder, "write", lambda *args: go.wait(60) and write(*args))
+    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
+        ask(llm, LONG)
+        timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.reset_prefix_cache()
+        assert not go.is_set() and not llm.store.slots.by_digest
+        expect([LONG, OTHER], ask(llm, LONG, OTHER))
+        go.set()
+        assert llm.reset_prefix_cache()
+        assert not list(tmp_path.glob("*.kv"))
+        expect([LONG], ask(llm, LONG))
+        assert num_loaded(llm) == 0
 
 
 # ------------------------------------------------------------------ how it ends
