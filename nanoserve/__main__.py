@@ -8,10 +8,13 @@ that none of them costs the others anything. Commands are annexes: they may be d
 packages that a plain installation does not have.
 """
 
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+
+from nanoserve.parallel.interrupts import quiet_end
 
 HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
 # A word, and the module with its `main`.
@@ -32,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{module} is not there: it belongs to an annex, which may be deleted",
               file=sys.stderr)
         return 2
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # libraries may catch what is raised
     try:
         command = import_module(module)
     except ModuleNotFoundError as error:
@@ -39,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
               f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
         return 2
-    return command.main(rest) or 0
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with quiet_end():
+        return command.main(rest) or 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ Where such a block has to wait, `with ctrl_c_held() as noted` says whether to wa
 Not known here: steps, requests, ranks.
 """
 
+import os
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
@@ -41,6 +43,20 @@ def ctrl_c_held():
         signal.signal(signal.SIGINT, handler)
         if noted:
             handler(*noted[0])
+
+
+@contextmanager
+def quiet_end():
+    """A command that ends by Ctrl-C, or because `| head` has seen enough, shows no traceback. Its
+    status is the shell's: 128 and the signal's number."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # Python flushes once more when it ends, and that must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 class Turns:

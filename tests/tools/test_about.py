@@ -1,5 +1,7 @@
 """`python -m nanoserve` tells what there is; a command that isn't there is explained."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -25,6 +27,42 @@ def test_the_page_from_anywhere(tmp_path, monkeypatch):
                   "python -m nanoserve.tools.trace\n", "from nanoserve import LLM"):
         assert words in shown
     assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+@pytest.mark.parametrize("command", [["-m", "nanoserve"], ["bench.py", "--scheduler"]])
+def test_a_reader_that_has_seen_enough_ends_a_command_in_silence(command):
+    """`| head` left a traceback on the screen."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, *command], cwd=PACKAGE.parent, stdout=theirs,
+                          stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+LOADING = """
+import os, time
+from nanoserve import __main__ as door
+def load(module):
+    try: os.kill(os.getpid(), 2); time.sleep(60)
+    except BaseException: print("caught")
+door.import_module = load
+door.main([])
+"""
+RUNNING = """
+import os, time
+from nanoserve.parallel.interrupts import quiet_end
+with quiet_end():
+    os.kill(os.getpid(), 2); time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code, status", [(LOADING, -signal.SIGINT), (RUNNING, 130)],
+                         ids=["loading", "running"])
+def test_ctrl_c_ends_a_command_in_silence(code, status):
+    """While libraries are loaded, some of which catch whatever is raised there; and later."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):
