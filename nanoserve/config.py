@@ -61,8 +61,8 @@ DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = rules.instance(dict, "a dict laid over config.json")
-QUANTIZATION = Rule("dequantize, int8 or int4 (the format of a quantised checkpoint is read from "
-                    "its config.json: leave it out)", choice("dequantize", "int8", "int4").keep)
+QUANTIZATION = Rule("dequantize, int8, int4 or fp8 (a quantised checkpoint's format is in its "
+                    "config.json: leave it out)", choice("dequantize", "int8", "int4", "fp8").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 TRACE = rules.new_file("a file in a folder that exists, ending in .html (a page to look at) or "

@@ -16,8 +16,9 @@ matrix is transposed:
 weight in float32 and forgets the rest, so the loader still checks that every weight comes exactly
 once. The checkpoint's own names decide which matrices are quantised: a plain `weight`
 stays as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
-memory is saved. `"int8"` rounds what comes out of here once more: see quantized_linear.py. For
-`"int4"` a matrix of 4 bits in groups is handed on as it is: see int4_linear.py.
+memory is saved. `"int8"` and `"fp8"` round what comes out of here once more: see
+quantized_linear.py and fp8_linear.py. For `"int4"` a matrix of 4 bits in groups is handed on as it
+is: see int4_linear.py.
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
 matrix of which a part is missing. Not known here: layers, shares of ranks. Road not taken: to read
@@ -34,6 +35,7 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.extras.fp8_linear import Fp8Linear, check_device
 from nanoserve.extras.int4_linear import Grouped, Int4Linear, RoundedInt4Linear
 from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, library
 
@@ -80,7 +82,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
     elif config.quantization == "dequantize" and config.draft_model is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")
-    if config.quantization in ("int8", "int4"):
+    if config.quantization in ("int8", "int4", "fp8"):
         if any(model_config.moe_layers):
             raise ValueError(f"quantization={config.quantization!r}, but "
                              f"{model_config.architecture} has experts, which can't be rounded "
@@ -92,9 +94,13 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
             except ImportError as error:
                 raise ValueError(f"quantization={config.quantization!r} with kernels='cpu', but "
                                  f"{error}: mend that, or use kernels='onednn'") from error
-        if config.kernels not in ("cpu", "triton"):
+        is_fp8_on_cpu = config.quantization == "fp8" and config.device == "cpu"
+        if config.kernels not in ("cpu", "triton") or is_fp8_on_cpu:
             say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
                 "memory and costs time: weights are widened for each product")
+    if config.quantization == "fp8":
+        check_device(config.device)
+        layers["linear"] = Fp8Linear  # a tied embedding is the LM head: it stays int8
     if config.quantization == "int4":
         form = None if stored is None else read_format(stored)
         # Made-up weights of such a checkpoint are rounded: there is nothing to keep.

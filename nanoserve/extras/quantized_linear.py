@@ -19,8 +19,9 @@ beside Triton's operators it is a kernel (quantized_triton.py). Beside others a 
 at a time becomes a matrix of the activations' dtype: that saves memory but no time, and is the
 specification of the other two.
 
-Not known here: files, formats (quantization.py), 4 bits (int4_linear.py). Road not taken: torch's
-own int8 operators, which on a CPU were no faster than bfloat16.
+Not known here: files, formats (quantization.py), 4 bits (int4_linear.py), 8-bit floats
+(fp8_linear.py). Road not taken: torch's own int8 operators, which on a CPU were no faster than
+bfloat16.
 """
 
 from functools import cache, partial
