@@ -1,4 +1,4 @@
-"""What int8 and int4 weights cost in perplexity, and what they bring in time and memory.
+"""What small weights cost in perplexity, and what they bring in time and memory.
 
     python -m nanoserve.tools.bench_quantization --corpus childrens_books.txt
     python -m nanoserve.tools.bench_quantization --speed --model Qwen3-0.6B --rounds 5
@@ -14,7 +14,7 @@ which leaves out other programs' time. The third table is about memory, each lin
 its own: what it holds when the engine is ready, less what it held before, and the most that it ever
 held.
 
-Not known here: how a weight is rounded (extras/quantized_linear.py, extras/int4_linear.py).
+Not known here: how a weight is rounded (extras/quantized_linear.py and its neighbours).
 """
 
 import argparse
@@ -37,7 +37,8 @@ from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.tools import roofline
 
 CONTEXT = 1024  # tokens of a window
-QUANTIZATIONS = (None, "int8", "int4")
+QUANTIZATIONS = (None, "int8", "int4", "fp8")
+TIMED = QUANTIZATIONS[:3]  # fp8 is for GPUs: on a CPU weights are widened for each product
 PROMPT = 512  # tokens of the prompt whose step is timed
 STEPS = 12  # decode steps of a round
 
@@ -96,10 +97,10 @@ def speed_table(folder: Path, dtype: str, rounds: int, rows: list[int],
     engines = [LLM(folder, dtype=dtype, quantization=one, load_format="dummy", max_num_seqs=most,
                    skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=longest,
                    num_gpu_blocks_override=max(4 * most, -(-longest // 16)))
-               for one in QUANTIZATIONS]
+               for one in TIMED]
     lines = [f"| a step of | {dtype}, ms " + "".join(
-        f"| {one}, ms | times as fast | of half the pairs " for one in QUANTIZATIONS[1:]) + "|",
-        "|---" * (3 * len(QUANTIZATIONS) - 1) + "|"]
+        f"| {one}, ms | times as fast | of half the pairs " for one in TIMED[1:]) + "|",
+        "|---" * (3 * len(TIMED) - 1) + "|"]
     cases = [(f"{n} row{'s' * (n > 1)}", n, 16, STEPS) for n in rows]
     for name, n, prompt, steps in [*cases, (f"a prompt of {PROMPT}", 1, PROMPT, 0)]:
         steps_of: list[list[float]] = [[] for _ in engines]
@@ -143,7 +144,7 @@ def measure_memory(folder: str, dtype: str, quantization: str | None) -> dict[st
 
 def memory_table(folder: Path, dtype: str) -> list[str]:
     lines = ["| weights | resident when ready, MB | the most while loading, MB |", "|---|---|---|"]
-    for quantization in QUANTIZATIONS:
+    for quantization in TIMED:
         question = json.dumps([str(folder), dtype, quantization])
         found = json.loads(subprocess.run(
             [sys.executable, "-m", "nanoserve.tools.bench_quantization", "--memory-of", question],

@@ -16,11 +16,13 @@ def test_the_example_prints_what_is_shown():
     assert run("-c", block_after(PAGE, "\n```python")) == shown
 
 
-def test_int8_costs_less_than_a_percent_of_perplexity_and_int4_less_than_five():
+def test_perplexity_costs_are_small():
+    """Of 8 bits less than a percent, whole numbers or floats; of 4 bits less than five."""
     printed = between(PAGE, "bench_quantization --corpus FILE -->", "<!-- end")
     rows = rows_of(printed)[1:]
     assert [row[:2] for row in rows] == [
-        [dtype, one] for dtype in ("float32", "bfloat16") for one in ("None", "int8", "int4")]
-    for start, most in ((1, 0.01), (2, 0.05)):
-        for plain, small in zip(rows[::3], rows[start::3], strict=True):
+        [dtype, one] for dtype in ("float32", "bfloat16")
+        for one in ("None", "int8", "int4", "fp8")]
+    for start, most in ((1, 0.01), (2, 0.05), (3, 0.01)):
+        for plain, small in zip(rows[::4], rows[start::4], strict=True):
             assert abs(float(small[3]) / float(plain[3]) - 1) < most

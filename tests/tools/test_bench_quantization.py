@@ -1,4 +1,4 @@
-"""The comparison of int8 and int4 with what was can be made; what it says of time is not judged."""
+"""The comparison of small weights with what was can be made; what it says of time is not judged."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_what_was_held_out_is_found_again(tmp_path):
 def test_the_tables_have_a_line_for_each_case(checkpoints, toy, monkeypatch):
     monkeypatch.setattr(bench_quantization, "PROMPT", 40)
     lines = perplexity_table(TOKENS, checkpoints["qwen3"], 20)
-    assert len(lines) == 2 + 6 and lines[2].endswith("| 100.00% |")
+    assert len(lines) == 2 + 8 and lines[2].endswith("| 100.00% |")
     lines = speed_table(toy, "float32", 1, [1, 2])
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1 row", "| 2 rows",
                                                            "| a prompt of 40"]
