@@ -1,10 +1,13 @@
 """What the tests of the pages share: a page's text, what stands in it, and how its commands run."""
 
+import contextlib
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}"
@@ -34,10 +37,23 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def run(*command: str) -> str:
+    """What `python` prints with these arguments, `-c` and a program or `-m` and a module. It runs
+    here: a process of its own would import torch and transformers once more, for 2 s."""
+    import torch  # some of the pages' tests need none
+
     # On the CPU, as in the pages: a GPU may round an example's text into another one. As a user
     # runs it, without an audit after every step.
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "NANOSERVE_CHECK": ""}
-    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                            encoding="utf-8", env=env)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    with (contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.chdir(ROOT),
+          mock.patch.dict(os.environ, {"NANOSERVE_CHECK": ""}),
+          mock.patch.object(torch.cuda, "is_available", lambda: False),
+          mock.patch.object(sys, "argv", list(command))):
+        option, what, *arguments = command
+        if option == "-c":
+            exec(what, {"__name__": "__main__"})
+        else:
+            sys.argv[:] = [what, *arguments]
+            try:
+                runpy.run_module(what, run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                assert not end.code, printed.getvalue()
+    return printed.getvalue()

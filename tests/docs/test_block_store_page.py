@@ -1,26 +1,18 @@
 """docs/block-store.md tells the truth: its example prints what is shown, and its tables are those
 that the command prints, but for the times."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+
+from pages import block_after, read, run
 
 from nanoserve.tools import bench_block_store
 
-ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "block-store.md").read_text(encoding="utf-8")
+PAGE = read("docs/block-store.md")
 
 
 def test_the_second_start_finds_what_the_first_one_computed():
-    program = re.search(r"^```python\n(.*?)^```", PAGE, re.S | re.M)[1]
-    shown = re.search(r"printed by the example above -->\n```\n(.*?)^```", PAGE, re.S | re.M)[1]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "NANOSERVE_CHECK": ""}
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env,
-                            capture_output=True, text=True, encoding="utf-8")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == shown
+    shown = block_after(PAGE, "printed by the example above -->")
+    assert run("-c", block_after(PAGE, "\n```python")) == shown
     assert int(re.search(r"second start: (\d+)", shown)[1]) > 200
 
 

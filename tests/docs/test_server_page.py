@@ -7,24 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT, block_after, read, run
 
 pytest.importorskip("fastapi")
 
-ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def block_after(marker: str, page: str = PAGE) -> str:
-    return re.search(r"^```\w*\n(.*?)^```", page[page.index(marker):], re.S | re.M)[1]
-
-
-def run(code: str) -> str:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "NANOSERVE_CHECK": ""}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                            encoding="utf-8", env=env)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+PAGE, README = read("docs/server.md"), read("README.md")
 
 
 def test_the_clients_print_what_the_pages_show():
@@ -38,16 +25,17 @@ def test_the_clients_print_what_the_pages_show():
         line = next(line for line in process.stderr if "nanoserve: serving" in line)
         address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
         for page in (PAGE, README):
-            code = block_after("<!-- client -->", page).replace("http://127.0.0.1:8000", address)
-            shown = block_after("<!-- printed by the client -->", page)
-            assert run(code).strip() == shown.strip()
+            code = block_after(page, "<!-- client -->").replace("http://127.0.0.1:8000", address)
+            shown = block_after(page, "<!-- printed by the client -->")
+            assert run("-c", code).strip() == shown.strip()
     finally:
         process.terminate()
         process.communicate()
 
 
 def test_the_stories_are_those_that_the_page_shows():
-    assert run(block_after("<!-- stories -->")) == block_after("<!-- printed by the stories -->")
+    assert run("-c", block_after(PAGE, "<!-- stories -->")) == block_after(
+        PAGE, "<!-- printed by the stories -->")
 
 
 def test_every_endpoint_and_option_is_in_its_table():
