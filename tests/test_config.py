@@ -52,6 +52,25 @@ def test_sizes_are_whole_numbers_of_at_least_one(name, value):
         EngineConfig(model="none", **{name: value})
 
 
+class Vector:
+    """As a tensor: compared element by element, and not true or false as a whole."""
+
+    def __eq__(self, other):
+        return self
+
+    __ne__, __hash__ = __eq__, object.__hash__
+
+    def __bool__(self):
+        raise RuntimeError("ambiguous")
+
+
+def test_a_value_that_can_not_be_compared_is_refused_or_left_to_its_annexe():
+    with pytest.raises(ValueError, match="enforce_eager must be one of True, False, got .*Vector"):
+        EngineConfig(model="none", enforce_eager=Vector())
+    pooler_config = Vector()
+    assert EngineConfig(model="none", pooler_config=pooler_config).pooler_config is pooler_config
+
+
 def test_a_field_without_a_rule_can_not_exist():
     """Nor one whose value nobody checks."""
     @dataclasses.dataclass(frozen=True, kw_only=True)

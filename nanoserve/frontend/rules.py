@@ -42,13 +42,13 @@ def check_fields(record: Any) -> None:
             continue
         try:
             kept = rule.keep(value)
-        except ValueError as error:  # of what is wrong: the value, or a part of it
+        except (ValueError, RuntimeError) as error:  # of what is wrong: the value, or a part of it
             given, wrong = f"{value!r:.100}", f"{error!s:.100}"
             raise ValueError(f"{one.name} must be {rule.must}, got "
                              f"{wrong if wrong == given else f'{wrong} in {given}'}") from None
         object.__setattr__(record, one.name, kept)  # an `EngineConfig` is frozen
         whole = one.metadata["part_of"]
-        if kept != one.default and whole is not None and not getattr(record, whole):
+        if whole is not None and kept != one.default and not getattr(record, whole):
             raise ValueError(f"{one.name}={kept!r} has no effect without {whole}: set it, or leave "
                              f"{one.name} out")
 
