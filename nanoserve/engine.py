@@ -15,9 +15,10 @@ the garbage collector closing a forgotten stream, runs in the middle of a step. 
 (parallel/interrupts.py).
 
 Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
-within a step, every unfinished request can go on or be aborted. Ctrl-C never interrupts a block
-under `ctrl_c_held`. Observers (frontend/metrics.py) watch and change nothing, except that the
-block store adds saves to steps, and launches steps that only save (extras/block_store.py).
+within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
+except while a step is launched and while its tokens are awaited. Observers (frontend/metrics.py)
+watch and change nothing, except that the block store adds saves to steps, and launches steps that
+only save (extras/block_store.py).
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
@@ -35,7 +36,7 @@ from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.interrupts import Turns, ctrl_c_held
+from nanoserve.parallel.interrupts import Turns
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
@@ -85,7 +86,7 @@ class LLMEngine:
     def submit(self, request: Request, inbox: Any) -> None:
         """Queue a request. Its outputs go to `inbox`, which may be anything with `append`. Raises
         `ValueError`, and queues nothing, if its id is in use."""
-        with self.turns, ctrl_c_held():
+        with self.turns:
             self.check_open()
             if not request.request_id:
                 request.request_id = self._unused_id()
@@ -137,6 +138,8 @@ class LLMEngine:
         or ended; with `output_kind` FINAL_ONLY only where it ended."""
         with self.turns:
             self._advance()
+            with self.turns.interruptible():
+                pass  # Ctrl-C that was noted comes now, while the outputs are in the inbox
             outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests hold it
             return outputs
 
@@ -167,13 +170,13 @@ class LLMEngine:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead."""
         self.check_open()
         try:
-            with ctrl_c_held():
-                step = self.scheduler.schedule()
-                for observer in self.observers:
-                    observer.scheduled(step)
+            step = self.scheduler.schedule()
+            for observer in self.observers:
+                observer.scheduled(step)
             if step.num_new_tokens:
                 # A rank stopped inside a step would no longer match the others' collectives.
-                with ctrl_c_held() if self.runner.ranks.size > 1 else nullcontext():
+                alone = self.runner.ranks.size == 1
+                with self.turns.interruptible() if alone else nullcontext():
                     step.output = (self.drafter or self.runner).launch(step)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
@@ -192,13 +195,13 @@ class LLMEngine:
         count, and Ctrl-C is held until its outputs are in their inboxes.
         """
         step = self.scheduler.in_flight[0]
-        token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
-        with ctrl_c_held():
-            self._keep_prompt_logprobs(step, prompt_logprobs)
-            grown = self.scheduler.update(step, token_ids)
-            for observer in self.observers:
-                observer.updated(step, grown)
-            self._collect(grown, step.by_sequence(logprobs))
+        with self.turns.interruptible():
+            token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
+        self._keep_prompt_logprobs(step, prompt_logprobs)
+        grown = self.scheduler.update(step, token_ids)
+        for observer in self.observers:
+            observer.updated(step, grown)
+        self._collect(grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
 
@@ -239,11 +242,10 @@ class LLMEngine:
 
     def _drop_in_flight(self) -> None:
         """Forget the launched steps. No request is lost: their tokens are scheduled again."""
-        with ctrl_c_held():
-            try:
-                self.runner.synchronize()
-            finally:
-                self.scheduler.drop_in_flight()
+        try:
+            self.runner.synchronize()
+        finally:
+            self.scheduler.drop_in_flight()
 
     # ------------------------------------------------------------------- ends
 
@@ -289,7 +291,7 @@ class LLMEngine:
         if self.turns.is_within():
             self.turns.order(self._close)
         else:
-            with self.turns:
+            with self.turns, self.turns.interruptible():
                 self._close()
 
     def _close(self) -> None:
@@ -318,7 +320,7 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
-        with self.turns, ctrl_c_held():
+        with self.turns:
             self.check_open()
             done = self.scheduler.blocks.reset_prefix_cache()
             if done and self.store is not None:

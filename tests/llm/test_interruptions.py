@@ -64,6 +64,24 @@ def test_ctrl_c_in_generate(llm, expected, monkeypatch, place, call, after):
     assert_serves(llm, expected)
 
 
+@pytest.mark.parametrize("place", ["schedule", "launch", "update", "finish"])
+def test_ctrl_c_in_a_step_by_hand_loses_no_output(llm, monkeypatch, place):
+    """`step` empties the inbox when the turn's work is done, and Ctrl-C that was noted must have
+    come by then."""
+    llm.add_request("mine", [6] * 20, greedy(5))
+    outputs: list = []
+    while len(outputs) < 3:
+        outputs += llm.step()
+    with monkeypatch.context() as patch:
+        disturb(patch, llm, place, 1, lambda: signal.raise_signal(signal.SIGINT), True)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                outputs += llm.step()
+    assert [len(output.outputs[0].token_ids) for output in outputs + drain(llm)["mine"]] == [
+        1, 2, 3, 4, 5]
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("call", [1, 2, 4, 7])
 @pytest.mark.parametrize("place", ["launch", "schedule"])
 def test_an_error_in_a_step(llm, expected, monkeypatch, place, call):

@@ -1,6 +1,7 @@
 """Threads, signal handlers and the garbage collector may all come while a step runs."""
 
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -9,6 +10,7 @@ import pytest
 from small_engine import assert_serves, greedy, make, run, tokens
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.parallel import interrupts
 from nanoserve.parallel.interrupts import Turns
 
 
@@ -147,6 +149,69 @@ def test_shutting_down_in_the_middle_of_a_step(qwen3, monkeypatch):
         with pytest.raises(RuntimeError, match="shut down"):
             run(llm, "Hello", greedy(8))
         assert llm.runner is None
+
+
+def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
+    """Behind a turn's last line, before that of `__exit__`, it left a turn that nobody could end:
+    aborts and `shutdown` waited for ever. Here it comes once at each line of interrupts.py."""
+    def interrupt_at(number: int) -> bool:
+        """Whether there are so many lines."""
+        turns, ran, count = Turns(), [], 0
+
+        def trace(frame, event, _):
+            nonlocal count
+            if frame.f_code.co_filename != interrupts.__file__:
+                return None
+            count += 1
+            if count == number:
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        def work():
+            with turns:
+                turns.order(lambda: ran.append("order"))
+                with turns, turns.interruptible():
+                    ran.append("turn")
+
+        interrupted = False
+        try:
+            sys.settrace(trace)
+            work()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        assert interrupted == (count >= number), "it was lost"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not turns.is_within()
+        other = threading.Thread(target=lambda: turns.__enter__() or turns.__exit__())
+        other.start()
+        other.join(60)
+        assert not other.is_alive() and not turns.orders
+        assert ran in ([], ["order"], ["turn", "order"])
+        return interrupted
+
+    number = 1
+    while interrupt_at(number):
+        number += 1
+    assert number > 50
+
+
+def test_a_turn_leaves_the_handler_that_it_finds():
+    """Also one that can't be called, after a turn that found another one."""
+    turns, heard = Turns(), []
+    previous = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (lambda *_: heard.append(len(heard)), signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+            with turns:
+                signal.raise_signal(signal.SIGINT)
+                assert heard == [0] * (handler is signal.SIG_IGN)
+                with turns.interruptible():
+                    assert heard == [0]
+            assert signal.getsignal(signal.SIGINT) is handler and heard == [0]
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_an_order_fails_for_itself(capsys):
