@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from quick_interpreter import quick_interpreter  # noqa: F401
 
 
 @pytest.fixture(scope="module")
