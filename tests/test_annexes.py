@@ -3,10 +3,11 @@
 import shutil
 
 from clean_process import modules, run
+from house_files import FILES
 
-from nanoserve.tools.house import ANNEXES, PACKAGE, read_house
+from nanoserve.tools.house import ANNEXES, PACKAGE
 
-CORE = [file for file in read_house() if file.room not in ANNEXES]
+CORE = [file for file in FILES if file.room not in ANNEXES]
 
 
 def test_the_core_runs_without_annexes(tmp_path, qwen3):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from clean_process import modules, run
+from house_files import FILES
 
-from nanoserve.tools.house import ANNEXES, DOORS, PACKAGE, File, imports_of, read_house
+from nanoserve.tools.house import ANNEXES, DOORS, PACKAGE, File, imports_of
 
 pytestmark = pytest.mark.floor
 CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config"]
@@ -57,7 +58,6 @@ PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
 
-FILES = read_house()
 CORE = [file for file in FILES if file.room not in ANNEXES]
 
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from house_files import FILES
 from pages import between, read, rows_of
 
 from nanoserve import sequence
@@ -10,7 +11,6 @@ from nanoserve.tools import house
 
 pytestmark = pytest.mark.floor
 PAGE = read("docs/map.md")
-FILES = house.read_house()
 
 
 def test_the_map_lists_every_file_and_what_it_teaches():
