@@ -1,9 +1,9 @@
 """Quantised checkpoints, made: packers in the other direction than extras/quantization.py reads.
 
 Whole numbers, zero points and scales are drawn, not rounded from weights, so that all of them
-occur. From them come a format's tensors, and by a formula, number by number, the matrix that they
-mean: weight[o, i] = (q[o, i] - z[o, g]) * s[o, g], with the group g of input i. Nothing is shared
-with the code under test; one packer serves several formats where the formats say the same.
+occur. From them come a format's tensors, and by a formula the matrix that they mean:
+weight[o, i] = (q[o, i] - z[o, g]) * s[o, g], with the group g of input i. Nothing is shared with
+the code under test; one packer serves several formats where the formats say the same.
 """
 
 import json
@@ -59,11 +59,8 @@ class Drawn:
     def dense(self, middle: int | None = None) -> torch.Tensor:
         """middle: the zero point of all, where there are none."""
         z = np.full_like(self.z, middle) if middle is not None else self.z
-        out = np.zeros(self.q.shape, np.float32)
-        for (o, i), q in np.ndenumerate(self.q):
-            g = self.group[i]
-            out[o, i] = np.float32(q - z[o, g]) * np.float32(self.s[o, g])
-        return torch.from_numpy(out)
+        z, s = z[:, self.group], self.s[:, self.group]  # each input's own
+        return torch.from_numpy((self.q - z).astype(np.float32) * s.astype(np.float32))
 
 
 def by_definition(weight: torch.Tensor) -> torch.Tensor:
