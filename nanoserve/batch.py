@@ -68,8 +68,7 @@ class Batch:
     prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
     block_tables: torch.Tensor  # (b, w) w: blocks of the longest table
     adapters: torch.Tensor  # (b,) 0 for none; empty where no row has one
-    block_saves: torch.Tensor  # (m * 2,) pairs: a block, its slot in the store's pool
-    block_loads: torch.Tensor  # (m * 2,)
+    block_moves: torch.Tensor  # (m * 2,) what the store's pool copies: extras/block_pool.py
     host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
@@ -212,8 +211,7 @@ class BatchBuilder:
             (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
             (self.tables[rows, :width].reshape(-1), 0, padding * width),
             ([seq.adapter for seq in seqs] if any(seq.adapter for seq in seqs) else [], 0, 0),
-            (list(chain.from_iterable(step.block_saves)), 0, 0),
-            (list(chain.from_iterable(step.block_loads)), 0, 0),
+            (list(chain.from_iterable(step.block_moves)), 0, 0),
         )
         at = HEADER
         for i, (section, filling, num_filled) in zip(range(len(SECTIONS)), sections, strict=True):

@@ -204,9 +204,9 @@ class Scheduler:
             if self._next_block_is_pending(seq, len(hits)):
                 sitting_out.append(seq)
                 continue
-            slots = self.store.find(step, seq, len(hits)) if self.store is not None else []
+            num_found = self.store.find(step, seq, len(hits)) if self.store is not None else 0
             # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
-            num_cached = (len(hits) + len(slots)) * self.blocks.block_size
+            num_cached = (len(hits) + num_found) * self.blocks.block_size
             num_new = min(len(seq.token_ids) - num_cached, budget)
             whole = num_cached + num_new == len(seq.token_ids)
             may_be_cut = self.enable_chunked_prefill and not sitting_out
@@ -218,7 +218,7 @@ class Scheduler:
             self._admit(seq, hits, num_cached)
             step.admitted.append(seq)
             self.blocks.allocate(seq, num_cached + num_new)
-            self._add_row(step, seq, num_cached, num_new, slots)
+            self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
             budget -= num_new
 
     def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
@@ -254,22 +254,19 @@ class Scheduler:
         insort(self.running, seq, key=self.order)
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
-                 slots: list[int] | tuple = ()) -> None:
-        """Let the step compute `num_new` tokens from position `start` on. slots: the store's, for
-        the blocks before `start`, which the step loads. Loaded tokens are in flight, too, until it
-        has finished."""
+                 num_loaded: int = 0) -> None:
+        """Let the step compute `num_new` tokens from position `start` on, and have the store load
+        the `num_loaded` tokens before. These are in flight, too, until the step has finished."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         seq.num_inflight_tokens += num_new
-        if num_new > 1 or slots:  # not for decodes, the most frequent rows
+        if num_new > 1 or num_loaded:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
-            first = start // size - len(slots)
-            if slots:
-                step.block_loads += zip(seq.block_table[first:], slots, strict=False)
-                step.num_loaded[seq] = len(slots) * size
-                seq.num_inflight_tokens += len(slots) * size
+            if num_loaded:
+                step.num_loaded[seq] = num_loaded
+                seq.num_inflight_tokens += num_loaded
             if self.blocks.enable_prefix_caching:
-                keys = self.blocks.keys(seq)[first:(start + num_new) // size]
+                keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
                 step.pending_keys += keys
                 self.pending_keys.update(keys)
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:

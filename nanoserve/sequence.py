@@ -153,9 +153,8 @@ class Step:
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
     sitting_out: list[Sequence] = field(default_factory=list)  # their blocks are computed or read
     pending_keys: list[bytes] = field(default_factory=list)  # of the blocks that it fills or loads
-    block_saves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
-    block_loads: list[tuple[int, int]] = field(default_factory=list)  # done after the saves
-    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens in its loaded blocks
+    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
+    block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
     output: Any = None  # of the launched step, on the device
 
     @property

@@ -123,8 +123,10 @@ class FakeDevice:
                 self.check_may_write(slot // size)
             tokens = seq.token_ids + step.drafts.get(seq, [])
             rows.append((seq, slots, start, tokens[start:start + num_new]))
-        for block, _ in step.block_loads:
-            self.check_may_write(block)
+        for seq, num_loaded in step.num_loaded.items():  # behind what it has computed
+            first, end = seq.num_computed_tokens, seq.num_computed_tokens + num_loaded
+            for block in seq.block_table[first // size:end // size]:
+                self.check_may_write(block)
         self.queue.append(Launched(step, rows))
         return self.queue[-1]
 

@@ -82,14 +82,15 @@ class HostPool:
             self.own = self.memory[:, first:first + block_bytes]
 
     def move(self, host: dict[str, Any]) -> None:
-        """Queue a step's copies. host: the batch's sections. Saves come first, because a load may
-        overwrite a block that is saved."""
-        for block_id, slot in host["block_saves"].reshape(-1, 2).tolist():
-            for cache, there in self._parts(slot):
-                there.copy_(cache[block_id], non_blocking=True)
-        for block_id, slot in host["block_loads"].reshape(-1, 2).tolist():
-            for cache, there in self._parts(slot):
-                cache[block_id].copy_(there, non_blocking=True)
+        """Queue a step's copies. host: the batch's sections. In `block_moves`, (block, slot) saves
+        a block, and (block, -1 - slot) loads one. Saves come first: a load may overwrite a block
+        that is saved."""
+        for block_id, slot in host["block_moves"].reshape(-1, 2).tolist():
+            for cache, there in self._parts(slot if slot >= 0 else -1 - slot):
+                if slot >= 0:
+                    there.copy_(cache[block_id], non_blocking=True)
+                else:
+                    cache[block_id].copy_(there, non_blocking=True)
         if self.is_shared and not len(host["input_ids"]):  # no network runs
             self.ranks.all_reduce(torch.zeros(1, device=self.caches[0].device))
 

@@ -106,7 +106,7 @@ class Moves:
     """The loads and saves of a step in flight. epoch: see `BlockStore.clear`."""
 
     epoch: int
-    loads: list[int]  # slots
+    loads: list[int] = field(default_factory=list)  # slots
     saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # slots by digest
 
 
@@ -127,6 +127,7 @@ class BlockStore:
         self.slots = Slots(pool.num_slots)
         self.prefetcher: Prefetcher | None = None
         self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
+        self.found: dict[Sequence, list[int]] = {}  # slots, by sequences that may be admitted now
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
@@ -174,23 +175,30 @@ class BlockStore:
         """Whether blocks of a waiting sequence are on their way from the folder."""
         return self.prefetcher is not None and self.prefetcher.is_reading(seq)
 
-    def find(self, step: Step, seq: Sequence, num_hits: int) -> list[int]:
-        """The slots of the blocks that follow those found in memory. Changes nothing."""
-        slots: list[int] = []
-        most = min(self.blocks.max_hits(seq), num_hits + MAX_MOVES - len(step.block_loads))
+    def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
+        """How many blocks that follow those found in memory are here. If the sequence is admitted,
+        the step loads them: see `plan`."""
+        slots = self.found[seq] = []
+        room = MAX_MOVES - sum(step.num_loaded.values()) // self.blocks.block_size
+        most = min(self.blocks.max_hits(seq), num_hits + room)
         for digest in self._digest_blocks(seq)[num_hits:most]:
             slot = self.slots.find(digest)
             if slot is None:
                 break
             slots.append(slot)
-        return slots
+        return len(slots)
 
     # ------------------------------------------------------ the life of a step
 
     def plan(self, step: Step) -> None:
-        """Give the step its saves. Called when the rest of it is planned: from here on until it has
-        finished, the slots that it loads from keep their bytes."""
-        moves = Moves(self.epoch, [slot for _, slot in step.block_loads])
+        """Give the step its saves and loads. Called when the rest of it is planned: from here on
+        until it has finished, the slots that it loads from keep their bytes."""
+        moves, loads = Moves(self.epoch), []
+        for seq in step.num_loaded:  # behind its hits, which are computed
+            first, slots = seq.num_computed_tokens // self.blocks.block_size, self.found[seq]
+            loads += [(block_id, -1 - slot) for block_id, slot in zip(
+                seq.block_table[first:], slots, strict=False)]
+            moves.loads += slots
         self.slots.touch(moves.loads)
         self.slots.pin(moves.loads)
         for seq in step.admitted:
@@ -202,11 +210,12 @@ class BlockStore:
             for seq in step.admitted:
                 self.prefetcher.let_go(seq)
             self.prefetcher.advance(step.sitting_out)
-        self._plan_saves(step, moves)
+        step.block_moves = self._plan_saves(moves) + loads  # in this order: see `HostPool.move`
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
 
-    def _plan_saves(self, step: Step, moves: Moves) -> None:
+    def _plan_saves(self, moves: Moves) -> list[tuple[int, int]]:
+        """Returns (block, slot) of each save."""
         later: dict[bytes, CacheEntry] = {}
         in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
         is_full = False  # behind a slow disk thousands of blocks may ask for a slot in every step
@@ -216,7 +225,6 @@ class BlockStore:
             slot = None if is_full or len(moves.saves) == MAX_MOVES else self.slots.take()
             if slot is not None:
                 moves.saves[digest] = slot, entry
-                step.block_saves.append((entry.block_id, slot))
                 continue
             is_full = True
             if self.blocks.entry_of[entry.block_id] is entry:
@@ -224,6 +232,7 @@ class BlockStore:
             else:
                 self.num_lost += 1
         self.unsaved = later
+        return [(entry.block_id, slot) for slot, entry in moves.saves.values()]
 
     def finished(self, step: Step) -> None:
         """A step's saves can be found from now on."""
@@ -255,7 +264,7 @@ class BlockStore:
         """
         while self.unsaved and not sys.is_finalizing():
             self.plan(step := Step(-1))
-            if not step.block_saves:
+            if not step.block_moves:
                 return  # no slot is free
             try:
                 with ctrl_c_held():  # a rank that is stopped within a step leaves the others there
@@ -349,6 +358,7 @@ class BlockStore:
             self.prefetcher.advance(step.sitting_out)
             if step.sitting_out and not self.scheduler.in_flight:
                 time.sleep(0.0005)  # there is nothing to do but to read
+        self.found.clear()
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         self.finished(step)

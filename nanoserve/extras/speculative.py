@@ -243,8 +243,8 @@ class ModelGuesser:
         known = {seq: drafts for seq, drafts in step.drafts.items() if UNKNOWN not in drafts}
         asked = [seq for seq in step.drafts if seq not in known]
         first = Step(step.index, network=1, sampling=asked, drafts=known,
-                     block_saves=step.block_saves, block_loads=step.block_loads)
-        step.block_saves, step.block_loads = [], []  # the first launch moves blocks for both
+                     block_moves=step.block_moves)
+        step.block_moves = []  # the first launch moves blocks for both
         spare = self.max_num_batched_tokens - step.num_tokens
         for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
             guesses = seq in step.drafts and seq not in known

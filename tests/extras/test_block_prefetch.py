@@ -48,8 +48,9 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     store.finished(first)
     store.check()
     assert not store.is_reading(seq)
-    slot, = store.find(Step(2), Sequence("1", [1] * 5, SamplingParams()), 0)
-    assert bytes(by_hand.pool.memory[slot]) == b"12345678"
+    seq = Sequence("1", [1] * 5, SamplingParams())
+    assert store.find(Step(2), seq, 0) == 1
+    assert bytes(by_hand.pool.memory[store.found[seq][0]]) == b"12345678"
 
 
 def test_what_was_read_for_a_request_that_has_gone_is_let_go(by_hand):

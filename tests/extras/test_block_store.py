@@ -24,10 +24,11 @@ class DeviceWithPool(FakeDevice):
 
     def run(self, launched: Launched) -> None:
         size, step = self.blocks.block_size, launched.step
-        for block, slot in step.block_saves:
-            self.pool[slot] = [self.slots.get(block * size + i) for i in range(size)]
-        for block, slot in step.block_loads:
-            self.slots |= {block * size + i: kv for i, kv in enumerate(self.pool[slot])}
+        for block, slot in step.block_moves:
+            if slot >= 0:
+                self.pool[slot] = [self.slots.get(block * size + i) for i in range(size)]
+            else:
+                self.slots |= {block * size + i: kv for i, kv in enumerate(self.pool[-1 - slot])}
         super().run(launched)
 
 
@@ -129,10 +130,10 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     step = Step(0)
     store.plan(step)
     store.finished(step)
-    found = [store.find(Step(1), Sequence("0", tokens + child + [5], SamplingParams()), 0)
-             for tokens in (first.tokens, second.tokens, [3] * 4)]
-    assert [len(slots) for slots in found] == [2, 2, 0]
-    assert not set(found[0]) & set(found[1])
+    seqs = [Sequence("0", tokens + child + [5], SamplingParams())
+            for tokens in (first.tokens, second.tokens, [3] * 4)]
+    assert [store.find(Step(1), seq, 0) for seq in seqs] == [2, 2, 0]
+    assert not set(store.found[seqs[0]]) & set(store.found[seqs[1]])
 
 
 def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
@@ -144,19 +145,20 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     first, second = Step(0), Step(1)
     store.plan(first)
     store.finished(first)
-    slot, = store.find(second, Sequence("0", [1] * 5, SamplingParams()), 0)
-    second.block_loads.append((2, slot))
+    seq = Sequence("0", [1] * 5, SamplingParams(), block_table=[2, 3])
+    assert store.find(second, seq, 0) == 1
+    second.num_loaded[seq] = 4
     store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
     store.plan(second)
-    assert second.block_saves == [] and store.num_lost == 1
+    assert second.block_moves == [(2, -1 - 0)] and store.num_lost == 1
     store.finished(second)
     third = Step(2)
     store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
     store.plan(third)
-    assert third.block_saves == [(1, slot)]
+    assert third.block_moves == [(1, 0)]
     store.dropped(third)
     store.check()
-    assert store.find(Step(3), Sequence("0", [1] * 5, SamplingParams()), 0) == []
+    assert store.find(Step(3), Sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
 
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
@@ -171,7 +173,7 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     assert store.unsaved == {new.digest: new} and store.num_lost == 1
     store.finished(steps[0])
     store.plan(steps[1])
-    assert steps[1].block_saves == [(0, 0)] and not store.unsaved
+    assert steps[1].block_moves == [(0, 0)] and not store.unsaved
     store.finished(steps[1])
     store.check()
 
@@ -184,7 +186,7 @@ def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later()
     store.clear()
     store.finished(step)
     store.check()
-    assert store.find(Step(1), Sequence("0", [1] * 5, SamplingParams()), 0) == []
+    assert store.find(Step(1), Sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
 
 class Watched(Counter):
@@ -218,7 +220,7 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     store.folder = SimpleNamespace(outcome=Future.result)
     store.writing.append((7, Future()))
     store.plan(step := Step(2))
-    assert not step.block_saves, "it is still being written"
+    assert not step.block_moves, "it is still being written"
     store.writing[0][1].set_result(None)  # it is on the disk: its slot can be taken
     store.plan(step := Step(3))
-    assert [slot for _, slot in step.block_saves] == [7]
+    assert [slot for _, slot in step.block_moves] == [7]

@@ -108,7 +108,7 @@ def test_a_rank_that_saves_late_is_waited_for(qwen3, expect, tmp_path, in_thread
 
     def slow(pool, host):
         if pool.ranks.rank == 1 and not len(host["input_ids"]):
-            late.append(len(host["block_saves"]) // 2)
+            late.append(len(host["block_moves"]) // 2)
             time.sleep(0.5)
         move(pool, host)
 

@@ -239,7 +239,7 @@ def test_a_row_that_loaded_no_block_says_so(capsys, monkeypatch, qwen3, mode, fi
     """A store that never finds anything passed as one that brings back the right blocks."""
     def fault(llm):
         if not finds:
-            monkeypatch.setattr(llm.store, "find", lambda *args: [])
+            monkeypatch.setattr(llm.store, "find", lambda *args: 0)
 
     use_modes(monkeypatch, mode)
     sabotage(monkeypatch, fault)
