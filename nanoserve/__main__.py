@@ -8,13 +8,12 @@ that none of them costs the others anything. Commands are annexes: they may be d
 packages that a plain installation does not have.
 """
 
-import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from nanoserve.parallel.interrupts import quiet_end
+from nanoserve.parallel.interrupts import ctrl_c_kills, quiet_end
 
 HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
 # A word, and the module with its `main`.
@@ -35,16 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{module} is not there: it belongs to an annex, which may be deleted",
               file=sys.stderr)
         return 2
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # libraries may catch what is raised
     try:
-        command = import_module(module)
+        with ctrl_c_kills():
+            command = import_module(module)
     except ModuleNotFoundError as error:
         room = module.split(".")[1]  # an extra has its annex's name
         print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
               f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
         return 2
-    finally:
-        signal.signal(signal.SIGINT, handler)
     with quiet_end():
         return command.main(rest) or 0
 

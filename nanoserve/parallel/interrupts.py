@@ -100,12 +100,28 @@ def ctrl_c_held():
 
 
 @contextmanager
+def ctrl_c_kills():
+    """Ctrl-C ends the process at once: for imports, because libraries may catch what is raised in
+    them. Where Ctrl-C is ignored (a shell's background), or is somebody else's, it stays so."""
+    if not in_main_thread() or (
+            signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
 def quiet_end():
     """A command that ends by Ctrl-C, or because `| head` has seen enough, shows no traceback. Its
     status is the shell's: 128 and the signal's number."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as in a service that was started without one
+            sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # Python flushes once more when it ends, and that must not fail

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -63,6 +64,30 @@ def test_ctrl_c_ends_a_command_in_silence(code, status):
     """While libraries are loaded, some of which catch whatever is raised there; and later."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_a_command_without_standard_output_ends_well():
+    """As a service may be started: it ended with an AttributeError."""
+    done = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -m nanoserve about >&-"],
+                          cwd=PACKAGE.parent, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_stays_ignored_while_a_command_is_loaded(monkeypatch):
+    """In a shell's background; and in a thread, where no handler can be set, nothing is tried."""
+    seen = []
+    monkeypatch.setattr(door, "import_module",
+                        lambda name: seen.append(signal.getsignal(signal.SIGINT)) or about)
+    monkeypatch.setattr(about, "main", lambda argv: 0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert door.main([]) == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread = threading.Thread(target=lambda: seen.append(door.main([])))
+    thread.start()
+    thread.join(60)
+    assert seen == [signal.SIG_IGN, before, 0]
 
 
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):
