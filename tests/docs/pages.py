@@ -44,7 +44,7 @@ def run(*command: str) -> str:
     # On the CPU, as in the pages: a GPU may round an example's text into another one. As a user
     # runs it, without an audit after every step.
     with (contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.chdir(ROOT),
-          mock.patch.dict(os.environ, {"NANOSERVE_CHECK": ""}),
+          mock.patch.dict(os.environ, {"NANOSERVE_CHECK": "", "CUDA_VISIBLE_DEVICES": ""}),
           mock.patch.object(torch.cuda, "is_available", lambda: False),
           mock.patch.object(sys, "argv", list(command))):
         option, what, *arguments = command
