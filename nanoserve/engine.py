@@ -281,6 +281,7 @@ class LLMEngine:
             while self.scheduler.in_flight:
                 self._advance()  # which schedules nothing, and takes one step's result
         finally:
+            self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
             if self.trace is not None:
                 self.trace.write()
 

@@ -122,6 +122,18 @@ def test_an_error_that_shows_when_the_result_is_read(llm, expected, monkeypatch)
     assert_serves(llm, expected)
 
 
+def test_the_last_abort_after_a_rank_has_died_leaves_no_step_in_flight(qwen3):
+    """No result of it will come: whoever stepped while there was work stepped for ever."""
+    with make(qwen3, async_scheduling=True) as llm:
+        llm.add_request("mine", "Hello", greedy())
+        llm.step()
+        assert llm.scheduler.in_flight
+        llm.runner.ranks.fail("rank 1 died")  # as it is noted between two steps
+        with pytest.raises(RuntimeError, match="rank 1 died"):
+            llm.abort_request("mine")
+        assert_idle(llm)
+
+
 def test_outside_the_main_thread(llm, expected):
     """Signals are the main thread's: a server's worker thread must not try to handle them."""
     results = []
