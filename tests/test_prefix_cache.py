@@ -251,6 +251,20 @@ def test_chains_whose_parents_collide_stay_apart(monkeypatch, evict_first):
         blocks.check([two])
 
 
+def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(monkeypatch):
+    """The first chain has one block. The second's first block has the same key and no entry: its
+    child, entered below the first one's, would be the next block of whoever begins with ones."""
+    ones, twos = struct.pack("<4i", 1, 1, 1, 1), struct.pack("<4i", 2, 2, 2, 2)
+    digest = xxhash.xxh3_128_digest
+    collide(monkeypatch, lambda data: digest(ones if data == twos else data))
+    blocks = BlockManager(5, SIZE)
+    one = compute(blocks, [1, 1, 1, 1], "one")
+    two = compute(blocks, [2, 2, 2, 2, 7, 7, 7, 7], "two")
+    assert hits(blocks, [1, 1, 1, 1, 7, 7, 7, 7, 9]) == one.block_table, "7s that follow twos"
+    assert hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9]) == []
+    blocks.check([one, two])
+
+
 def test_a_child_that_outlived_its_parent_is_not_adopted_by_a_colliding_one(monkeypatch):
     """A child stays in the cache after its parent's entry is gone; then another chain with the
     parent's key arrives. By keys and by tokens the child fits; by identity it does not."""

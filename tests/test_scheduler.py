@@ -213,6 +213,23 @@ def test_nobody_is_admitted_to_the_blocks_that_somebody_waits_for():
     assert [seq.name for seq in step.preempted] == ["B"] and rows(step) == {"A": 1}
 
 
+def test_a_newcomer_gets_no_block_while_a_step_in_flight_holds_the_others():
+    """B's last chunk needs two blocks, one is free, and B is itself the last in the order: it can
+    give up its own only once its step is back. C would fit into the free block until then."""
+    scheduler = make(num_blocks=8, budget=12)
+    seqs = [add(scheduler, 8, 6), add(scheduler, 24, 3), add(scheduler, 3, 2)]
+    in_flight = [scheduler.schedule(), scheduler.schedule()]
+    assert [rows(step) for step in in_flight] == [{"A": 8, "B": 4}, {"A": 1, "B": 11}]
+    in_flight.append(scheduler.schedule())
+    assert rows(in_flight[2]) == {"A": 1} and not in_flight[2].preempted
+    assert [seq.name for seq in scheduler.waiting] == ["C"]
+    assert scheduler.blocks.num_free_blocks == 1
+    for step in in_flight:
+        finish_step(scheduler, step)
+    run(scheduler)
+    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
+
+
 @pytest.mark.parametrize("num_prompt, max_tokens", [(1, 16), (15, 2), (16, 1), (8, 9)])
 @pytest.mark.parametrize("budget", [1, 5, 64])
 def test_the_only_sequence_may_fill_the_whole_cache(num_prompt, max_tokens, budget):
