@@ -1,7 +1,7 @@
 """What can be chosen: `EngineConfig`, the options of `LLM(...)`, and `SamplingParams` of a request.
 
 Names, defaults and meaning are vLLM's. Both are records; each field has a default and a *rule*,
-which says what a value must be and how it is kept (frontend/rules.py).
+which says what a value must be and how it is kept (words/rules.py).
 
     block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
@@ -25,9 +25,9 @@ from enum import Enum
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.vllm_words import OPTIONS, SAMPLING, takes_vllms_words
-from nanoserve.frontend import rules
-from nanoserve.frontend.rules import Rule, choice, number, option
+from nanoserve.words import rules
+from nanoserve.words.rules import Rule, choice, number, option
+from nanoserve.words.vllm import OPTIONS, SAMPLING, takes_vllms_words
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KERNELS = ("auto", "triton", "cpu", "onednn", "torch")

@@ -25,7 +25,6 @@ from typing import Any
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
-from nanoserve.checkpoint.vllm_words import CALLS, missing_method, takes_vllms_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
@@ -37,6 +36,7 @@ from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import LAST_WORD, ModelRunner
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import check_shares
+from nanoserve.words.vllm import CALLS, missing_method, takes_vllms_words
 
 EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"

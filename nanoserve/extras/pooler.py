@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
-from nanoserve.checkpoint.vllm_words import POOLING, takes_vllms_words
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
+from nanoserve.words.vllm import POOLING, takes_vllms_words
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
 # The tasks of a model by its kind; the first is the default of a request.

@@ -36,7 +36,6 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.vllm_words import CALLS, POOLING, takes_vllms_words
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.metrics import prompts_bar
@@ -44,6 +43,7 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor
 from nanoserve.sequence import Sequence
+from nanoserve.words.vllm import CALLS, POOLING, takes_vllms_words
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
 

@@ -25,13 +25,13 @@ import xxhash
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
-from nanoserve.checkpoint.vllm_words import PROMPTS, in_our_words
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
 from nanoserve.sequence import Sequence
+from nanoserve.words.vllm import PROMPTS, in_our_words
 
 
 @dataclass(eq=False)

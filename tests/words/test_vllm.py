@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from nanoserve.checkpoint import vllm_words
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.words import vllm
 
 pytestmark = pytest.mark.floor
 
@@ -99,19 +99,19 @@ def test_one_thing_under_two_names_is_refused():
 
 def test_no_word_is_ours_and_refused_at_once():
     """A feature that arrives has to remove its line: the table would never be asked again."""
-    for record, table in ((EngineConfig, vllm_words.OPTIONS),
-                          (SamplingParams, vllm_words.SAMPLING)):
+    for record, table in ((EngineConfig, vllm.OPTIONS),
+                          (SamplingParams, vllm.SAMPLING)):
         assert not {field.name for field in dataclasses.fields(record)} & set(table)
-        assert set(vllm_words.LEFT_OPEN) & set(table) == set()
-    tables = (vllm_words.OPTIONS, vllm_words.SAMPLING, vllm_words.CALLS)
-    for word in vllm_words.NOTHING:
+        assert set(vllm.LEFT_OPEN) & set(table) == set()
+    tables = (vllm.OPTIONS, vllm.SAMPLING, vllm.CALLS)
+    for word in vllm.NOTHING:
         assert any(word in table for table in tables), word
 
 
 def test_the_sentences_are_sentences():
     """The way round is named in words, on one line."""
-    for table in (vllm_words.OPTIONS, vllm_words.SAMPLING, vllm_words.CALLS, vllm_words.PROMPTS,
-                  vllm_words.POOLING, vllm_words.METHODS):
+    for table in (vllm.OPTIONS, vllm.SAMPLING, vllm.CALLS, vllm.PROMPTS,
+                  vllm.POOLING, vllm.METHODS):
         for word, way_round in table.items():
             assert len(way_round.split()) > 1 and "\n" not in way_round, word
 

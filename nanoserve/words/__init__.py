@@ -1,0 +1,1 @@
+"""What a value must be, and what vLLM's names mean here."""
