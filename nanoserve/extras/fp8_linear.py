@@ -13,8 +13,9 @@ Weights are rounded while they are loaded, as in quantized_linear.py. An LM head
 row, with activations that are not rounded: each of its rows is a token's, and the text is nearer.
 
 There are two products. `Fp8Rows` is the specification, on any device: weights are widened to
-float64, a portion at a time. That saves memory and costs time. On a GPU with Triton's operators it
-is torch's `_scaled_mm`, private by its name, but the only one that all supported versions have.
+float64, a portion at a time. That saves memory and costs time. `ScaledRows` are for a GPU with
+Triton's operators: torch's `_scaled_mm`, private by its name, but the only one that all supported
+versions have.
 
 Invariant: a token's row is rounded by itself, so its result does not depend on the batch. Exactly
 so in the specification, whose sums lose no bit: a product of two e4m3 is a multiple of 2^-18 below
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanoserve.extras.quantized_linear import Int8Linear, Int8Products, portions, uses
+from nanoserve.extras.quantized_linear import Int8Linear, portions
 from nanoserve.layers import Placement, Span
 
 E4M3 = torch.float8_e4m3fn
@@ -48,19 +49,12 @@ def check_device(device: str) -> None:
 
 
 class Fp8Linear(Int8Linear):
-    """Becomes 8-bit floats as soon as its last tensor has come; an LM head becomes int8."""
+    """Becomes 8-bit floats as soon as its last tensor has come; an LM head becomes int8. floats:
+    the kind of the one, and kind: of the other."""
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement):
-        super().__init__(inputs, matrices, bias, on)
-        if "lm_head" not in self.matrices:
-            self.ops = Fp8Products(on)
-
-
-class Fp8Products(Int8Products):
-    def __init__(self, on: Placement):
-        is_fast = on.device.type == "cuda" and uses(on, "kernels")
-        self.kind = ScaledRows if is_fast else Fp8Rows
+                 on: Placement, kind: type, floats: type):
+        super().__init__(inputs, matrices, bias, on, kind if "lm_head" in matrices else floats)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,9 +15,8 @@ checkpoint left plain on purpose, and 4 bits that don't fit: groups of "act-orde
 no neighbours, groups whose size is no multiple of 8, q beside k and v of another format.
 
 Invariant: a product is that of `Grouped`'s weights, up to the rounding of activations, on every
-device. With the compiled twin the product is compiled, too (quantized_linear.cpp); with Triton's
-operators it is a kernel (quantized_triton.py). With others a portion of the rows at a time becomes
-a matrix of the activations' dtype.
+device. There are three kinds, as of int8: `GroupedPanels` for the compiled twin, a Triton kernel
+(quantized_triton.py), and `GroupedRows`, the specification.
 
 Not known here: files, formats (quantization.py). Roads not taken: torch's own operators for 4 bits,
 which take bfloat16 and zero points of their own; searching for better scales, which gained little.
@@ -32,13 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.device.memory import zeros
-from nanoserve.extras.quantized_linear import (
-    PANEL,
-    Int8Linear,
-    library,
-    portions,
-    uses,
-)
+from nanoserve.extras.quantized_linear import PANEL, Int8Linear, library, portions
 from nanoserve.layers import Placement, Span
 
 LARGEST = 15
@@ -140,19 +133,15 @@ def storable(scales: torch.Tensor) -> torch.Tensor:
 class Int4Linear(Int8Linear):
     """Keeps the 4 bits of a checkpoint. What comes dense, or does not fit, becomes int8 by row.
 
-    A matrix of q, k and v is one product here, so it is 4 bits where all three are.
+    A matrix of q, k and v is one product here, so it is 4 bits where all three are. kind: of int8,
+    and groups: of 4 bits.
     """
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement):
-        super().__init__(inputs, matrices, bias, on)
+                 on: Placement, kind: type, groups: type):
+        super().__init__(inputs, matrices, bias, on, kind)
         self.pieces: dict[int, Grouped] = {}  # by their first row, until all have come
-        self.kind = GroupedPanels if uses(on, "cpu") else GroupedRows
-        if uses(on, "kernels"):
-            from nanoserve.extras.quantized_triton import TritonGroups  # here: it imports triton
-
-            self.kind = TritonGroups
-        self.device = on.device
+        self.groups, self.device = groups, on.device
 
     def take(self, here: slice, rows: Span, tensor: torch.Tensor | Grouped) -> None:
         if isinstance(tensor, Grouped):
@@ -166,7 +155,7 @@ class Int4Linear(Int8Linear):
         if len(pieces) == len(self.matrices):  # else some of them came dense
             whole = join([*pieces.values()])
             if whole is not None:
-                self.packed, self.weight = self.kind.of(
+                self.packed, self.weight = self.groups.of(
                     whole.shape, whole.size, lambda some: cut(whole, some), self.device), None
                 return
         if pieces and not len(self.weight):
@@ -184,7 +173,7 @@ class RoundedInt4Linear(Int4Linear):
             super().pack()
             return
         weight = self.weight.data
-        self.packed, self.weight = self.kind.of(
+        self.packed, self.weight = self.groups.of(
             tuple(weight.shape), GROUP, lambda some: round_groups(weight[some]), self.device), None
 
 
@@ -193,7 +182,7 @@ def cut(whole: Grouped, rows: slice) -> Grouped:
                    scales=whole.scales[rows])
 
 
-# What `of` of both kinds asks for, one portion after the other: of a kept matrix, or of one that is
+# What `of` of all kinds asks for, one portion after the other: of a kept matrix, or of one that is
 # rounded then, so that its 4 bits are never there twice.
 Portion = Callable[[slice], Grouped]  # some rows of a matrix
 

@@ -35,9 +35,15 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.extras.fp8_linear import Fp8Linear, check_device
-from nanoserve.extras.int4_linear import Grouped, Int4Linear, RoundedInt4Linear
-from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, library
+from nanoserve.extras.fp8_linear import Fp8Linear, Fp8Rows, ScaledRows, check_device
+from nanoserve.extras.int4_linear import (
+    Grouped,
+    GroupedPanels,
+    GroupedRows,
+    Int4Linear,
+    RoundedInt4Linear,
+)
+from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, Panels, Rows, library
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]
@@ -87,7 +93,9 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
             raise ValueError(f"quantization={config.quantization!r}, but "
                              f"{model_config.architecture} has experts, which can't be rounded "
                              "yet: leave it out")
-        layers |= {"linear": Int8Linear, "embedding": Int8Embedding}
+        rows, groups = small_kinds(config.kernels)
+        layers |= {"linear": partial(Int8Linear, kind=rows),
+                   "embedding": partial(Int8Embedding, kind=rows)}
         if config.kernels == "cpu":
             try:
                 library()  # compiled before the weights are read, and not in the first step
@@ -100,17 +108,28 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
                 "memory and costs time: weights are widened for each product")
     if config.quantization == "fp8":
         check_device(config.device)
-        layers["linear"] = Fp8Linear  # a tied embedding is the LM head: it stays int8
+        is_fast = config.device == "cuda" and config.kernels == "triton"
+        # A tied embedding is the LM head: it stays int8.
+        layers["linear"] = partial(Fp8Linear, kind=rows, floats=ScaledRows if is_fast else Fp8Rows)
     if config.quantization == "int4":
         form = None if stored is None else read_format(stored)
         # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
-        layers |= {"linear": Int4Linear if is_4 else RoundedInt4Linear,
+        linear = Int4Linear if is_4 else RoundedInt4Linear
+        layers |= {"linear": partial(linear, kind=rows, groups=groups),
                    "unpack": partial(unpack, keep=True)}
         if is_4 and form.is_ordered:
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
     return config, layers
+
+
+def small_kinds(kernels: str) -> tuple[type, type]:
+    """The weights of 8 bits, and of 4 in groups, that go with the engine's operators."""
+    if kernels == "triton":
+        from nanoserve.extras.quantized_triton import TritonGroups, TritonRows  # imports triton
+        return TritonRows, TritonGroups
+    return (Panels, GroupedPanels) if kernels == "cpu" else (Rows, GroupedRows)
 
 
 def unpack(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:

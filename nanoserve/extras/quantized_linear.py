@@ -13,15 +13,14 @@ last one and rounds it at once, so at no time are there two copies of the model.
 through `Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an
 embedding that is no LM head stay as they are. A rank rounds its own share.
 
-There are three products, one for each kind of operators that the engine computes with. Beside the
-compiled twin the product is compiled, too (quantized_linear.cpp, with panels as in device/cpu.cpp);
-beside Triton's operators it is a kernel (quantized_triton.py). Beside others a portion of the rows
-at a time becomes a matrix of the activations' dtype: that saves memory but no time, and is the
-specification of the other two.
+A rounded weight brings its product along, and there are three kinds of it. `Panels` are for the
+compiled twin: their product is compiled, too (quantized_linear.cpp). For Triton's operators it is a
+kernel (quantized_triton.py). With `Rows` a portion of the rows at a time becomes a matrix of the
+activations' dtype: that saves memory but no time, and is the specification of the other two. A
+layer is told its kind (quantization.py), and does not ask which operators the engine has.
 
-Not known here: files, formats (quantization.py), 4 bits (int4_linear.py), 8-bit floats
-(fp8_linear.py). Road not taken: torch's own int8 operators, which on a CPU were no faster than
-bfloat16.
+Not known here: files, formats, 4 bits (int4_linear.py), 8-bit floats (fp8_linear.py). Road not
+taken: torch's own int8 operators, which on a CPU were no faster than bfloat16.
 """
 
 from functools import cache, partial
@@ -43,12 +42,12 @@ PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
 
 
 class Int8Linear(Linear):
-    """A `Linear` whose weight is rounded as soon as its last tensor has come."""
+    """A `Linear` whose weight is rounded as soon as its last tensor has come. kind: to what."""
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement):
+                 on: Placement, kind: type):
         super().__init__(inputs, matrices, bias, on)
-        self.ops, self.awaited = Int8Products(on), len(self.matrices)
+        self.ops, self.awaited = Products(kind), len(self.matrices)
         self.new_weight = partial(on.weight, *self.weight.shape)
         self.weight = on.weight(0, self.inputs.size)  # for now
 
@@ -80,9 +79,10 @@ class Int8Embedding(Embedding):
     """Where the embedding is the LM head, too, look-ups read the head's rounded rows, so that the
     matrix is kept once. Otherwise the embedding is not rounded."""
 
-    def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False):
+    def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False, *,
+                 kind: type):
         super().__init__(tokens, hidden_size, on, tied)
-        self.ops = Int8Products(on)
+        self.ops = Products(kind)
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -95,15 +95,12 @@ class Int8Embedding(Embedding):
         return self.packed.rows(rows).to(self.dtype)
 
 
-class Int8Products:
-    """`pack` and `linear` of a namespace (see ops.py), for weights of two dimensions."""
+class Products:
+    """`pack` and `linear` of a namespace (see ops.py), for weights of two dimensions. kind: a class
+    with `of`, which makes it of a weight, and with `linear`."""
 
-    def __init__(self, on: Placement):
-        self.kind = Panels if uses(on, "cpu") else Rows
-        if uses(on, "kernels"):
-            from nanoserve.extras.quantized_triton import TritonRows  # here: it imports triton
-
-            self.kind = TritonRows
+    def __init__(self, kind: type):
+        self.kind = kind
 
     def pack(self, weight: torch.Tensor) -> "Rows | Panels":
         return self.kind.of(weight)
@@ -111,11 +108,6 @@ class Int8Products:
     def linear(self, x: torch.Tensor, packed: "Rows | Panels",
                bias: torch.Tensor | None = None) -> torch.Tensor:
         return packed.linear(x, bias)
-
-
-def uses(on: Placement, twin: str) -> bool:
-    """Whether the engine's operators are this file of device/: "cpu", or "kernels" (Triton)."""
-    return on.ops.__name__ == f"nanoserve.device.{twin}"
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,7 +139,10 @@ def test_a_gpu_without_8_bit_floats_is_refused_before_weights_are_read(qwen3, mo
     for found in ((8, 9), (9, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
         said = []
-        assert choose_layers(config, model, said.append)[1]["linear"] is fp8_linear.Fp8Linear
+        made = choose_layers(config, model, said.append)[1]["linear"]
+        assert made.func is fp8_linear.Fp8Linear
+        assert made.keywords["floats"] is (
+            fp8_linear.ScaledRows if config.kernels == "triton" else Fp8Rows)
         assert not said  # nothing is slow there
     choose_layers(replace(config, kernels="torch"), model, said.append)
     assert "costs time" in said[0]
