@@ -254,5 +254,5 @@ def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelCo
     known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
     if asked.model_impl != "transformers" and (known or not EXTRAS.exists()):
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), None
-    from nanoserve.extras.transformers_model import read_foreign  # here: the core runs without it
+    from nanoserve.extras.foreign import read_foreign  # here: the core runs without it
     return read_foreign(asked, folder)

@@ -189,7 +189,7 @@ def class_head(network: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
                  hf_config: transformers.PreTrainedConfig,
                  ) -> tuple[EngineConfig, ModelConfig, partial]:
-    """For `LLM`, as `transformers_model.read_foreign`. Chunks and prefix cache are switched off."""
+    """For `LLM`, as `foreign.read_foreign`. Chunks and prefix cache are switched off."""
     if asked.runner == "generate":
         raise refusal(architecture, "an encoder does not generate: use runner='pooling'")
     classifies = architecture.endswith(CLASSIFIES)

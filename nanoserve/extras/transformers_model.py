@@ -25,8 +25,7 @@ taken: files of models in here, as in larger engines; `model.py` is for those wh
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,22 +36,13 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import stored_tensors
-from nanoserve.checkpoint.model_config import (
-    QUANTIZED,
-    SUPPORTED,
-    ModelConfig,
-    read_architecture,
-    read_dtype,
-    read_ids,
-    read_json,
-)
+from nanoserve.checkpoint.model_config import SUPPORTED, ModelConfig, read_dtype, read_ids
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers import CHECKPOINT_DTYPES, Placement
 from nanoserve.model import KVCache
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
-ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
 MASK_LENGTH = 4096  # a mask that is causal up to here is taken to be causal
 
 
@@ -297,43 +287,6 @@ def check_layers(probe: Probe, num_layers: int) -> None:
 def refusal(architecture: str, reason: str) -> ValueError:
     return ValueError(f"the architecture {architecture} is not supported, by transformers' "
                       f"network neither: {reason}. Our own decoder is {SUPPORTED}")
-
-
-def read_foreign(asked: EngineConfig,
-                 folder: Path) -> tuple[EngineConfig, ModelConfig, Callable]:
-    """For `LLM`: the options, the checkpoint's config, and what loads its network on a `Placement`.
-
-    Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
-    """
-    asked = replace(asked, model_impl="transformers")
-    entries = read_json(folder / "config.json", required=True) | (asked.hf_overrides or {})
-    architecture = read_architecture(entries)
-    if asked.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
-                         f"{architecture} runs on one rank: leave it out")
-    for name in QUANTIZED:
-        if entries.get(name) is not None:
-            raise ValueError(f"config.json: {name}={str(entries[name])[:60]}: quantised "
-                             "checkpoints are not supported, use the unquantised one")
-    hf_config = read_hf_config(architecture, entries)
-    if asked.runner == "pooling" or asked.runner == "auto" and (
-            (folder / "modules.json").exists() or ENCODERS.search(architecture)):
-        from nanoserve.extras.encoder import read_encoder  # here: it builds on this file
-        return read_encoder(asked, folder, architecture, hf_config)
-    model_class = find_class(architecture, hf_config)
-    config = describe(architecture, hf_config, read_json(folder / "generation_config.json"))
-    return asked, config, partial(load, asked, folder, model_class, hf_config, config)
-
-
-def read_hf_config(architecture: str, entries: dict) -> transformers.PreTrainedConfig:
-    kind = entries.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise refusal(architecture, f"transformers {transformers.__version__} knows no model_type="
-                                    f"{kind!r}, and code that comes with a model is never run")
-    try:
-        return transformers.CONFIG_MAPPING[kind].from_dict(entries)
-    except Exception as error:  # whatever its classes raise
-        raise ValueError(f"config.json: transformers can't read it: {error}") from error
 
 
 def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> type:

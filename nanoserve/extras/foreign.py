@@ -1,0 +1,62 @@
+"""Checkpoints that our decoder doesn't know: which of transformers' networks runs one.
+
+    config.json ──► a class of transformers' ──┬─► causal, and generates: transformers_model.py
+                                               └─► an encoder, which pools: encoder.py
+
+An encoder builds on the causal network's file, and neither file knows that there is a choice.
+
+Invariant: what can't be served is refused with the reason, before weights are read. Not known here:
+layers, attention. Road not taken: code that comes with a model (`trust_remote_code`), which is
+never run.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import transformers
+
+from nanoserve.checkpoint.model_config import QUANTIZED, ModelConfig, read_architecture, read_json
+from nanoserve.config import EngineConfig
+from nanoserve.extras.encoder import read_encoder
+from nanoserve.extras.transformers_model import describe, find_class, load, refusal
+
+ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
+
+
+def read_foreign(asked: EngineConfig,
+                 folder: Path) -> tuple[EngineConfig, ModelConfig, Callable]:
+    """For `LLM`: the options, the checkpoint's config, and what loads its network on a `Placement`.
+
+    Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
+    """
+    asked = replace(asked, model_impl="transformers")
+    entries = read_json(folder / "config.json", required=True) | (asked.hf_overrides or {})
+    architecture = read_architecture(entries)
+    if asked.tensor_parallel_size > 1:
+        raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
+                         f"{architecture} runs on one rank: leave it out")
+    for name in QUANTIZED:
+        if entries.get(name) is not None:
+            raise ValueError(f"config.json: {name}={str(entries[name])[:60]}: quantised "
+                             "checkpoints are not supported, use the unquantised one")
+    hf_config = read_hf_config(architecture, entries)
+    if asked.runner == "pooling" or asked.runner == "auto" and (
+            (folder / "modules.json").exists() or ENCODERS.search(architecture)):
+        return read_encoder(asked, folder, architecture, hf_config)
+    model_class = find_class(architecture, hf_config)
+    config = describe(architecture, hf_config, read_json(folder / "generation_config.json"))
+    return asked, config, partial(load, asked, folder, model_class, hf_config, config)
+
+
+def read_hf_config(architecture: str, entries: dict) -> transformers.PreTrainedConfig:
+    kind = entries.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise refusal(architecture, f"transformers {transformers.__version__} knows no model_type="
+                                    f"{kind!r}, and code that comes with a model is never run")
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(entries)
+    except Exception as error:  # whatever its classes raise
+        raise ValueError(f"config.json: transformers can't read it: {error}") from error
