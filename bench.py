@@ -56,8 +56,8 @@ from nanoserve.checkpoint.hub import BUNDLED, find_model
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
+from nanoserve.frontend.command import command
 from nanoserve.llm import BUNDLED_MODEL, read_model
-from nanoserve.parallel.interrupts import quiet_end
 from nanoserve.tools import bookkeeping, roofline, workloads
 from nanoserve.tools.meter import peak_memory, profile, serve
 from nanoserve.tools.peers import Peer, compare
@@ -596,6 +596,6 @@ def print_result(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    with quiet_end():
+    with command():
         status = main()
     sys.exit(status)

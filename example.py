@@ -10,9 +10,8 @@ they outgrow the memory, so that the last ones have to give theirs back for a wh
 """
 
 import argparse
-import os
-import signal
-import sys
+
+from nanoserve.frontend.command import command
 
 PROMPTS = [
     "Once upon a time",
@@ -47,7 +46,6 @@ def main() -> None:
     parser.add_argument("--trace", metavar="FILE", help="record every step: .html to look at, or "
                         ".json for Perfetto; without prompts of a run made to be looked at")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, stop_loading)
     from nanoserve import LLM, SamplingParams  # here: it loads torch, which takes seconds
 
     to_look_at = bool(args.trace) and not args.prompts and not args.model
@@ -59,7 +57,6 @@ def main() -> None:
             for prompt in prompts]
         llm = LLM(*([args.model] if args.model else []), trace=args.trace,
                   **(LITTLE if to_look_at else {}))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         outputs = llm.generate(prompts, params)
     except ValueError as error:
         parser.error(str(error))
@@ -67,16 +64,6 @@ def main() -> None:
         print(f"\n{output.prompt} =>{output.outputs[0].text}")
 
 
-def stop_loading(*_) -> None:
-    """Ctrl-C while libraries are loaded. A `KeyboardInterrupt` would be raised somewhere inside of
-    them, where some catch it and some end the process with a message of their own."""
-    os.write(2, b"interrupted\n")
-    os._exit(130)
-
-
 if __name__ == "__main__":
-    try:
+    with command():
         main()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)  # what a shell expects of a program that Ctrl-C ended

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from nanoserve.parallel.interrupts import ctrl_c_kills, quiet_end
+from nanoserve.frontend.command import command
 
 HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
 # A word, and the module with its `main`.
@@ -34,16 +34,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{module} is not there: it belongs to an annex, which may be deleted",
               file=sys.stderr)
         return 2
-    try:
-        with ctrl_c_kills():
-            command = import_module(module)
-    except ModuleNotFoundError as error:
-        room = module.split(".")[1]  # an extra has its annex's name
-        print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
-              f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
-        return 2
-    with quiet_end():
-        return command.main(rest) or 0
+    with command():
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as error:
+            room = module.split(".")[1]  # an extra has its annex's name
+            print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
+                  f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
+            return 2
+        return found.main(rest) or 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ previous step's tokens (overlap depth 1), otherwise after (depth 0). Both give t
 **Who may call what.** Threads share an engine and take turns, step by step. A signal handler, or
 the garbage collector closing a forgotten stream, runs in the middle of a step. Both may call
 `abort` and `shutdown`, which then only put an order into a queue; it is processed between two steps
-(parallel/interrupts.py).
+(parallel/turns.py).
 
 Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
@@ -36,7 +36,7 @@ from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.interrupts import Turns
+from nanoserve.parallel.turns import Turns
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 

@@ -40,8 +40,7 @@ MAY_IMPORT = {
     "model_runner": ["checkpoint/*", "parallel/*", "device/*", "config", "sequence", "batch", "ops",
                      "layers", "model", "controls", "sampler"],
     "frontend/*": ["config", "sequence", "scheduler", "checkpoint/*", "words/*", "frontend/*"],
-    "engine": ["scheduler", "model_runner", "frontend/*", "config", "sequence",
-               "parallel/interrupts"],  # beyond the design: Ctrl-C, which parallel/ needs, too
+    "engine": ["scheduler", "model_runner", "frontend/*", "config", "sequence", "parallel/turns"],
     "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
             "device/*", "words/*", "config", "sequence"],
 }
@@ -52,7 +51,7 @@ LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
         "words/vllm", "words/rules", "config", "sequence", "block_manager",
-        "scheduler", "frontend/metrics", "frontend/prompts"]
+        "scheduler", "frontend/command", "frontend/metrics", "frontend/prompts", "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}

@@ -13,8 +13,8 @@ from nanoserve.tools.house import PACKAGE
 EXAMPLE = PACKAGE.parent / "example.py"
 
 
-def test_ctrl_c_ends_in_one_line():
-    """While it generates: a line, no traceback, and the exit status that a shell expects."""
+def test_ctrl_c_ends_it_in_silence():
+    """While it generates: no traceback, and the exit status that a shell expects."""
     example = subprocess.Popen(
         [sys.executable, EXAMPLE, "--max-tokens", "400"], stderr=subprocess.PIPE, text=True,
         stdout=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"})
@@ -26,21 +26,19 @@ def test_ctrl_c_ends_in_one_line():
     out, rest = example.communicate(timeout=60)
     assert example.returncode == 130 and out == ""
     bar = "Processed prompts"
-    assert [line for line in rest.splitlines() if line and bar not in line] == ["interrupted"]
+    assert [line for line in rest.splitlines() if line and bar not in line] == []
 
 
-def test_ctrl_c_while_torch_is_loaded_ends_in_one_line():
-    """Loading takes seconds, so that is where it is often pressed. What is loaded here is a module
-    that catches whatever is raised in it, as there are some in the libraries."""
-    code = ("import os, runpy, sys, time, types\n"
-            "def load(name):\n"
-            "    try: os.kill(os.getpid(), 2); time.sleep(60)\n"
-            "    except BaseException: return print\n"
-            "sys.modules['nanoserve'] = fake = types.ModuleType('nanoserve')\n"
-            "fake.__getattr__ = load\n"
-            f"sys.argv = ['example.py']; runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+def test_ctrl_c_while_torch_is_loaded_ends_it_in_silence():
+    """Loading takes seconds, so that is where it is often pressed. Libraries may catch it."""
+    example = subprocess.Popen([sys.executable, "-X", "importtime", EXAMPLE], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in example.stderr:
+        if " torch." in line:  # one of hundreds of its modules is there
+            break
+    example.send_signal(signal.SIGINT)
+    out, rest = example.communicate(timeout=60)
+    assert example.returncode == 130 and out == "" and "Traceback" not in rest
 
 
 def test_the_traced_run_has_something_to_look_at(tmp_path):

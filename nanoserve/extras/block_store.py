@@ -46,7 +46,7 @@ from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
 from nanoserve.extras.block_pool import HostPool, Slots
 from nanoserve.extras.block_prefetch import Prefetcher
 from nanoserve.frontend.metrics import Counter
-from nanoserve.parallel.interrupts import ctrl_c_held
+from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own

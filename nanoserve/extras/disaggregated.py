@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import RequestOutputKind
+from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import say
 from nanoserve.frontend.outputs import RequestOutput
 
@@ -190,8 +191,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         main()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)

@@ -43,7 +43,7 @@ from safetensors.torch import load, save
 from nanoserve.batch import MIN_BUFFER, Batch
 from nanoserve.config import EngineConfig
 from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
-from nanoserve.parallel.interrupts import ctrl_c_held
+from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry
 
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow

@@ -36,8 +36,8 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from nanoserve.parallel.interrupts import ctrl_c_held
 from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel.signals import ctrl_c_held
 
 START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters start, torch loads
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long

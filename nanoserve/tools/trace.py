@@ -35,6 +35,7 @@ from math import inf
 from pathlib import Path
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
+from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
@@ -285,4 +286,5 @@ def _cell(step: Step, seq: Sequence, first_time: bool) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with command():
+        main()

@@ -43,6 +43,7 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
+from nanoserve.frontend.command import command
 from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
 
@@ -340,4 +341,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with command():
+        sys.exit(main())

@@ -1,10 +1,7 @@
 """`python -m nanoserve` tells what there is; a command that isn't there is explained."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -28,66 +25,6 @@ def test_the_page_from_anywhere(tmp_path, monkeypatch):
                   "python -m nanoserve.tools.trace\n", "from nanoserve import LLM"):
         assert words in shown
     assert all(len(line) <= 100 for line in shown.splitlines())
-
-
-@pytest.mark.parametrize("command", [["-m", "nanoserve"], ["bench.py", "--scheduler"]])
-def test_a_reader_that_has_seen_enough_ends_a_command_in_silence(command):
-    """`| head` left a traceback on the screen."""
-    ours, theirs = os.pipe()
-    os.close(ours)
-    done = subprocess.run([sys.executable, *command], cwd=PACKAGE.parent, stdout=theirs,
-                          stderr=subprocess.PIPE, text=True)
-    os.close(theirs)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-LOADING = """
-import os, time
-from nanoserve import __main__ as door
-def load(module):
-    try: os.kill(os.getpid(), 2); time.sleep(60)
-    except BaseException: print("caught")
-door.import_module = load
-door.main([])
-"""
-RUNNING = """
-import os, time
-from nanoserve.parallel.interrupts import quiet_end
-with quiet_end():
-    os.kill(os.getpid(), 2); time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("code, status", [(LOADING, -signal.SIGINT), (RUNNING, 130)],
-                         ids=["loading", "running"])
-def test_ctrl_c_ends_a_command_in_silence(code, status):
-    """While libraries are loaded, some of which catch whatever is raised there; and later."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
-
-
-def test_a_command_without_standard_output_ends_well():
-    """As a service may be started: it ended with an AttributeError."""
-    done = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -m nanoserve about >&-"],
-                          cwd=PACKAGE.parent, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_ctrl_c_stays_ignored_while_a_command_is_loaded(monkeypatch):
-    """In a shell's background; and in a thread, where no handler can be set, nothing is tried."""
-    seen = []
-    monkeypatch.setattr(door, "import_module",
-                        lambda name: seen.append(signal.getsignal(signal.SIGINT)) or about)
-    monkeypatch.setattr(about, "main", lambda argv: 0)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        assert door.main([]) == 0 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-    thread = threading.Thread(target=lambda: seen.append(door.main([])))
-    thread.start()
-    thread.join(60)
-    assert seen == [signal.SIG_IGN, before, 0]
 
 
 def test_it_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):

@@ -1,0 +1,95 @@
+"""Ctrl-C is held back while state changes.
+
+Python delivers Ctrl-C between any two lines of the main thread. A change that must not be left half
+done stands in a `with ctrl_c_held()` block, which notes the signal and delivers it at its end: so
+does the start and the end of a rank's process.
+
+    with ctrl_c_held():        Ctrl-C is noted
+        ...                    changes that belong together
+    KeyboardInterrupt          is raised here, if Ctrl-C was noted
+
+Where such a block has to wait, `with ctrl_c_held() as noted` says whether to wait any longer. A
+thread's turn with an engine is a `Hold`, too, with a `Pause` where it waits for the device
+(parallel/turns.py).
+
+Not known here: threads that wait, steps, ranks. Road not taken: to block the signal in the main
+thread (`pthread_sigmask`). Another thread then gets it, and Python still runs its handler in the
+main thread.
+"""
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import Any
+
+
+class Hold:
+    """Ctrl-C is held from `begin` to `end`. Signals reach only the main thread: in other threads
+    nothing is done."""
+
+    def __init__(self):
+        self.noted: list[tuple] = []
+        self.handler: Any = None  # the one from before `begin`, which gets what was noted
+        self.is_open = False  # the next signal is let through: see `Pause`
+
+    def begin(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if in_main_thread() and callable(handler):
+            self.handler = handler
+            signal.signal(signal.SIGINT, self.note)
+
+    def note(self, *args: Any) -> None:
+        self.noted.append(args)
+        if self.is_open:
+            self.deliver(self.handler)
+
+    def deliver(self, handler: Any) -> None:
+        """Hand on what was noted, if anything was: as a rule, this raises `KeyboardInterrupt`."""
+        self.is_open = False
+        if self.noted:
+            first, self.noted[:] = self.noted[0], []
+            handler(*first)
+
+    def end(self) -> None:
+        if in_main_thread() and self.handler is not None:
+            handler, self.handler = self.handler, None
+            signal.signal(signal.SIGINT, handler)
+            self.deliver(handler)
+
+
+class Pause:
+    """Within a hold: a `with` block into which Ctrl-C is let through, unless an inner hold has it.
+
+    No generator with `contextmanager`: Ctrl-C just before its end would leave it half done, and
+    Python would resume it when it collects it, much later.
+    """
+
+    def __init__(self, hold: Hold):
+        self.hold = hold
+
+    def __enter__(self) -> None:
+        self.hold.is_open = in_main_thread()
+        if self.hold.is_open and self.hold.noted:
+            self.hold.deliver(self.hold.handler)
+
+    def __exit__(self, *exc_info) -> None:
+        self.hold.is_open = False
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def ctrl_c_held():
+    """Hold Ctrl-C until the `with` block is done, so that it never interrupts it half-way.
+
+    `with` blocks may be nested: the inner one hands the signal on to the outer one. Yields a list,
+    in which the signals are that were noted so far.
+    """
+    hold = Hold()
+    hold.begin()
+    try:
+        yield hold.noted
+    finally:
+        hold.end()

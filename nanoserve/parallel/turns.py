@@ -1,0 +1,123 @@
+"""Threads that share an engine take turns, and each gets its own.
+
+A turn is a `with` block. Ctrl-C is held from its beginning to its end, because it may come between
+any two lines of `__exit__`, too. There it once left a turn that no one could end.
+
+    with turns:                        this thread's turn; others wait
+        ...                            Ctrl-C is held,
+        with turns.interruptible():    but not here
+            ...
+    turns.order(work)      from anywhere: another thread, a signal handler, a finalizer
+
+A signal handler or a finalizer may run in the middle of its own thread's turn. So its work is an
+*order*: it is put into a queue, and done at once if no turn is taken, else when the turn ends.
+
+A plain lock is unfair: the thread that has just released it usually takes it again. So there is a
+second lock, the *doorway*. A thread holds the doorway while it waits for a turn; a thread that
+wants another turn must first get the doorway.
+
+Not known here: steps, requests. Road not taken: a thread of the engine's own, to which the others
+send their work: see engine.py.
+"""
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from nanoserve.parallel.signals import Hold, Pause, ctrl_c_held
+
+POLL = 0.1  # seconds after which a thread that waits for its turn looks for Ctrl-C
+
+
+class Turns:
+    """`with turns:` is a turn of this thread. It may be nested: once more inside is free."""
+
+    def __init__(self):
+        # Both reentrant: a signal's handler may come while its own thread waits in the doorway.
+        self.lock, self.doorway = threading.RLock(), threading.RLock()
+        self.depth = 0  # turns within turns of the thread that has the lock
+        self.orders: deque[Callable[[], None]] = deque()
+        self.hold = Hold()
+
+    def __enter__(self) -> None:
+        if not self._is_mine():
+            self.hold.begin()
+            self._wait_for(self.doorway)
+            try:
+                self._wait_for(self.lock)
+            finally:
+                self.doorway.release()
+        self.depth += 1
+
+    def _wait_for(self, lock: Any) -> None:
+        while not lock.acquire(timeout=POLL):
+            if self.hold.noted:
+                self.hold.end()
+                self.hold.begin()  # its handler has raised nothing: wait on
+
+    def __exit__(self, *exc_info) -> None:
+        """Errors of orders are printed: they are not the fault of the caller whose turn it was."""
+        self.depth -= 1
+        if self.depth:
+            return
+        try:
+            try:
+                errors = self._carry_out()
+            finally:
+                self.lock.release()
+            for _, error in errors + self._carry_out():  # what came while the lock was given back
+                traceback.print_exception(error)
+        finally:
+            self.hold.end()
+
+    def interruptible(self) -> Pause:
+        """In the middle of a turn: within this `with` block Ctrl-C is not held. One that was noted
+        is delivered at once."""
+        return Pause(self.hold)
+
+    def order(self, work: Callable[[], None]) -> None:
+        """Do `work` now or when the turn ends; never waits. Raises work's error if done now. Those
+        of other threads' orders, if they are done here, too, are printed."""
+        self.orders.append(work)
+        mine = None
+        for done, error in self._carry_out():
+            if done is work:
+                mine = error
+            else:
+                traceback.print_exception(error)
+        if mine is not None:
+            raise mine
+
+    def is_within(self) -> bool:
+        """Whether this thread is in the middle of a turn."""
+        return bool(self.depth) and self._is_mine()
+
+    def _carry_out(self) -> list[tuple[Callable, Exception]]:
+        """Do all orders; returns those that failed, with their errors. If a turn is not over, its
+        end does them."""
+        errors: list[tuple[Callable, Exception]] = []
+        if not self.orders:
+            return errors
+        with ctrl_c_held():  # what is off the queue is done, too
+            while self.orders and self.lock.acquire(blocking=False):
+                try:
+                    if self.depth:  # this thread's own turn: it is a handler that asks
+                        break
+                    self.depth = 1  # an order's own orders come after it
+                    try:
+                        while self.orders:
+                            work = self.orders.popleft()
+                            try:
+                                work()
+                            except Exception as error:
+                                errors.append((work, error))
+                    finally:  # also when an order ends the script
+                        self.depth = 0
+                finally:
+                    self.lock.release()
+        return errors
+
+    def _is_mine(self) -> bool:
+        return self.lock._is_owned()  # no public name; threading.Condition asks like this, too
