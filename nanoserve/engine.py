@@ -11,8 +11,7 @@ previous step's tokens (overlap depth 1), otherwise after (depth 0). Both give t
 
 **Who may call what.** Threads share an engine and take turns, step by step. A signal handler, or
 the garbage collector closing a forgotten stream, runs in the middle of a step. Both may call
-`abort` and `shutdown`, which then only put an order into a queue; it is processed between two steps
-(parallel/turns.py).
+`abort` and `shutdown`: their work is then posted, and done between two steps (parallel/turns.py).
 
 Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
@@ -254,7 +253,7 @@ class LLMEngine:
         so far go to their inboxes, with `finish_reason` "abort". Threads, signal handlers and
         finalizers may call `abort` at any time. Raises a tokenizer's error if it fails on the rest
         of a text."""
-        self.turns.order(lambda: self._abort(request_ids))
+        self.turns.post(lambda: self._abort(request_ids))
 
     def _abort(self, request_ids: list[str]) -> None:
         """End the requests now. A tokenizer's error is raised after all have ended and all outputs
@@ -290,7 +289,7 @@ class LLMEngine:
         Waits for another thread's step. Called within a step, by a signal handler, it takes effect
         when that step ends."""
         if self.turns.is_within():
-            self.turns.order(self._close)
+            self.turns.post(self._close)
         else:
             with self.turns, self.turns.interruptible():
                 self._close()

@@ -7,10 +7,10 @@ any two lines of `__exit__`, too. There it once left a turn that no one could en
         ...                            Ctrl-C is held,
         with turns.interruptible():    but not here
             ...
-    turns.order(work)      from anywhere: another thread, a signal handler, a finalizer
+    turns.post(work)       from anywhere: another thread, a signal handler, a finalizer
 
-A signal handler or a finalizer may run in the middle of its own thread's turn. So its work is an
-*order*: it is put into a queue, and done at once if no turn is taken, else when the turn ends.
+A signal handler or a finalizer may run in the middle of its own thread's turn. So its work is
+*posted*: put into a queue, and done at once if no turn is taken, else when the turn ends.
 
 A plain lock is unfair: the thread that has just released it usually takes it again. So there is a
 second lock, the *doorway*. A thread holds the doorway while it waits for a turn; a thread that
@@ -37,8 +37,8 @@ class Turns:
     def __init__(self):
         # Both reentrant: a signal's handler may come while its own thread waits in the doorway.
         self.lock, self.doorway = threading.RLock(), threading.RLock()
-        self.depth = 0  # turns within turns of the thread that has the lock
-        self.orders: deque[Callable[[], None]] = deque()
+        self.nesting = 0  # turns within turns of the thread that has the lock
+        self.posted: deque[Callable[[], None]] = deque()
         self.hold = Hold()
 
     def __enter__(self) -> None:
@@ -49,7 +49,7 @@ class Turns:
                 self._wait_for(self.lock)
             finally:
                 self.doorway.release()
-        self.depth += 1
+        self.nesting += 1
 
     def _wait_for(self, lock: Any) -> None:
         while not lock.acquire(timeout=POLL):
@@ -58,16 +58,16 @@ class Turns:
                 self.hold.begin()  # its handler has raised nothing: wait on
 
     def __exit__(self, *exc_info) -> None:
-        """Errors of orders are printed: they are not the fault of the caller whose turn it was."""
-        self.depth -= 1
-        if self.depth:
+        """Errors of posted work are printed: the caller whose turn it was is not at fault."""
+        self.nesting -= 1
+        if self.nesting:
             return
         try:
             try:
-                errors = self._carry_out()
+                errors = self._do_posted()
             finally:
                 self.lock.release()
-            for _, error in errors + self._carry_out():  # what came while the lock was given back
+            for _, error in errors + self._do_posted():  # what came while the lock was given back
                 traceback.print_exception(error)
         finally:
             self.hold.end()
@@ -77,12 +77,12 @@ class Turns:
         is delivered at once."""
         return Pause(self.hold)
 
-    def order(self, work: Callable[[], None]) -> None:
-        """Do `work` now or when the turn ends; never waits. Raises work's error if done now. Those
-        of other threads' orders, if they are done here, too, are printed."""
-        self.orders.append(work)
+    def post(self, work: Callable[[], None]) -> None:
+        """Do `work` now or when the turn ends; never waits. Raises work's error if done now. Errors
+        of what other threads have posted, if it is done here, too, are printed."""
+        self.posted.append(work)
         mine = None
-        for done, error in self._carry_out():
+        for done, error in self._do_posted():
             if done is work:
                 mine = error
             else:
@@ -92,29 +92,29 @@ class Turns:
 
     def is_within(self) -> bool:
         """Whether this thread is in the middle of a turn."""
-        return bool(self.depth) and self._is_mine()
+        return bool(self.nesting) and self._is_mine()
 
-    def _carry_out(self) -> list[tuple[Callable, Exception]]:
-        """Do all orders; returns those that failed, with their errors. If a turn is not over, its
-        end does them."""
+    def _do_posted(self) -> list[tuple[Callable, Exception]]:
+        """Do all that is posted; returns what failed, with its errors. If a turn is not over, its
+        end does it."""
         errors: list[tuple[Callable, Exception]] = []
-        if not self.orders:
+        if not self.posted:
             return errors
         with ctrl_c_held():  # what is off the queue is done, too
-            while self.orders and self.lock.acquire(blocking=False):
+            while self.posted and self.lock.acquire(blocking=False):
                 try:
-                    if self.depth:  # this thread's own turn: it is a handler that asks
+                    if self.nesting:  # this thread's own turn: it is a handler that asks
                         break
-                    self.depth = 1  # an order's own orders come after it
+                    self.nesting = 1  # what the work posts itself comes after it
                     try:
-                        while self.orders:
-                            work = self.orders.popleft()
+                        while self.posted:
+                            work = self.posted.popleft()
                             try:
                                 work()
                             except Exception as error:
                                 errors.append((work, error))
-                    finally:  # also when an order ends the script
-                        self.depth = 0
+                    finally:  # also when work ends the script
+                        self.nesting = 0
                 finally:
                     self.lock.release()
         return errors

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.floor
 
 def test_a_handler_that_comes_while_its_thread_waits():
     """It met its own thread at a lock that wasn't reentrant: both waited for ever. Now it only
-    leaves an order, which the thread that has the turn carries out."""
+    posts its work, which the thread that has the turn does."""
     turns, ran, held = Turns(), [], threading.Event()
 
     def holds() -> None:
@@ -25,7 +25,7 @@ def test_a_handler_that_comes_while_its_thread_waits():
             held.set()
             time.sleep(0.3)
 
-    previous = signal.signal(signal.SIGALRM, lambda *_: turns.order(lambda: ran.append("handler")))
+    previous = signal.signal(signal.SIGALRM, lambda *_: turns.post(lambda: ran.append("handler")))
     thread = threading.Thread(target=holds)
     try:
         thread.start()
@@ -40,7 +40,7 @@ def test_a_handler_that_comes_while_its_thread_waits():
     assert sorted(ran) == ["handler", "waits"]
 
 
-def test_ctrl_c_does_not_lose_an_order():
+def test_ctrl_c_does_not_lose_posted_work():
     """It may come behind every call, so between taking one off the queue and calling it, too."""
     turns, ran = Turns(), []
 
@@ -49,12 +49,12 @@ def test_ctrl_c_does_not_lose_an_order():
             signal.raise_signal(signal.SIGINT)
             return super().popleft()
 
-    turns.orders = Interrupted()
+    turns.posted = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         with turns:
             for name in "ab":
-                turns.order(lambda name=name: ran.append(name))
-    assert ran == ["a", "b"] and not turns.depth
+                turns.post(lambda name=name: ran.append(name))
+    assert ran == ["a", "b"] and not turns.nesting
     with turns:
         pass  # it can still be taken
     thread = threading.Thread(target=turns.__enter__)
@@ -81,7 +81,7 @@ def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
 
         def work():
             with turns:
-                turns.order(lambda: ran.append("order"))
+                turns.post(lambda: ran.append("posted"))
                 with turns, turns.interruptible():
                     ran.append("turn")
 
@@ -99,8 +99,8 @@ def test_ctrl_c_at_any_line_leaves_turns_that_can_be_taken():
         other = threading.Thread(target=lambda: turns.__enter__() or turns.__exit__())
         other.start()
         other.join(60)
-        assert not other.is_alive() and not turns.orders
-        assert ran in ([], ["order"], ["turn", "order"])
+        assert not other.is_alive() and not turns.posted
+        assert ran in ([], ["posted"], ["turn", "posted"])
         return interrupted
 
     number = 1
@@ -126,44 +126,44 @@ def test_a_turn_leaves_the_handler_that_it_finds():
         signal.signal(signal.SIGINT, previous)
 
 
-def test_an_order_fails_for_itself(capsys):
-    """Whose turn it is has nothing to do with it; and it is carried out once, at the very end."""
+def test_posted_work_fails_for_itself(capsys):
+    """Whose turn it is has nothing to do with it; and it is done once, at the very end."""
     turns, ran = Turns(), []
     with turns:
         with turns:
-            turns.order(lambda: ran.append(1))
-            turns.order(lambda: 1 / 0)
-            turns.order(lambda: ran.append(2))
+            turns.post(lambda: ran.append(1))
+            turns.post(lambda: 1 / 0)
+            turns.post(lambda: ran.append(2))
         assert not ran
     assert ran == [1, 2] and "ZeroDivisionError" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):  # in nobody's turn
-        turns.order(lambda: 1 / 0)
+        turns.post(lambda: 1 / 0)
 
 
-def test_the_errors_of_orders_that_are_done_together_are_all_told(capsys):
+def test_the_errors_of_work_that_is_done_together_are_all_told(capsys):
     """The error of whichever was first was raised for another's work, and the rest were lost."""
     turns = Turns()
-    turns.orders.append(lambda: 1 / 0)  # of a thread that has not come to it yet
+    turns.posted.append(lambda: 1 / 0)  # of a thread that has not come to it yet
     with pytest.raises(KeyError):
-        turns.order(lambda: {}["mine"])
+        turns.post(lambda: {}["mine"])
     assert "ZeroDivisionError" in capsys.readouterr().err
-    turns.orders.append(lambda: 1 / 0)
-    turns.order(lambda: None)  # which did not fail
+    turns.posted.append(lambda: 1 / 0)
+    turns.post(lambda: None)  # which did not fail
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_an_order_that_ends_the_script_does_not_end_the_orders():
-    """SystemExit and its like go through; whoever catches it can still give orders."""
+def test_posted_work_that_ends_the_script_does_not_end_the_posting():
+    """SystemExit and its like go through; whoever catches it can still post."""
     turns, ran = Turns(), []
     with pytest.raises(SystemExit):
-        turns.order(lambda: exec("raise SystemExit"))
-    turns.order(lambda: ran.append(1))
+        turns.post(lambda: exec("raise SystemExit"))
+    turns.post(lambda: ran.append(1))
     assert ran == [1] and not turns.is_within()
 
 
-def test_an_order_of_an_order_is_carried_out_after_it():
+def test_work_that_work_posts_is_done_after_it():
     turns, ran = Turns(), []
-    turns.order(lambda: (turns.order(lambda: ran.append("inner")), ran.append("outer")))
+    turns.post(lambda: (turns.post(lambda: ran.append("inner")), ran.append("outer")))
     assert ran == ["outer", "inner"]
 
 
