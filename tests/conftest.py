@@ -99,7 +99,7 @@ def dummy(tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory) -> Path:
     """Shapes without weights, as a user's own config.json would be."""
-    from nanoserve.tools.roofline import MODELS
+    from benchmarks.roofline import MODELS
 
     folder = tmp_path_factory.mktemp("toy")
     config = MODELS["Qwen3-0.6B"] | dict(
@@ -112,7 +112,7 @@ def toy(tmp_path_factory) -> Path:
 @pytest.fixture
 def known_machine(monkeypatch):
     """What the machine can do is measured in one test only; elsewhere it takes time for nothing."""
-    from nanoserve.tools import roofline
+    from benchmarks import roofline
 
     monkeypatch.setattr(roofline, "measure",
                         lambda device, dtype: roofline.Machine(3e10, 4e11))

@@ -1,7 +1,7 @@
 """Products with weights that stay int8: half the bytes of bfloat16, and so half the time to read.
 
 A decoding step of one sequence reads every weight once and computes next to nothing with it. So
-the weights' bytes are its time (see tools/roofline.py), and int8 ones need half of it. Each row of
+the weights' bytes are its time (benchmarks/roofline.py), and int8 ones need half of it. Each row of
 a matrix, the weights of one output, is rounded to whole numbers in [-127, 127] with one scale:
 
     row of the weight    0.52 -1.30 0.07 ...     scale = 1.30 / 127

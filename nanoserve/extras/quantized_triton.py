@@ -39,7 +39,7 @@ from nanoserve.device import kernels_fused
 from nanoserve.extras.int4_linear import GroupedRows, Portion, storable
 from nanoserve.extras.quantized_linear import Rows
 
-# By `table_line` and the most rows of a tile; chosen from the compiled code alone (kernel_report,
+# By `table_line` and the most rows of a tile; from the compiled code alone (benchmarks/kernels.py,
 # docs/LOG.md). Up to 16 rows wait for memory: long pieces of few outputs, loads of 128 bits. With
 # more rows there is more to compute: Hopper's wgmma starts at 64. A100's lines stay below the 99 KB
 # of smaller cards, and its tile of 128 is low, or it spills. float32 is for checks: without tensor

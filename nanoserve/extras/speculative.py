@@ -169,7 +169,7 @@ class NgramGuesser:
     """Copies what followed the last time. After wrong drafts a sequence gets none for 1, 2, 4, ...
     tokens: text that does not repeat itself should cost as much as without drafts. (Tried: a single
     draft after such a pause, and not all of them. It took two steps more for the greedy text of
-    bench_speculative, and saved none for the drawn one.)"""
+    benchmarks/speculative.py, and saved none for the drawn one.)"""
 
     def __init__(self, asked: dict):
         self.num_drafts = asked["num_speculative_tokens"]

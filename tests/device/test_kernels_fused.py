@@ -3,7 +3,7 @@
 Oracles: the functions of the same name in `ops`, and for draws a twin in sampling_twins.
 Kernels run in Triton's interpreter, in float32 and float16 (its bfloat16 is wrong). It checks no
 bounds: so tensors are views into larger ones, whose other parts are poisoned and must be neither
-read nor written. What the compiler makes of the same kernels is looked at in test_kernel_report.
+read nor written. What the compiler makes of these kernels: tests/benchmarks/test_kernels.py.
 """
 
 import inspect

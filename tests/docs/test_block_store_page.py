@@ -5,7 +5,7 @@ import re
 
 from pages import block_after, read, run
 
-from nanoserve.tools import bench_block_store
+from benchmarks import block_store
 
 PAGE = read("docs/block-store.md")
 
@@ -25,12 +25,12 @@ def test_the_bench_prints_the_pages_tables(capsys, monkeypatch):
     """With a tiny model, and as many tokens, conversations and rows as the page says: what is found
     doesn't depend on the model. By hand: 93 blocks of 16 are in 1,500 tokens; and of turns that ask
     for 100, 200, 300 and 400 tokens the last three find 96, 192 and 288, which is 58% of 1,000."""
-    tiny = bench_block_store.roofline.MODELS["Qwen3-0.6B"] | dict(
+    tiny = block_store.roofline.MODELS["Qwen3-0.6B"] | dict(
         num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
         head_dim=16, intermediate_size=32)
-    monkeypatch.setitem(bench_block_store.roofline.MODELS, "tiny", tiny)
-    bench_block_store.main(["--model", "tiny", "--rounds", "1"])
-    table = PAGE.partition("bench_block_store -->")[2].partition("<!-- end")[0]
+    monkeypatch.setitem(block_store.roofline.MODELS, "tiny", tiny)
+    block_store.main(["--model", "tiny", "--rounds", "1"])
+    table = PAGE.partition("benchmarks.block_store -->")[2].partition("<!-- end")[0]
     lines = without_times(capsys.readouterr().out)
     assert lines == without_times(table)
     assert [line.split(" | ")[2] for line in lines[2:5]] == ["0", "1,488", "1,488"]

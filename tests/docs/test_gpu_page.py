@@ -9,16 +9,15 @@ PAGE = read("docs/gpu.md")
 
 
 def test_the_table_is_not_measured_or_what_was_measured():
-    """Every figure is of a committed results.json, which tests/gpu/measure.py wrote on a GPU."""
+    """Every figure is of a committed gpu.json, which benchmarks/gpu.py wrote on a GPU."""
     pytest.importorskip("triton")
-    import measure
-    from gpu_report import page_table
+    from benchmarks.gpu import RESULTS, page_table
 
     results = {}
-    if measure.RESULTS.exists():
-        results = json.loads(measure.RESULTS.read_text())
-        assert results["machine"]["device"] != "cpu", "a rehearsal is no measurement"
-    shown = PAGE[PAGE.index("<!-- printed by: python tests/gpu/measure.py --table -->"):]
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text())
+        assert results["machine"]["device"] != "cpu", "a dry run is no measurement"
+    shown = PAGE[PAGE.index("<!-- printed by: python -m benchmarks.gpu --table -->"):]
     assert shown.split("\n", 1)[1].startswith(page_table(results) + "\n")
     if not results:
         rows = [line.strip("| ").split(" | ") for line in shown.splitlines()[3:]

@@ -18,7 +18,7 @@ def test_the_example_prints_what_is_shown():
 
 def test_perplexity_costs_are_small():
     """Of 8 bits less than a percent, whole numbers or floats; of 4 bits less than five."""
-    printed = between(PAGE, "bench_quantization --corpus FILE -->", "<!-- end")
+    printed = between(PAGE, "benchmarks.quantization --corpus FILE -->", "<!-- end")
     rows = rows_of(printed)[1:]
     assert [row[:2] for row in rows] == [
         [dtype, one] for dtype in ("float32", "bfloat16")

@@ -4,8 +4,8 @@ import re
 
 from pages import block_after, read, run
 
+from benchmarks import structured
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.tools import bench_structured
 
 PAGE = read("docs/structured.md")
 
@@ -19,13 +19,13 @@ def test_the_example_prints_what_is_shown():
 
 def test_the_table_of_steps_is_real():
     """Its last column is time, which a page doesn't show and a test doesn't measure."""
-    table = bench_structured.steps_table(str(BUNDLED_MODEL), rounds=0)
+    table = structured.steps_table(str(BUNDLED_MODEL), rounds=0)
     assert "near-tie" not in table
-    shown = block_after(PAGE, "<!-- printed by: python -m nanoserve.tools.bench_structured")
+    shown = block_after(PAGE, "<!-- printed by: python -m benchmarks.structured")
     assert [line[:-7].rstrip() for line in table.splitlines()] == shown.splitlines()
 
 
 def test_masks_of_a_made_up_vocabulary_are_measured():
-    table = bench_structured.mask_table(num_rows=3, vocab_size=1000, rounds=1).splitlines()
+    table = structured.mask_table(num_rows=3, vocab_size=1000, rounds=1).splitlines()
     assert len(table) == 4 and table[0].startswith("3 rows, 1,000 tokens")
     assert all(re.search(r" +[\d,]+ +[\d,]+$", line) for line in table[1:])

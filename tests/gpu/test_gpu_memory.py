@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from gpu_checks import DEVICE, MB, alone, needs_gpu
-from gpu_engine import config_json
-from gpu_report import MODELS
 
+from benchmarks.gpu_engine import config_json
+from benchmarks.gpu_report import MODELS
 from nanoserve import LLM, SamplingParams
 
 pytestmark = needs_gpu

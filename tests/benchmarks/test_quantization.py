@@ -1,0 +1,50 @@
+"""The comparison of small weights with what was can be made; what it says of time is not judged."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoints import Reference
+
+from benchmarks import quantization
+from benchmarks.quantization import (
+    held_out_tokens,
+    loss,
+    measure_memory,
+    perplexity_table,
+    speed_table,
+)
+from nanoserve.llm import BUNDLED_MODEL
+
+TOKENS = [(7 * i * i + 3) % 250 for i in range(50)]
+
+
+def test_the_loss_is_that_of_transformers(checkpoints):
+    """Windows of 20 begin with the last token of the one before: each is predicted once."""
+    model, nats = Reference(checkpoints["qwen3"]).model, 0.0
+    for i in range(0, len(TOKENS) - 1, 20):
+        window = torch.tensor(TOKENS[i:i + 21])
+        with torch.no_grad():
+            logits = model(window[None, :-1]).logits[0]
+        nats += float(F.cross_entropy(logits, window[1:], reduction="sum"))
+    got = loss(TOKENS, checkpoints["qwen3"], 20, dtype="float32", device="cpu")
+    assert got == pytest.approx(nats / 49, rel=1e-4)
+
+
+def test_what_was_held_out_is_found_again(tmp_path):
+    """Every 50th piece of 8 KB, from the 26th on; the 14th paragraph completes the second one."""
+    paragraphs = [f"Paragraph {i:04}. {'word ' * 120}".strip() for i in range(30 * 13)]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join(paragraphs))
+    tokens = held_out_tokens(corpus, BUNDLED_MODEL)
+    assert 1000 < len(tokens) < 4000
+
+
+def test_the_tables_have_a_line_for_each_case(checkpoints, toy, monkeypatch):
+    monkeypatch.setattr(quantization, "PROMPT", 40)
+    lines = perplexity_table(TOKENS, checkpoints["qwen3"], 20)
+    assert len(lines) == 2 + 8 and lines[2].endswith("| 100.00% |")
+    lines = speed_table(toy, "float32", 1, [1, 2])
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1 row", "| 2 rows",
+                                                           "| a prompt of 40"]
+    found = measure_memory(str(toy), "float32", "int8")
+    assert found["peak"] >= found["resident"]
