@@ -27,7 +27,7 @@ from typing import Any
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.words import rules
 from nanoserve.words.rules import Rule, choice, number, option
-from nanoserve.words.vllm import OPTIONS, SAMPLING, takes_vllms_words
+from nanoserve.words.vllm import takes_vllms_words
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
@@ -76,7 +76,7 @@ BIASES = rules.numbers_by_id(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS,
 # ------------------------------------------------------------------- options
 
 
-@takes_vllms_words("LLM()", OPTIONS)
+@takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the user chose, in vLLM's words. `None` means "the engine decides" (see `resolved`).
@@ -204,7 +204,7 @@ class EngineConfig:
 # ------------------------------------------------------------------ requests
 
 
-@takes_vllms_words("SamplingParams", SAMPLING)
+@takes_vllms_words("SamplingParams", "SamplingParams")
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to turn logits into tokens and when to stop; names, defaults and meaning are vLLM's.

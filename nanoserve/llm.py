@@ -36,7 +36,7 @@ from nanoserve.frontend.request import InputProcessor, Request
 from nanoserve.model_runner import LAST_WORD, ModelRunner
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import check_shares
-from nanoserve.words.vllm import CALLS, missing_method, takes_vllms_words
+from nanoserve.words.vllm import missing_method, takes_vllms_words
 
 EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
@@ -119,7 +119,7 @@ class LLM(LLMEngine):
 
     # ------------------------------------------------------ offline batches
 
-    @takes_vllms_words("generate()", CALLS)
+    @takes_vllms_words("generate()", "call")
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
@@ -145,7 +145,7 @@ class LLM(LLMEngine):
                 progress.finished(output)
         return [results[request.request_id] for request in requests]
 
-    @takes_vllms_words("stream()", CALLS)
+    @takes_vllms_words("stream()", "call")
     def stream(self, prompts: Prompt | list[Prompt],
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                priority: list[int] | None = None,
@@ -159,7 +159,7 @@ class LLM(LLMEngine):
         self.inputs.check_generates()
         return self.drive(self.make_requests(prompts, sampling_params, priority, lora_request))
 
-    @takes_vllms_words("chat()", CALLS)
+    @takes_vllms_words("chat()", "call")
     def chat(self, messages: list, sampling_params: SamplingParams | list | None = None,
              use_tqdm: bool | Callable = True, *, stream: bool = False,
              chat_template: str | None = None, add_generation_prompt: bool = True,

@@ -33,7 +33,7 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
-from nanoserve.words.vllm import POOLING, takes_vllms_words
+from nanoserve.words.vllm import takes_vllms_words
 
 POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
 # The tasks of a model by its kind; the first is the default of a request.
@@ -44,7 +44,7 @@ ACTIVATIONS = {"identity": lambda x: x, "softmax": lambda x: x.softmax(-1),
 HEADS = ("lm_head.", "score.")  # heads that a checkpoint may have and that may be unused
 
 
-@takes_vllms_words("PoolerConfig", POOLING)
+@takes_vllms_words("PoolerConfig", "pooling")
 @dataclass(kw_only=True)
 class PoolerConfig:
     """How a model pools, where its files don't say it or are to be overruled."""

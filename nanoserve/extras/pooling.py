@@ -43,12 +43,12 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor
 from nanoserve.sequence import Sequence
-from nanoserve.words.vllm import CALLS, POOLING, takes_vllms_words
+from nanoserve.words.vllm import takes_vllms_words
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
 
 
-@takes_vllms_words("PoolingParams", POOLING)
+@takes_vllms_words("PoolingParams", "pooling")
 @dataclass(kw_only=True)
 class PoolingParams:
     """What one request asks for. Raises `ValueError` naming the field."""
@@ -261,7 +261,7 @@ class PoolingInputs(InputProcessor):
 
     # ------------------------------------------------------ offline batches
 
-    @takes_vllms_words("encode()", CALLS)
+    @takes_vllms_words("encode()", "call")
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
                pooling_task: str | None = None, use_tqdm: bool | Callable = True,

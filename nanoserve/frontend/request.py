@@ -31,7 +31,7 @@ from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
 from nanoserve.sequence import Sequence
-from nanoserve.words.vllm import PROMPTS, in_our_words
+from nanoserve.words.vllm import in_our_words
 
 
 @dataclass(eq=False)
@@ -304,7 +304,7 @@ class InputProcessor:
     def _read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
         """`TextPrompt`, `TokensPrompt`, or both in one."""
         try:
-            known = in_our_words("a prompt", prompt, ("prompt", "prompt_token_ids"), PROMPTS)
+            known = in_our_words("a prompt", "prompt", prompt, ("prompt", "prompt_token_ids"))
         except TypeError:  # a key that no template takes
             known = {}
         text, ids = known.get("prompt"), known.get("prompt_token_ids")

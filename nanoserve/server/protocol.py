@@ -6,10 +6,10 @@ A body passes three checks, and whatever fails is a 400 that names the field:
     meaning    `SamplingParams`, the chat template, the prompt  where offline requests are checked
     capacity   the prompt and max_tokens must fit together      api.py
 
-Three kinds of fields are not served. *Harmless* ones change nothing about the text and are passed
-over. *Refused* ones would change it, so that ignoring them would give another text than the one
-that was asked for; the answer says why and what to do instead. Any other unknown field is refused,
-too: it may be a misspelt one.
+Fields that are not served stand in the table of words/vllm.py. *Harmless* ones change
+nothing about the text and are passed over. Others would change it, so that ignoring them would give
+another text than the one that was asked for; the answer says what to do instead. A field without a
+row is refused, too: it may be a misspelt one.
 
 Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
 which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
@@ -26,28 +26,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nanoserve.config import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from nanoserve.words import vllm
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
-# They tell OpenAI who asks, or what to keep, and say nothing about the text. A prediction, or a
-# key for the prompt cache, is about speed.
-HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-            "prompt_cache_retention", "prediction", "parallel_tool_calls"}
-NO_TOOLS = "tools are not supported: leave it out, and write into the prompt what you need"
-# Field: (the values that ask for nothing, why others are refused).
-REFUSED: dict[str, tuple[tuple, str]] = {
-    "tools": (([],), NO_TOOLS), "functions": (([],), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS), "function_call": (("none", "auto"), NO_TOOLS),
-    "audio": ((), "audio is not supported: leave it out"),
-    "modalities": ((["text"],), 'only ["text"] is supported: this model writes text'),
-    "suffix": (("",), "text in front of a suffix can't be filled in: put all of it in the prompt"),
-    "best_of": ((1,), "best_of is not supported: ask for n samples with logprobs, and choose"),
-    "reasoning_effort": ((), "reasoning_effort is not supported: many chat templates take such a "
-                         "setting through chat_template_kwargs"),
-    "verbosity": ((), "verbosity is not supported: say in the prompt how long the answer is"),
-    "web_search_options": ((), "this server has no web search: leave it out"),
-    "chat_template": ((), "a template is a program, and comes with the server: nanoserve serve "
-                      "--chat-template FILE"),
-}
 # What a client may not put among a template's variables: arguments of the tokenizer's method.
 NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
                      "add_generation_prompt", "continue_final_message", "truncation", "max_length",
@@ -86,14 +67,17 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def pass_over_or_refuse(cls, body: Any) -> Any:
-        """Runs before the fields are looked at."""
+        """Runs before the fields are looked at. A name without a row is left to pydantic."""
         if not isinstance(body, dict):
             return body
-        body = {name: value for name, value in body.items() if name not in HARMLESS}
-        for name, (idle, reason) in REFUSED.items():
-            if name in body and body.pop(name) not in (None, *idle):
-                raise BadRequest(f"{name}: {reason}", name)
-        return body
+        kept = {}
+        for name, value in body.items():
+            row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
+            if name in cls.model_fields or row is None:
+                kept[name] = value
+            elif not row.asks_for_nothing(value):
+                raise BadRequest(f"{name} is not supported: {row.remedy}", name)
+        return kept
 
 
 class StreamOptions(BaseModel):

@@ -21,7 +21,7 @@ ENGINE_DEFAULTS = dict(
     gpu_memory_utilization=0.9, cpu_offload_gb=0, enforce_eager=False, enable_prefix_caching=None,
     enable_chunked_prefill=None, disable_custom_all_reduce=False, hf_token=None, hf_overrides=None,
     mm_processor_kwargs=None, limit_mm_per_prompt={}, pooler_config=None, compilation_config=None,
-    structured_outputs_config=None, logits_processors=None, enable_lora=False, lora_modules=None,
+    structured_outputs_config=None, logits_processors=None, enable_lora=False,
     kv_cache_dtype="auto", kv_transfer_config=None, distributed_executor_backend=None,
     enable_expert_parallel=False, download_dir=None, load_format="auto", config_format="auto",
     max_logprobs=-1, use_tqdm_on_load=True, model_impl="auto", generation_config="auto",
@@ -97,23 +97,29 @@ def test_one_thing_under_two_names_is_refused():
         EngineConfig(model="m", expert_parallel=True, enable_expert_parallel=False)
 
 
-def test_no_word_is_ours_and_refused_at_once():
-    """A feature that arrives has to remove its line: the table would never be asked again."""
-    for record, table in ((EngineConfig, vllm.OPTIONS),
-                          (SamplingParams, vllm.SAMPLING)):
-        assert not {field.name for field in dataclasses.fields(record)} & set(table)
-        assert set(vllm.LEFT_OPEN) & set(table) == set()
-    tables = (vllm.OPTIONS, vllm.SAMPLING, vllm.CALLS)
-    for word in vllm.NOTHING:
-        assert any(word in table for table in tables), word
+def test_no_name_is_ours_and_refused_at_once():
+    """A feature that arrives takes its name out of the table, which would be asked no more."""
+    for record, taker in ((EngineConfig, "LLM"), (SamplingParams, "SamplingParams")):
+        assert not [field.name for field in dataclasses.fields(record)
+                    if (row := vllm.ROWS.get((taker, field.name))) and row.nothing != (None,)]
 
 
-def test_the_sentences_are_sentences():
-    """The way round is named in words, on one line."""
-    for table in (vllm.OPTIONS, vllm.SAMPLING, vllm.CALLS, vllm.PROMPTS,
-                  vllm.POOLING, vllm.METHODS):
-        for word, way_round in table.items():
-            assert len(way_round.split()) > 1 and "\n" not in way_round, word
+def test_a_name_has_one_row_for_each_who_takes_it():
+    takers = {"LLM", "SamplingParams", "call", "prompt", "pooling", "method", "body"}
+    pairs = [(taker, name) for row in vllm.TABLE for taker in row.takers.split()
+             for name in row.names.split()]
+    assert len(pairs) == len(set(pairs)) and {taker for taker, _ in pairs} == takers
+    for row in vllm.TABLE:
+        assert not (row.remedy and row.ours) and (row.remedy or row.nothing in ((), (None,))), row
+
+
+@pytest.mark.parametrize("word", ["enable_eplb", "ubatch_size", "scheduler_cls",
+                                  "mamba_block_size", "data_parallel_rank"])
+def test_a_name_without_a_row_is_compared_with_none_that_is_only_similar(word):
+    """By difflib's usual measure mamba_block_size would be block_size, and enable_eplb
+    enable_lora."""
+    with pytest.raises(TypeError, match=rf"LLM\(\) has no {word}: its help\(\) tells what"):
+        EngineConfig(model="m", **{word: True})
 
 
 def test_a_clone_shares_nothing():
