@@ -4,7 +4,7 @@ A wheel can't know which instructions a CPU has. So it contains the source, and 
 compiler makes a library of it once. The library's name has a hash of all that went into it, and a
 digest of the library itself:
 
-    source, flags, the compiler's version, the CPU's features, torch's OpenMP library
+    source and headers, flags, the compiler's version, the CPU's features, torch's OpenMP library
       └──► ~/.cache/nanoserve/cpu-2f6a…-91c0….so
 
 Invariants: what lies in that folder will be run, so folder and file must be this user's, closed to
@@ -56,7 +56,7 @@ def load(source: Path | None = None) -> ctypes.CDLL:
     # A home may be shared by machines with different CPUs. The compiler's macros name the features.
     version, macros = (run([*command, *question.split()]) for question in (
         "--version", f"-dM -E -x c++ {os.devnull}"))
-    key = digest(repr((source.read_bytes(), command, version, macros, openmp)).encode())
+    key = digest(repr((contents(source), command, version, macros, openmp)).encode())
     try:
         import fcntl  # not on Windows
         kept = cache_folder()
@@ -74,6 +74,14 @@ def load(source: Path | None = None) -> ctypes.CDLL:
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:24]
+
+
+def contents(source: Path) -> bytes:
+    """The source, and behind it the files of ours that it includes (the others are the compiler's),
+    with those that they include."""
+    text = source.read_bytes()
+    included = re.findall(rb'^#include "(.+)"', text, re.M)
+    return b"".join([text, *(contents(source.parent / name.decode()) for name in included)])
 
 
 def words(variable: str) -> list[str]:

@@ -23,33 +23,22 @@
 //
 // Every sum is made by one thread in a fixed order, so a row's numbers don't depend on threads or
 // other rows (with a window, on how the prompt was cut: tiles begin at the first key a chunk sees).
-// float16 comes here as float32. Threads are OpenMP's, which torch has started. They take small
-// portions one by one: one that loses its core delays only its portion.
+// float16 comes here as float32.
 //
 // Shapes and dtypes are checked in library.py before an address comes here. Built by build.py.
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "library.h"
+
 #include <functional>
 #include <numeric>
-#include <thread>
-#include <utility>
-#include <vector>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
-
-extern "C" int omp_get_num_threads();  // without omp.h, which Apple's compiler lacks
 
 namespace {
 
 // ------------------------------------------------------------------ numbers
 
-constexpr long PANEL = 16;
 #if defined(__AVX512F__)
 constexpr int LANES = 16, MAX_ROWS[] = {0, 16, 14, 0, 6};  // rows of a tile, by its panels:
 #elif defined(__AVX__)
@@ -60,19 +49,6 @@ constexpr int LANES = 4, MAX_ROWS[] = {0, 6, 2, 0, 1};
 constexpr int VECTORS = PANEL / LANES;  // of a panel's line
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-
-struct BFloat16 { uint16_t bits; };
-
-inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-
-inline float wide(float x) { return x; }
-inline float wide(BFloat16 x) { return as_float(uint32_t(x.bits) << 16); }
-inline void narrow(float x, float &out) { out = x; }
-inline void narrow(float x, BFloat16 &out) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits = as_bits(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    out.bits = uint16_t(x != x ? 0x7fc0 : rounded);
-}
 
 // exp(x) = 2^n exp(r), with r = x - n log 2 in [-log(2) / 2, log(2) / 2], where a polynomial's
 // relative error is 2e-7. Without a branch, so that loops of it become vectors.
@@ -102,8 +78,6 @@ template <class T> inline void multiply_add(Vector &sum, Bits panel, uint32_t ro
     }
 }
 
-inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
-
 template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squared = false) {
     Sum sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -115,32 +89,6 @@ template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squ
 template <class T> inline uint32_t unit_of(const T *x, long u, long count) {
     if constexpr (PER_UNIT<T> == 1) return as_bits(x[u]);
     else return x[2 * u].bits | (2 * u + 1 < count ? uint32_t(x[2 * u + 1].bits) << 16 : 0);
-}
-
-// Memory of the calling thread, kept between calls: the first use of a new page costs more than the
-// arithmetic on it. place: a number for each use. The memory is aligned to a line of the cache.
-template <class X> X *scratch(int place, long count) {
-    static thread_local std::vector<uint64_t> memory[8];
-    const size_t words = size_t(count) * sizeof(X) / 8 + 16;
-    if (memory[place].size() < words) memory[place] = std::vector<uint64_t>(words);
-    return reinterpret_cast<X *>((uintptr_t(memory[place].data()) + 63) / 64 * 64);
-}
-
-// Call work(i) for each i below `count`, on all of torch's threads if it is worth it. Each takes
-// the next one that is left, so that a slow thread takes fewer.
-//
-// A thread that finds nothing left waits for the others, and soon it sleeps: where another program
-// has taken a core, one of our threads wants the other core, and must not find it busy waiting.
-template <class Work> void share_out(long count, bool is_worth_it, const Work &work) {
-    std::atomic<long> next{0};
-    std::atomic<int> done{0};
-#pragma omp parallel if (is_worth_it && count > 1)
-    {
-        for (long i; (i = next++) < count;) work(i);
-        done++;
-        for (long turns = 0; done < omp_get_num_threads(); turns++)
-            if (turns > 20000) std::this_thread::sleep_for(std::chrono::microseconds(10));
-    }
 }
 
 // ------------------------------------------------------------------ the loop
@@ -220,8 +168,6 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 
 // ------------------------------------------------------------------ products
 
-constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
-constexpr long PANELS_AT_ONCE = 8;  // a portion: of 1024 inputs in bfloat16 256 KB
 constexpr long AHEAD = 64;  // lines of a panel fetched early; not with few rows, see docs/LOG.md
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
@@ -236,13 +182,9 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
     share_out(tiling.tiles, rows > 32, [&](long t) {
         pack_rows(x, at, t * tiling.rows, rows, tiling.rows, inputs, packed + t * tile_size);
     });
-    const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tiling.rows);
-    const long groups = ceil_div(panels, PANELS_AT_ONCE);
-    const long portions = ceil_div(tiling.tiles, tiles_at_once) * groups;
-    share_out(portions, rows * inputs * outputs > 65536, [&](long portion) {
-        const long first_tile = portion / groups * tiles_at_once;
-        const long end_tile = std::min(first_tile + tiles_at_once, tiling.tiles);
-        long p = portion % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
+    const bool is_worth_it = rows * inputs * outputs > 65536;
+    share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
+            long first_tile, long end_tile, long p, long end) {
         for (long width = tiling.panels; p < end; p += width) {
             while (p + width > end) width /= 2;
             const Multiply loop = loop_for<T>(tiling.rows, width);
@@ -720,10 +662,6 @@ void draw(const T *logits, const float *temperature, const int64_t *seeds, const
 
 }  // namespace
 
-// What library.py reads: each function's name, what it takes and gives, and where it lies for each
-// dtype. Behind all that it gets the sizes, in the order in which they are named; no _sizes.
-struct Function { const char *signature; void *for_float32, *for_bfloat16; };
-#define FUNCTION(name, ...) {#name ": " #__VA_ARGS__, (void *)name<float>, (void *)name<BFloat16>}
 extern "C" const Function functions[] = {
     FUNCTION(pack, T weight[count outputs inputs], i32 packed[count panels units _lanes]),
     FUNCTION(product, T x[rows inputs], i64? at[rows], panels weight[outputs inputs],

@@ -31,24 +31,15 @@
 //
 // Shapes and dtypes are checked in device/library.py. Built by device/build.py.
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <thread>
-#include <utility>
-#include <vector>
+#include "../device/library.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-extern "C" int omp_get_num_threads();
-
 namespace {
 
-constexpr long PANEL = 16, UNIT = 2 * PANEL;  // outputs of a panel; bytes of its unit of int8
+constexpr long UNIT = 2 * PANEL;  // bytes of a panel's unit of int8
 constexpr long LINE = 4 * PANEL, LINE_UNITS = 4;  // of 4 bits
 constexpr long BLOCK = 512, BLOCK_UNITS = BLOCK / 2;
 #if defined(__AVX512BW__)
@@ -63,19 +54,6 @@ typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(4 * LANES)));
-
-struct BFloat16 { uint16_t bits; };
-
-inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-inline float wide(float x) { return x; }
-inline float wide(BFloat16 x) { return as_float(uint32_t(x.bits) << 16); }
-inline void narrow(float x, float &out) { out = x; }
-inline void narrow(float x, BFloat16 &out) {  // to the nearest, ties to even; NaN stays NaN
-    const uint32_t bits = as_bits(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    out.bits = uint16_t(x != x ? 0x7fc0 : rounded);
-}
-inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 // 2 * LANES numbers of 8 bits, widened; those of unit k of a line of 4 bits, less their zero
 // points; and what they add to the sums.
@@ -120,27 +98,6 @@ inline Wide unpack(Bits line, int k, Bits zeros) {  // zeros: in both halves
     return (Wide)(((Halves)line >> 4 * k & 15) - (Halves)zeros);
 }
 #endif
-
-// Memory of the calling thread, which outlives the call. It begins at a line of the cache.
-template <class X> X *scratch(int place, long count) {
-    static thread_local std::vector<uint64_t> memory[2];
-    const size_t words = size_t(count) * sizeof(X) / 8 + 16;
-    if (memory[place].size() < words) memory[place] = std::vector<uint64_t>(words);
-    return reinterpret_cast<X *>((uintptr_t(memory[place].data()) + 63) / 64 * 64);
-}
-
-// Call work(i) for each i below `count` on all of torch's threads; see device/cpu.cpp.
-template <class Work> void share_out(long count, bool is_worth_it, const Work &work) {
-    std::atomic<long> next{0};
-    std::atomic<int> done{0};
-#pragma omp parallel if (is_worth_it && count > 1)
-    {
-        for (long i; (i = next++) < count;) work(i);
-        done++;
-        for (long turns = 0; done < omp_get_num_threads(); turns++)
-            if (turns > 20000) std::this_thread::sleep_for(std::chrono::microseconds(10));
-    }
-}
 
 inline Bits bits_at(const uint8_t *at) { Bits x; std::memcpy(&x, at, sizeof x); return x; }
 inline void add_scaled(Ints sums, Vector scales, float *out) {
@@ -280,8 +237,6 @@ void round_row(const T *x, long inputs, int tile_rows, int32_t *units, float *sc
     }
 }
 
-constexpr long ROW_BLOCK = 128;  // rows that stay in a core's cache while panels pass by
-constexpr long PANELS_AT_ONCE = 8;  // a portion: of 1024 inputs 128 KB
 constexpr long AHEAD = 128 * UNIT;  // bytes of a panel that are fetched before they are needed
 
 // out (rows, outputs) = x @ weight.T + bias. group: the inputs of a group of 4 bits; 0 for int8,
@@ -309,13 +264,9 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
         for (long u = row < rows ? ceil_div(inputs, 2) : 0; u < units; u++)
             its_units[u * tiling.rows] = 0;
     });
-    const long tiles_at_once = std::max<long>(1, ROW_BLOCK / tiling.rows);
-    const long groups = ceil_div(panels, PANELS_AT_ONCE);
-    const long portions = ceil_div(tiling.tiles, tiles_at_once) * groups;
-    share_out(portions, rows * inputs * outputs > 65536, [&](long portion) {
-        const long first_tile = portion / groups * tiles_at_once;
-        const long end_tile = std::min(first_tile + tiles_at_once, tiling.tiles);
-        long p = portion % groups * PANELS_AT_ONCE, end = std::min(p + PANELS_AT_ONCE, panels);
+    const bool is_worth_it = rows * inputs * outputs > 65536;
+    share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
+            long first_tile, long end_tile, long p, long end) {
         for (long width = tiling.panels; p < end; p += width) {
             width = std::min(width, end - p);
             const Multiply loop = loop_for(tiling.rows, width, is_4);
@@ -344,9 +295,6 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
 
 }  // namespace
 
-// As in device/cpu.cpp, for device/library.py.
-struct Function { const char *signature; void *for_float32, *for_bfloat16; };
-#define FUNCTION(name, ...) {#name ": " #__VA_ARGS__, (void *)name<float>, (void *)name<BFloat16>}
 extern "C" const Function functions[] = {
     FUNCTION(product, T x[rows inputs], i8 weight[_panels _units _lanes _bytes],
              f32? weight_scales[outputs], long group, T? bias[outputs] -> T out[rows outputs]),

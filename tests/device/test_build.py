@@ -86,11 +86,17 @@ def test_it_is_built_once_says_so_and_lies_in_private(home, log, capfd):
     assert compilations(log) == 1 and capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("change", ["source", "flags", "compiler", "the CPU's features", "openmp"])
+@pytest.mark.parametrize("change", ["source", "header", "flags", "compiler", "the CPU's features",
+                                    "openmp"])
 def test_whatever_goes_into_it_is_part_of_its_name(home, log, change, monkeypatch):
+    (home / "outer.h").write_text('#include "inner.h"\n')
+    (home / "inner.h").write_text("#define ANSWER 42\n")
+    build.SOURCE.write_text('#include "outer.h"\nextern "C" int answer() { return ANSWER; }\n')
     build.load()
     if change == "source":
         build.SOURCE.write_text('extern "C" int answer() { return 43; }\n')
+    elif change == "header":
+        (home / "inner.h").write_text("#define ANSWER 43\n")
     elif change == "flags":
         monkeypatch.setenv("CXXFLAGS", "-DOTHER=1")
     elif change == "compiler":
@@ -102,7 +108,7 @@ def test_whatever_goes_into_it_is_part_of_its_name(home, log, change, monkeypatc
     else:
         copy = shutil.copy(build.find_openmp(), home / "libgomp.so.1")
         monkeypatch.setattr(build, "find_openmp", lambda: Path(copy))
-    assert build.load().answer() == (43 if change == "source" else 42)
+    assert build.load().answer() == (43 if change in ("source", "header") else 42)
     assert len(libraries(home)) == 2
 
 
