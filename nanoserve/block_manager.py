@@ -81,6 +81,8 @@ class BlockManager:
         be compared between engines.
         """
         keys, size = seq.block_keys, self.block_size
+        if not self.enable_prefix_caching:
+            return keys
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
             parent = keys[-1] if keys else seq.root.key if seq.root else ROOT_KEY
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
@@ -100,8 +102,6 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
         """Look up the longest cached prefix of `seq`. Takes no reference and changes no block."""
-        if not self.enable_prefix_caching:
-            return []
         hits: list[CacheEntry] = []
         parent, size, token_ids, cached = seq.root, self.block_size, seq.token_ids, self.cached
         keys = self.keys(seq)
@@ -116,13 +116,16 @@ class BlockManager:
 
     # -------------------------------------------------- the life of a table
 
-    def can_admit(self, hits: list[CacheEntry], num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` that starts with the blocks of `hits` fits now.
+    def num_needed(self, hits: list[CacheEntry], num_tokens: int) -> int:
+        """How many free blocks a sequence of `num_tokens` takes if it starts with those of `hits`.
 
-        Hits without a reference count as free blocks, but `share` will take them: subtract these.
+        A hit that somebody holds costs nothing. One without a reference is itself a free block.
         """
-        reused = sum(self.ref_counts[entry.block_id] == 0 for entry in hits)
-        return self.num_blocks_for(num_tokens) - len(hits) <= len(self.free_blocks) - reused
+        num_held = sum(self.ref_counts[entry.block_id] > 0 for entry in hits)
+        return self.num_blocks_for(num_tokens) - num_held
+
+    def can_admit(self, hits: list[CacheEntry], num_tokens: int) -> bool:
+        return self.num_needed(hits, num_tokens) <= len(self.free_blocks)
 
     def share(self, seq: Sequence, hits: list[CacheEntry]) -> None:
         """Start `seq`'s table with the blocks of a found prefix."""

@@ -23,8 +23,8 @@ its tokens are scheduled again, and nothing is rolled back. The device runs step
 sequence that ends gives its blocks back at once, even while a step in flight writes to them: the
 blocks' next owner writes later.
 
-Not known here: torch, text, devices. Road not taken: preemption by swapping all KV to the host. The
-prefix cache keeps most of a victim's blocks, and a store's pool, if there is one, those it loses.
+Not known here: torch, text, devices. Road not taken: preemption by swapping all KV to the host; the
+prefix cache keeps most of a victim's blocks.
 """
 
 from bisect import bisect_left, insort
@@ -59,7 +59,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted, too; the last is the first victim
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
-        self.pending_keys: set[bytes] = set()  # of all steps in flight
         self.num_steps = 0
         self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
         self.store: Any = None  # a second place for blocks: extras/block_store.py
@@ -81,8 +80,7 @@ class Scheduler:
                 f"a request of up to {seq.max_num_tokens} tokens can't fit in the KV cache of "
                 f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
-        if self.blocks.enable_prefix_caching:
-            self.blocks.keys(seq)
+        self.blocks.keys(seq)
         insort(self.waiting, seq, key=self.order)
 
     def order(self, seq: Sequence) -> tuple[float, int, int]:
@@ -98,12 +96,9 @@ class Scheduler:
         and no sequence starves. (A key that counts what is *left* to compute would change in every
         step.)
         """
-        urgency: float = 0
-        if self.policy == "priority":
-            urgency = seq.priority
-        elif self.policy == "shortest":
-            urgency = seq.arrival_time + seq.num_prompt_tokens / RATE
-        return (urgency, seq.arrival, seq.index)
+        urgency = {"fcfs": 0, "priority": seq.priority,
+                   "shortest": seq.arrival_time + seq.num_prompt_tokens / RATE}
+        return (urgency[self.policy], seq.arrival, seq.index)
 
     # ----------------------------------------------------------- scheduling
 
@@ -111,10 +106,10 @@ class Scheduler:
         """Give out the budget: running sequences first, then waiting ones."""
         step = Step(self.num_steps)
         self.num_steps += 1
-        leaving = self._interrupt(step) if self.policy == "priority" else None
-        num_interrupted = len(step.preempted)
-        budget = self._schedule_running(step, self.max_num_batched_tokens, leaving)
-        if budget and len(step.preempted) == num_interrupted:
+        if self.policy == "priority":
+            self._interrupt(step)
+        budget = self._schedule_running(step, self.max_num_batched_tokens)
+        if step.stopped is None:
             self._schedule_waiting(step, budget)
         if self.propose is not None and not step.preempted:
             self._add_drafts(step, self.propose)
@@ -122,35 +117,33 @@ class Scheduler:
             self.in_flight.append(step)
         return step
 
-    def _interrupt(self, step: Step) -> Sequence | None:
+    def _interrupt(self, step: Step) -> None:
         """Preempt running sequences, the last first, while the first waiting one is earlier in the
-        order and lacks a row or blocks. Returns a victim that a step in flight still computes: it
-        gets no share of this step, so that the next call can preempt it."""
+        order and lacks a row or blocks. A victim that a step in flight still computes gets no share
+        of this step, so that the next call can preempt it."""
         while self.running and self.waiting:
             seq, last = self.waiting[0], self.running[-1]
-            if self.order(last) < self.order(seq) or self._has_room(seq):
-                break
+            if self.order(last) < self.order(seq) or self._has_room(step, seq):
+                return
             if last.num_inflight_tokens:
-                return last
+                step.stopped = last, "step", 0
+                return
             self._preempt_last(step, seq)
-        return None
 
-    def _has_room(self, seq: Sequence) -> bool:
+    def _has_room(self, step: Step, seq: Sequence) -> bool:
         """Whether `seq` could start now, or waits for a block that another sequence computes."""
         hits = self.blocks.find_prefix(seq)
-        return self._next_block_is_pending(seq, len(hits)) or (
-            len(self.running) < self.max_num_seqs and self.blocks.can_admit(hits, seq.num_tokens))
+        return self._pending(step, seq, len(hits)) is not None or (
+            len(self.free_rows) > 0 and self.blocks.can_admit(hits, seq.num_tokens))
 
-    def _schedule_running(self, step: Step, budget: int, leaving: Sequence | None) -> int:
-        """Returns the budget that is left; 0 when blocks ran out, so that no new sequence takes the
-        blocks that a running one waits for. This loop is the hot path of decoding."""
-        running, blocks = self.running, self.blocks
-        block_size = blocks.block_size
-        i = 0
-        while i < len(running) and budget > 0:
-            seq = running[i]
-            if seq is leaving:
-                break  # it is the last
+    def _schedule_running(self, step: Step, budget: int) -> int:
+        """Returns the budget that is left. This loop is the hot path of decoding."""
+        block_size = self.blocks.block_size
+        # The last one may have to make way; and `_make_room` takes victims off the end.
+        for seq in self.running[:-1] if step.stopped else self.running:
+            if budget <= 0:
+                step.stopped = seq, "budget", 0
+                break
             done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
             if seq.num_unknown_tokens and (seq.needs_output_tokens or seq.num_draft_tokens
@@ -160,21 +153,23 @@ class Scheduler:
                 num_new = budget
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
-                return 0
+                break
             if num_new:
                 self._add_row(step, seq, done, num_new)
                 budget -= num_new
-            i += 1
         return budget
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
-        """Preempt from the tail until `seq` has blocks for `num_tokens`.
+        """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
+        admitted: it would take the blocks that a running one waits for.
 
         False ends the step early: `seq` itself was preempted, or the next victim must wait for a
         step in flight that computes it. `running` is sorted, so a victim never comes before `seq`,
         and never has a share of this step.
         """
         while not self.blocks.allocate(seq, num_tokens):
+            num_missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
+            step.stopped = seq, "blocks", num_missing
             if self.running[-1].num_inflight_tokens or self._preempt_last(step, seq) is seq:
                 return False
         return True
@@ -197,22 +192,25 @@ class Scheduler:
         that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
         sitting_out = step.sitting_out
-        while budget > 0 and len(sitting_out) < len(self.waiting) and (
-                len(self.running) + len(sitting_out) < self.max_num_seqs):
+        while budget > 0 and len(sitting_out) < min(len(self.waiting), len(self.free_rows)):
             seq = self.waiting[len(sitting_out)]
             hits = self.blocks.find_prefix(seq)
-            if self._next_block_is_pending(seq, len(hits)):
-                sitting_out.append(seq)
+            if owner := self._pending(step, seq, len(hits)):
+                sitting_out[seq] = owner
                 continue
             num_found = self.store.find(step, seq, len(hits)) if self.store is not None else 0
             # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
             num_cached = (len(hits) + num_found) * self.blocks.block_size
-            num_new = min(len(seq.token_ids) - num_cached, budget)
-            whole = num_cached + num_new == len(seq.token_ids)
-            may_be_cut = self.enable_chunked_prefill and not sitting_out
+            num_left = len(seq.token_ids) - num_cached
+            num_new = min(num_left, budget)
+            if num_new < num_left and (sitting_out or not self.enable_chunked_prefill):
+                step.stopped = seq, "tokens", num_left
+                break
             # There must be room for all its tokens, not only for this chunk: otherwise prompts that
             # start together would preempt each other, which wastes more than some idle blocks.
-            if not (whole or may_be_cut) or not self.blocks.can_admit(hits, len(seq.token_ids)):
+            num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
+            if num_needed > self.blocks.num_free_blocks:
+                step.stopped = seq, "blocks", num_needed
                 break
             del self.waiting[len(sitting_out)]
             self._admit(seq, hits, num_cached)
@@ -238,12 +236,16 @@ class Scheduler:
                 seq.num_inflight_tokens += len(drafts)
                 budget -= len(drafts)
 
-    def _next_block_is_pending(self, seq: Sequence, num_hits: int) -> bool:
-        """Whether a step in flight computes that block, or the store reads it from a file now."""
+    def _pending(self, step: Step, seq: Sequence, num_hits: int) -> Sequence | None:
+        """Who computes the next block of `seq` in a step in flight or in this one; `seq` itself if
+        the store reads it from a file now."""
         if num_hits >= self.blocks.max_hits(seq):
-            return False
-        return self.blocks.keys(seq)[num_hits] in self.pending_keys or (
-            self.store is not None and self.store.is_reading(seq))
+            return None
+        key = self.blocks.keys(seq)[num_hits]
+        for one in (*self.in_flight, step):
+            if key in one.pending_keys:
+                return one.pending_keys[key]
+        return seq if self.store is not None and self.store.is_reading(seq) else None
 
     def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
         self.blocks.share(seq, hits)
@@ -262,13 +264,11 @@ class Scheduler:
         seq.num_inflight_tokens += num_new
         if num_new > 1 or num_loaded:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
+            keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
+            step.pending_keys.update(dict.fromkeys(keys, seq))
             if num_loaded:
                 step.num_loaded[seq] = num_loaded
                 seq.num_inflight_tokens += num_loaded
-            if self.blocks.enable_prefix_caching:
-                keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
-                step.pending_keys += keys
-                self.pending_keys.update(keys)
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
@@ -290,7 +290,6 @@ class Scheduler:
         assert len(sampled) == len(step.samples()), (
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
-        self.pending_keys.difference_update(step.pending_keys)
         for seq, num_new in chain(step.num_new_tokens.items(), step.num_loaded.items()):
             seq.num_inflight_tokens -= num_new
             seq.num_computed_tokens += num_new
@@ -342,7 +341,6 @@ class Scheduler:
             for seq in step.num_new_tokens:
                 seq.num_inflight_tokens = seq.num_unknown_tokens = seq.num_draft_tokens = 0
         self.in_flight.clear()
-        self.pending_keys.clear()
 
     def _retire(self, seq: Sequence) -> None:
         """`seq` stops running: give its row and its blocks back."""

@@ -151,8 +151,12 @@ class Step:
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
-    sitting_out: list[Sequence] = field(default_factory=list)  # their blocks are computed or read
-    pending_keys: list[bytes] = field(default_factory=list)  # of the blocks that it fills or loads
+    # Waiting sequence: who computes its next block (itself: the store reads it).
+    sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
+    # Who gets no share, what it lacks ("blocks", "budget", "tokens" of it at once, "step": the end
+    # of its own), and how much of that it needs. Nobody behind it in the order gets a share.
+    stopped: tuple[Sequence, str, int] | None = None
+    pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
     output: Any = None  # of the launched step, on the device

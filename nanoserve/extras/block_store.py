@@ -209,7 +209,7 @@ class BlockStore:
         if self.prefetcher is not None:
             for seq in step.admitted:
                 self.prefetcher.let_go(seq)
-            self.prefetcher.advance(step.sitting_out)
+            self.prefetcher.advance(list(step.sitting_out))
         step.block_moves = self._plan_saves(moves) + loads  # in this order: see `HostPool.move`
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
@@ -355,7 +355,7 @@ class BlockStore:
         if step.num_new_tokens:
             self.plan(step)
         elif self.prefetcher is not None:
-            self.prefetcher.advance(step.sitting_out)
+            self.prefetcher.advance(list(step.sitting_out))
             if step.sitting_out and not self.scheduler.in_flight:
                 time.sleep(0.0005)  # there is nothing to do but to read
         self.found.clear()

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 
 import pytest
-from scheduler_by_hand import add, finish_step, make, run_step
+from scheduler_by_hand import add, finish_step, make, rows, run_step
 
 from nanoserve.config import SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -137,6 +137,20 @@ def test_the_last_makes_way_for_an_urgent_one():
     add(scheduler, 3, priority=1)
     step = scheduler.schedule()
     assert told(scheduler, step) == {"B": "was preempted for C"}
+
+
+def test_the_last_makes_way_when_its_step_is_back():
+    """As above, but B's step is in flight: it gets no share of this one, and goes in the next."""
+    scheduler = make(num_blocks=4, enable_prefix_caching=False, scheduling_policy="priority")
+    add(scheduler, 7, 5), add(scheduler, 7, 5, priority=2)
+    in_flight = scheduler.schedule()
+    add(scheduler, 3, priority=1), add(scheduler, 3, priority=1)
+    step = scheduler.schedule()
+    assert told(scheduler, step) == {"B": "makes way for C when its own step ends",
+                                     "C": "waits for B to make way", "D": "stands behind C"}
+    finish_step(scheduler, in_flight), finish_step(scheduler, step)
+    step = scheduler.schedule()
+    assert [seq.name for seq in step.preempted] == ["B"] and "C" in rows(step)
 
 
 def test_a_victim_whose_step_is_in_flight_is_waited_for():
