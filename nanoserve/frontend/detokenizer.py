@@ -19,8 +19,12 @@ A decoder with byte tokens (SentencePiece's, as of Llama 2 and Gemma) decodes a 
 whole: one byte that begins a new character spoils the characters before it, which were emitted
 already. There the new tokens are decoded by themselves.
 
+A model may write bytes that are no UTF-8, or special tokens that are skipped, for ever. A character
+has four bytes at most. So where `PATIENCE` tokens brought no text, all but the last four of them
+are broken or silent for good: they are emitted, and the window stays short.
+
 Invariants: the texts that were emitted, joined, are the final text; and the final text does not
-depend on whether it was read before the end.
+depend on whether it was read before the end. A token costs the same wherever in a text it stands.
 
 Not known here: where the tokens come from, and what ends a request otherwise.
 """
@@ -28,6 +32,7 @@ Not known here: where the tokens come from, and what ends a request otherwise.
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import RequestOutputKind, SamplingParams
 
+PATIENCE = 24  # tokens that are kept back before the first of them are given up
 CONTEXT = 5  # prompt tokens in front of the first window: enough for a character or a leading space
 
 
@@ -41,29 +46,33 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.params = params
         self.text = ""  # everything decoded so far, up to a stop string
-        self.ids = self._context(prompt_token_ids)
-        self.num_context = len(self.ids)
-        self.window = 0  # decoding starts here ...
-        self.read = len(self.ids)  # ... and text up to here has been emitted
+        self.context = self._context(prompt_token_ids)  # decoding starts here; it was emitted
+        self.pending: list[int] = []  # tokens behind the context: not emitted yet
+        self.num_emitted = 0  # tokens of the output whose text was emitted
         self.stop_string: str | None = None
+        self.starts = dict.fromkeys(params.stop, 0)  # where each may begin in the text
 
     def add(self, token_ids: list[int]) -> str | None:
         """Take new tokens; returns the stop string that the text now contains, if any.
 
         Where no caller looks at the text before the end, `flush` makes it all at once.
         """
-        self.ids += token_ids
-        return None if self.is_deferred else self._emit(len(self.ids))
+        self.pending += token_ids
+        if self.is_deferred:
+            return None
+        found = self._emit(gives_up=len(token_ids) == 1)
+        if len(self.pending) > PATIENCE:  # perhaps all of these calls ended in half a character
+            found = self._one_by_one()
+        return found
 
     def flush(self) -> str | None:
         """The output is over: what is still incomplete is emitted as it is. Returns the stop string
         that turns up in it, if one does."""
         if self.stop_string is not None:
             return None
-        if self.is_deferred and "\ufffd" in self._decode(self.ids[self.window:]):
-            for end in range(self.read + 1, len(self.ids) + 1):  # as if they came one by one
-                self._emit(end)
-        return self._emit(len(self.ids), at_the_end=True)
+        if self.is_deferred and "\ufffd" in self._decode(self.context + self.pending):
+            self._one_by_one()
+        return self._emit(at_the_end=True)
 
     @property
     def is_deferred(self) -> bool:
@@ -71,18 +80,46 @@ class Detokenizer:
         gives the same text unless there are broken characters in it."""
         return self.params.output_kind is RequestOutputKind.FINAL_ONLY and not self.params.stop
 
-    def _emit(self, end: int, at_the_end: bool = False) -> str | None:
-        """Emit the text of the tokens before `end`, unless it ends in half a character. Returns a
-        stop string that the text now contains."""
-        before = self._decode(self.ids[self.window:self.read])
-        after = self._decode(self.ids[self.window:end])
+    def _one_by_one(self) -> str | None:
+        """Emit the pending tokens, or most of them, as if they came one by one."""
+        token_ids, self.pending = self.pending, []
+        for token_id in token_ids:
+            self.pending.append(token_id)
+            if (found := self._emit()) is not None:
+                return found
+        return None
+
+    def _emit(self, at_the_end: bool = False, gives_up: bool = True) -> str | None:
+        """Emit the text of the pending tokens, unless it ends in half a character. Returns a stop
+        string that the text now contains."""
+        context, before = self.context, self._decode(self.context)
+        after = self._decode(context + self.pending)
         if not after.startswith(before):
             # Byte tokens 0A | F0: before is a newline, after is two broken characters. What was
             # emitted stays; F0 by itself is one broken character, and may be the first of four.
-            before, after = "", self._decode(self.ids[self.read:end])
+            context, before, after = [], "", self._decode(self.pending)
         if at_the_end or len(after) > len(before) and not after.endswith("\ufffd"):
-            return self._extend(after[len(before):], end)
+            return self._extend(after[len(before):], len(self.pending), self.pending)
+        if gives_up and len(self.pending) > PATIENCE:
+            return self._give_up(context, before, after)
         return None
+
+    def _give_up(self, context: list[int], before: str, after: str) -> str | None:
+        """Emit all pending tokens but some four: where the text can be cut without a change.
+
+        They leave the window, or become its context: a decoder with byte tokens has to see what has
+        spoilt their run. Example: of FF, 25 times, four stay. Of E4 BD, twelve times, and E4 five
+        stay, because four would begin with BD, in the middle of a broken character.
+        """
+        for num in range(len(self.pending) - 4, len(self.pending) - 8, -1):
+            head, tail = self.pending[:num], self.pending[num:]
+            emitted = self._decode(context + head)
+            texts = [(self._decode(ids), ids) for ids in (context, head)]
+            for start, ids in sorted(texts, key=lambda one: not one[0].endswith("\ufffd")):
+                rest = self._decode(ids + tail)
+                if rest.startswith(start) and emitted + rest[len(start):] == after:
+                    return self._extend(emitted[len(before):], num, ids)
+        return self._extend(after[len(before):], len(self.pending), self.pending)
 
     @property
     def visible_text(self) -> str:
@@ -90,13 +127,7 @@ class Detokenizer:
 
         Example: with stop "###", "done ##" shows "done " until the next character is known.
         """
-        held = 0
-        for stop in self.params.stop:
-            for n in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:n]):
-                    held = n
-                    break
-        return self.text[:len(self.text) - held]
+        return self.text[:min(self.starts.values(), default=len(self.text))]
 
     def _context(self, prompt_token_ids: list[int]) -> list[int]:
         """The end of the prompt, from the beginning of a character: 3 tokens further back at most,
@@ -121,17 +152,27 @@ class Detokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens,
                                      clean_up_tokenization_spaces=False)
 
-    def _extend(self, new_text: str, end: int) -> str | None:
-        self.window, self.read = self.read, end
-        start = len(self.text)
+    def _extend(self, new_text: str, num: int, context: list[int]) -> str | None:
+        """Emit the text of the first `num` pending tokens; the next ones are decoded behind
+        `context`."""
+        self.context, self.pending = context, self.pending[num:]
+        self.num_emitted += num
         self.text += new_text
-        if end - self.num_context <= self.params.min_tokens:
-            return None  # as in vLLM: a stop string may begin in here, but not end
-        # A stop string may begin in older text, at most its length minus one character back.
-        found = [(at, stop) for stop in self.params.stop
-                 if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0]
-        if found:
+        found = [(at, stop) for stop, start in self.starts.items()
+                 if (at := self.text.find(stop, start)) >= 0]
+        if found and self.num_emitted > self.params.min_tokens:
             at, self.stop_string = min(found)
             end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at
             self.text = self.text[:end]
+        else:  # as in vLLM: a stop string may begin within `min_tokens`, but not end there
+            self.starts = {stop: self._next_start(stop, at) for stop, at in self.starts.items()}
         return self.stop_string
+
+    def _next_start(self, stop: str, at: int) -> int:
+        """The first place from `at` on where the text ends with the beginning of `stop`: its end,
+        if there is none. It never goes back, so all calls together read the text once."""
+        text = self.text
+        while 0 <= at < len(text) and not (
+                len(text) - at < len(stop) and stop.startswith(text[at:])):
+            at = text.find(stop[0], at + 1)
+        return at if at >= 0 else len(text)

@@ -128,20 +128,20 @@ class Request:
         """
         params, completions = self.params, []
         for seq in self.sequences:
-            text, token_ids = "", seq.output_token_ids
+            text, told = "", (0, 0)  # characters and tokens that were sent before
             if self.detokenizers:
                 detokenizer = self.detokenizers[seq.index]
                 done = seq.finish_reason is not None
                 text = detokenizer.text if done else detokenizer.visible_text
-            num_told = 0
             if params.output_kind is RequestOutputKind.DELTA:
-                told, self.told[seq.index] = self.told[seq.index], (len(text), len(token_ids))
-                text, token_ids, num_told = text[told[0]:], token_ids[told[1]:], told[1]
-            completion = CompletionOutput(seq.index, text, token_ids,
+                num_output = len(seq.token_ids) - seq.num_prompt_tokens
+                told, self.told[seq.index] = self.told[seq.index], (len(text), num_output)
+            token_ids = seq.token_ids[seq.num_prompt_tokens + told[1]:]
+            completion = CompletionOutput(seq.index, text[told[0]:], token_ids,
                                           finish_reason=seq.finish_reason,
                                           stop_reason=seq.stop_reason)
             if params.logprobs is not None:
-                completion.logprobs = self.history.samples[seq.index][num_told:]
+                completion.logprobs = self.history.samples[seq.index][told[1]:]
                 completion.cumulative_logprob = self.history.cumulative[seq.index]
                 assert len(completion.logprobs) == len(token_ids), (
                     f"sequence {seq.name} has {len(completion.logprobs)} logprobs for "

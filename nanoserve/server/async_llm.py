@@ -354,7 +354,8 @@ def merged(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
             before.logprobs += sample.logprobs
             sample.logprobs = before.logprobs
     if newer.prompt_logprobs is not None:
-        newer.prompt_logprobs = older.prompt_logprobs + newer.prompt_logprobs
+        older.prompt_logprobs += newer.prompt_logprobs
+        newer.prompt_logprobs = older.prompt_logprobs
     return newer
 
 

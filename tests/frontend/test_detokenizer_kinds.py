@@ -28,6 +28,7 @@ from real_tokenizers import (
 )
 
 from nanoserve import RequestOutputKind
+from nanoserve.frontend.detokenizer import PATIENCE
 
 # ----------------------------------------------------------------- whole characters
 
@@ -85,7 +86,9 @@ def test_any_text_in_any_chunks(name, text, where, sizes):
         so_far += chunk
         read = truth(name, prompt, so_far)
         expected.append(expected[-1] if read.endswith(UNFINISHED) else read)
-    assert seen == expected[1:]
+    if len(output) <= PATIENCE or sizes == [1]:  # else it may be read token by token
+        assert seen == expected[1:]
+    assert all(more.startswith(less) for more, less in zip(seen, expected[1:], strict=True))
     assert final == truth(name, prompt, output)
     if UNFINISHED not in text:
         assert not any(UNFINISHED in visible for visible in seen)
@@ -191,9 +194,12 @@ def test_random_bytes_between_words(name, data, sizes, skip):
     prompt = [start_of(name), *encode(name, "the gulls")]
     seen, final, _ = stream(name, prompt, cut(output, sizes), skip_special_tokens=skip)
     assert re.fullmatch(may_read(name, output, skip), final, re.S)
-    assert not any(visible.endswith(UNFINISHED) for visible in seen)
+    is_short = len(output) <= PATIENCE
+    assert not is_short or not any(visible.endswith(UNFINISHED) for visible in seen)
     _, at_once, _ = stream(name, prompt, [output], skip_special_tokens=skip)
-    assert at_once == truth(name, prompt, output, skip)
+    if is_short:
+        assert at_once == truth(name, prompt, output, skip)
+    assert re.fullmatch(may_read(name, output, skip), at_once, re.S)
 
 
 @every_lossless
