@@ -20,8 +20,9 @@ record for the cache, one for the scheduler); all options fit on one screen.
 """
 
 import warnings
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -203,6 +204,8 @@ class EngineConfig:
 
 # ------------------------------------------------------------------ requests
 
+control = partial(option, control=True)  # it changes logits unless it has its default: controls.py
+
 
 @takes_vllms_words("SamplingParams", "SamplingParams")
 @dataclass(kw_only=True)
@@ -217,9 +220,9 @@ class SamplingParams:
     """
 
     n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
-    presence_penalty: float = option(0.0, PENALTY)  # taken off every token that is in the output
-    frequency_penalty: float = option(0.0, PENALTY)  # taken off a token as often as it is there
-    repetition_penalty: float = option(1.0, FACTOR)  # divides logits of the prompt's tokens, too
+    presence_penalty: float = control(0.0, PENALTY)  # taken off every token that is in the output
+    frequency_penalty: float = control(0.0, PENALTY)  # taken off a token as often as it is there
+    repetition_penalty: float = control(1.0, FACTOR)  # divides logits of the prompt's tokens, too
     temperature: float = option(1.0, number(0, 2))  # 0: greedy
     top_p: float = option(1.0, rules.SHARE)  # the likeliest tokens that have it together
     top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
@@ -229,17 +232,17 @@ class SamplingParams:
     stop_token_ids: list[int] | None = option(None, rules.TOKEN_IDS)
     ignore_eos: bool = option(False, rules.FLAG)
     max_tokens: int | None = option(16, rules.COUNT_OR_NONE)  # None: up to max_model_len
-    min_tokens: int = option(0, rules.SIZE)  # no EOS, stop token or stop string before so many
+    min_tokens: int = control(0, rules.SIZE)  # no EOS, stop token or stop string before so many
     logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of each token, and of the likeliest
-    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of the prompt's tokens
-    detokenize: bool = option(True, rules.FLAG)
+    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL, offline=True)  # of the prompt's
+    detokenize: bool = option(True, rules.FLAG, offline=True)
     skip_special_tokens: bool = option(True, rules.FLAG)
     include_stop_str_in_output: bool = option(False, rules.FLAG)
-    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND)
-    logit_bias: dict[int, float] | None = option(None, BIASES)  # added to the logits
-    allowed_token_ids: list[int] | None = option(None, rules.ONE_TOKEN_ID)  # no others
-    bad_words: list[str] | None = option(None, rules.WORDS)  # with or without a space in front
-    structured_outputs: object = option(None, rules.ANYTHING)  # extras.structured's, or a dict
+    output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND, offline=True)
+    logit_bias: dict[int, float] | None = control(None, BIASES)  # added to the logits
+    allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
+    bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
+    structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -270,6 +273,5 @@ class SamplingParams:
                 if getattr(self, name) not in (unused, None, [], {})}
 
 
-# What changes a row's logits, and the value that changes nothing. controls.py applies them all.
-CONTROLS = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0,
-                logit_bias=None, allowed_token_ids=None, bad_words=None, structured_outputs=None)
+# The fields that are made with `control`, each with the value that changes nothing.
+CONTROLS = {one.name: one.default for one in fields(SamplingParams) if one.metadata["control"]}

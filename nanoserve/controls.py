@@ -35,8 +35,8 @@ import torch
 from nanoserve.config import CONTROLS
 from nanoserve.sequence import Sequence
 
-# What `RowState` and `banned_ids` apply. A control that is declared and not applied would be
-# ignored in silence, so with such a one no engine starts.
+# What `RowState` and `banned_ids` apply. A field that config.py makes with `control`, and that no
+# code applies, would be ignored in silence: with such a one no engine starts.
 APPLIED = {"presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
            "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"}
 if set(CONTROLS) != APPLIED:

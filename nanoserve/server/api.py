@@ -35,6 +35,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 import nanoserve
+from nanoserve.config import SamplingParams
 from nanoserve.server import pooling
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
 from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
@@ -89,8 +90,10 @@ class Server:
         kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
         name = f"{kind.prefix}-{uuid4().hex}"
         prompts = [None] if isinstance(body, ChatBody) else as_prompts(body.prompt)
-        http.scope["ticket"].widen(len(prompts) * body.num_samples)
-        requests = [await self._prepare(body, prompt, f"{name}-{i}")
+        with bad_requests(body):
+            params = body.sampling_params(self._defaults(body))
+        http.scope["ticket"].widen(len(prompts) * params.n)
+        requests = [await self._prepare(body, prompt, params, f"{name}-{i}")
                     for i, prompt in enumerate(prompts)]
         answer = kind(body, requests, self.served_name(body), name)
         if body.stream:
@@ -99,10 +102,10 @@ class Server:
                                      headers={"Cache-Control": "no-cache"})
         return await unless_gone(http, self._whole(answer))
 
-    async def _prepare(self, body: GenerationBody, prompt: Any, request_id: str):
+    async def _prepare(self, body: GenerationBody, prompt: Any, params: SamplingParams,
+                       request_id: str):
         """One prompt as a request. Raises `BadRequest` for all that can be wrong with it."""
         with bad_requests(body):
-            params = body.sampling_params(self._defaults(body))
             if isinstance(body, ChatBody):
                 options = body.template_options()
                 if self.chat_template is not None:

@@ -6,6 +6,7 @@
 
 Every option of `EngineConfig` is an option here, by its name with dashes: they are made from the
 dataclass, so a new one is there at once, checked by its own rule. An option of a dict takes JSON.
+So is what words/vllm.py says of vLLM's options: `LLM` takes or refuses them, with what to do.
 
 After SIGTERM or Ctrl-C the server takes no more connections. Running requests may finish within
 `--drain-seconds`; then they are aborted, and the process ends with status 0.
@@ -29,7 +30,11 @@ from nanoserve.config import EngineConfig
 from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.server.api import create_app, load_chat_template
 from nanoserve.server.async_llm import AsyncLLM
+from nanoserve.words.vllm import ROWS
 
+# vLLM's names of options, but for those that are ours as well.
+VLLMS = {name: row for (taker, name), row in ROWS.items()
+         if taker == "LLM" and name not in {field.name for field in fields(EngineConfig)}}
 KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
 
 
@@ -62,7 +67,12 @@ def make_parser() -> argparse.ArgumentParser:
                       choices=("critical", "error", "warning", "info", "debug"))
     engine = serve.add_argument_group("engine", "options of LLM(...), checked by the same rules")
     for field in engine_fields():
-        engine.add_argument(option_name(field), **_how_to_read(field))
+        names = [field.name, *(name for name, row in VLLMS.items() if row.ours == field.name)]
+        engine.add_argument(*map(option_name, names), **_how_to_read(field))
+    for name, row in VLLMS.items():
+        if not row.ours:  # --disable-log-requests, or --kv-cache-dtype fp8
+            engine.add_argument(option_name(name), nargs="?", const=True, type=json_or_text,
+                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return serve
 
 
@@ -71,8 +81,8 @@ def engine_fields() -> list[Field]:
     return [field for field in fields(EngineConfig) if field.name != "model"]
 
 
-def option_name(field: Field) -> str:
-    return f"--{field.name.replace('_', '-')}"
+def option_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _how_to_read(field: Field) -> dict:
@@ -99,6 +109,14 @@ def json_object(text: str) -> dict:
     return value
 
 
+def json_or_text(text: str) -> Any:
+    """What `LLM` would be given: 1 for "1", "auto" for "auto"."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -113,7 +131,9 @@ def lora_module(text: str) -> tuple[str, str]:
 
 
 def engine_options(args: argparse.Namespace) -> dict:
-    return {field.name: getattr(args, field.name) for field in engine_fields()}
+    """The arguments of `LLM`. Of vLLM's names only those that were said."""
+    names = [field.name for field in engine_fields()] + [name for name in VLLMS if name in args]
+    return {name: getattr(args, name) for name in names}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,10 +6,11 @@ A body passes three checks, and whatever fails is a 400 that names the field:
     meaning    `SamplingParams`, the chat template, the prompt  where offline requests are checked
     capacity   the prompt and max_tokens must fit together      api.py
 
-Fields that are not served stand in the table of words/vllm.py. *Harmless* ones change
-nothing about the text and are passed over. Others would change it, so that ignoring them would give
-another text than the one that was asked for; the answer says what to do instead. A field without a
-row is refused, too: it may be a misspelt one.
+Which fields there are follows from `SamplingParams`: a new one is served at once. Fields that are
+not served stand in the table of words/vllm.py. *Harmless* ones change nothing about the text and
+are passed over. Others would change it, so that ignoring them would give another text than the one
+that was asked for; the answer says what to do instead. A field without a row is refused, too: it
+may be a misspelt one.
 
 Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
 which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
@@ -23,9 +24,9 @@ import re
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from nanoserve.config import MAX_LOGIT_BIAS, RequestOutputKind, SamplingParams
+from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.words import vllm
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
@@ -87,32 +88,20 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # padding against listeners: there is none
 
 
-class GenerationBody(Body):
-    """The fields that completions and chats share. A field that `SamplingParams` has by the same
-    name is handed on unchanged."""
+SERVED = [one for one in fields(SamplingParams) if not one.metadata["offline"]]
+# A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
+Controls = create_model("Controls", __base__=Body, **{
+    one.name: (one.type | None, Field(None, description=one.metadata["rule"].must))
+    for one in SERVED})
 
-    n: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = (
-        None)
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+
+class GenerationBody(Controls):
+    """The fields that completions and chats share: those of `SamplingParams`, which are handed on
+    unchanged and checked there, and the server's own."""
+
+    logit_bias: dict[str, float] | None = None  # JSON's keys are texts
     response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form ...
     structured_outputs: dict[str, Any] | None = None  # ... and vLLM's
-    skip_special_tokens: bool | None = None
     priority: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -127,8 +116,8 @@ class GenerationBody(Body):
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """defaults: the model's own, with the endpoint's `max_tokens`. Raises `ValueError`."""
-        names = {field.name for field in fields(SamplingParams)} - {"logprobs"}
-        given = {name: value for name, value in self if name in names and value is not None}
+        given = {one.name: value for one in SERVED
+                 if (value := getattr(self, one.name)) is not None}
         given["logprobs"] = self.num_logprobs()
         if (limit := self.limit()) is not None:
             given["max_tokens"] = limit

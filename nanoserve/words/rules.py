@@ -27,10 +27,13 @@ class Rule(NamedTuple):
     keep: Callable[[Any], Any]
 
 
-def option(default: Any, rule: Rule, part_of: str | None = None) -> Any:
+def option(default: Any, rule: Rule, part_of: str | None = None, *, control: bool = False,
+           offline: bool = False) -> Any:
     """A field of a record, with its rule. A default of `MISSING` makes it a required one. part_of:
-    the field without which it has no effect, and so must keep its default."""
-    return field(default=default, metadata={"rule": rule, "part_of": part_of})
+    the field without which it has no effect, and so must keep its default. control: it changes
+    logits, unless it keeps its default. offline: clients of the server can't set it."""
+    return field(default=default, metadata={"rule": rule, "part_of": part_of, "control": control,
+                                            "offline": offline})
 
 
 def check_fields(record: Any) -> None:

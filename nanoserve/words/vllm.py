@@ -71,7 +71,6 @@ TABLE = (
     Row("LLM", "override_generation_config", "pass SamplingParams with these values to generate()"),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("LLM", "served_model_name", "the model has the name of its folder or hub id: leave it out"),
     Row("LLM call prompt method", "limit_mm_per_prompt mm_processor_kwargs multi_modal_data "
         "multi_modal_uuids reset_mm_cache", "models here read text alone: leave it out"),
     # How it runs.

@@ -5,6 +5,7 @@ Oracle for texts: offline `generate` of the same engine with the same seed.
 
 import asyncio
 import threading
+from dataclasses import fields
 
 import pytest
 from serving import NAME, send
@@ -195,6 +196,15 @@ def test_vllms_additions_do_what_they_say(server):
                                     repetition_penalty=1.3)
 
 
+def test_every_field_of_sampling_params_is_served_but_three(server):
+    """A new one, too: the bodies are made from the record."""
+    _, document = server.ask("/openapi.json")
+    for body in ("CompletionBody", "ChatBody"):
+        served = document["components"]["schemas"][body]["properties"]
+        assert {field.name for field in fields(SamplingParams)} - set(served) == {
+            "detokenize", "output_kind", "prompt_logprobs"}
+
+
 # ------------------------------------------------------------------- refusals
 
 
@@ -206,7 +216,8 @@ def refusal(server, path: str, body, status: int = 400, **kinds) -> dict:
 
 
 @pytest.mark.parametrize("field, value", [
-    ("temperature", 3), ("temperature", "hot"), ("top_p", 0), ("top_p", True), ("n", 0),
+    ("temperature", 3), ("temperature", "hot"), ("top_p", 0), ("top_p", True), ("n", 0), ("n", -5),
+    ("presence_penalty", -3), ("top_k", -2), ("min_p", 2), ("detokenize", False),
     ("max_tokens", 0), ("max_tokens", 10 ** 30), ("max_tokens", 4096), ("seed", 1.5),
     ("stop", [""]), ("logit_bias", {"x": 1}), ("logit_bias", {"99999": 1}), ("logprobs", 21),
     ("min_tokens", 20), ("stop_token_ids", [5000]), ("best_of", 3), ("suffix", "the end"),

@@ -49,8 +49,15 @@ def test_every_option_of_the_engine_is_there():
     assert {name: value for name, value in parse(*words).items() if name in given} == given
     text = cli.make_parser().format_help()
     assert "serve" in text
-    for field in cli.engine_fields():
-        assert cli.option_name(field).startswith("--") and "_" not in cli.option_name(field)
+    for field in fields(EngineConfig):
+        assert field.name == "model" or f"--{field.name.replace('_', '-')}" in text
+
+
+def test_vllms_options_are_taken_where_they_ask_for_nothing():
+    words = ["a/model", "--enable-expert-parallel", "--disable-log-requests", "--swap-space", "0",
+             "--kv-cache-dtype", "auto", "--pipeline-parallel-size", "1"]
+    assert EngineConfig(model="m", **parse(*words)) == EngineConfig(model="m", expert_parallel=True)
+    assert "--kv-cache-dtype" not in cli.make_parser().format_help()
 
 
 @pytest.mark.parametrize("words", [
@@ -65,7 +72,8 @@ def test_options_of_the_wrong_type_are_refused(words, capsys):
 @pytest.mark.parametrize("words, said", [
     (["--dtype", "int3"], "dtype must be one of"), (["--max-num-seqs", "-5"], "max_num_seqs"),
     (["no/such/model"], "no/such/model"), (["--chat-template", "no/such/file"], "chat_template"),
-    (["--skip-tokenizer-init"], "without text"),
+    (["--skip-tokenizer-init"], "without text"), (["--swap-space", "4"], "swap_space=4 is not"),
+    (["--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8' is not supported: the KV cache has the dt"),
     (["--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens")])
 def test_what_cannot_be_served_is_said_in_one_line(words, said, capsys):
     with pytest.raises(SystemExit) as caught:
