@@ -30,45 +30,60 @@ copying every table in every step would be the most expensive part.
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass, fields, replace
-from itertools import chain
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanoserve.sequence import Sequence, Step
 
-NOT_INTEGERS = {"seeds": torch.int64, "temperature": torch.float32, "top_p": torch.float32,
-                "min_p": torch.float32}
 MAX_MOVES = 2 ** 12  # blocks that a step saves, or loads, at most
 MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
+AGAIN = "again"  # padding that repeats the last number
+
+
+class Section(NamedTuple):
+    """Numbers of one kind, which lie together in the buffer."""
+
+    per: str  # what there is one for, see `BatchBuilder`
+    padding: int | str | None  # the number in rows of padding; None: those have none
+    dtype: np.dtype
+    torch_dtype: torch.dtype
+
+
+def section(per: str, padding: int | str | None, dtype: str = "int32") -> Any:
+    """A field that is a section."""
+    return field(metadata={"section": Section(per, padding, np.dtype(dtype),
+                                              getattr(torch, dtype))})
 
 
 @dataclass
 class Batch:
-    """One step's numbers, as views of the packed buffer. n tokens, b rows, s samples.
+    """One step's numbers, as views of the packed buffer. b rows.
 
-    The tensors are the buffer's sections, in this order. A graph records steps of decodes, so the
-    sections come first whose length the number of rows then decides. Seeds lead: a number of 64
-    bits must begin at an even index.
+    This is **the table of sections**: the buffer's size, packing and unpacking follow from it. A
+    graph records steps of decodes, so the sections come first whose length the number of rows then
+    decides. Seeds lead: a number of 64 bits must begin at an even index.
     """
 
-    seeds: torch.Tensor  # (s,) int64; this and the next four: see SamplingParams
-    temperature: torch.Tensor  # (s,) float32
-    top_k: torch.Tensor  # (s,)
-    top_p: torch.Tensor  # (s,) float32
-    min_p: torch.Tensor  # (s,) float32
-    input_ids: torch.Tensor  # (n,) -1 - r: the newest sample of `Sequence.row` r
-    positions: torch.Tensor  # (n,)
-    slot_mapping: torch.Tensor  # (n,)
-    cu_seqlens_q: torch.Tensor  # (b + 1,)
-    seq_lens: torch.Tensor  # (b,)
-    logits_indices: torch.Tensor  # (s,) the tokens whose logits are sampled
-    sample_rows: torch.Tensor  # (s,) the rows, as in `Sequence.row`, that they belong to
-    prompt_logprob_indices: torch.Tensor  # (p,) the tokens whose logits give prompt logprobs
-    block_tables: torch.Tensor  # (b, w) w: blocks of the longest table
-    adapters: torch.Tensor  # (b,) 0 for none; empty where no row has one
-    block_moves: torch.Tensor  # (m * 2,) what the store's pool copies: extras/block_pool.py
+    seeds: torch.Tensor = section("params", 0, "int64")  # this and the next: see SamplingParams
+    temperature: torch.Tensor = section("params", 0, "float32")
+    top_k: torch.Tensor = section("params", 0)
+    top_p: torch.Tensor = section("params", 1, "float32")
+    min_p: torch.Tensor = section("params", 0, "float32")
+    input_ids: torch.Tensor = section("token", 0)  # -1 - r: the newest sample of `Sequence.row` r
+    positions: torch.Tensor = section("token", 0)
+    slot_mapping: torch.Tensor = section("token", -1)
+    cu_seqlens_q: torch.Tensor = section("start", AGAIN)  # (b + 1,)
+    seq_lens: torch.Tensor = section("row", 0)
+    logits_indices: torch.Tensor = section("sample", 0)  # the tokens whose logits are sampled
+    sample_rows: torch.Tensor = section("sample", -1)  # whose they are, by `Sequence.row`
+    prompt_logprob_indices: torch.Tensor = section("token", None)  # whose logits score a prompt
+    block_tables: torch.Tensor = section("block", 0)  # (b, w) w: blocks of the longest table
+    adapters: torch.Tensor = section("row", None)  # 0 for none; empty where no row has one
+    block_moves: torch.Tensor = section("move", None)  # what a pool copies: extras/block_pool.py
     host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
     num_decodes: int  # the first rows, one new token each
     num_unknown: int  # inputs below zero
@@ -79,31 +94,30 @@ class Batch:
     @classmethod
     def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
-        views, host_views, at = {}, {}, HEADER
-        for name, length in zip(SECTIONS, host[:len(SECTIONS)].tolist(), strict=True):
-            views[name] = device[at:at + length]
-            host_views[name] = host[at:at + length]
-            at += length
-        for name, dtype in NOT_INTEGERS.items():
-            views[name] = views[name].view(dtype)
-        num_rows = len(host_views["seq_lens"])  # 0 for a step that only saves blocks
+        end, *lengths, network = host[:len(SECTIONS) + 2].tolist()
+        views = dict(zip(SECTIONS, device[HEADER:end].split(lengths), strict=True))
+        places = pairwise(accumulate(lengths, initial=HEADER))
+        host_views = {name: host[i:j] for name, (i, j) in zip(SECTIONS, places, strict=True)}
+        for name, one in SECTIONS.items():
+            if one.dtype != np.int32:
+                host_views[name] = host_views[name].view(one.dtype)
+                views[name] = views[name].view(one.torch_dtype)
+        query_lens, num_rows = np.diff(host_views["cu_seqlens_q"]), len(host_views["seq_lens"])
         views["block_tables"] = views["block_tables"].view(num_rows, -1 if num_rows else 0)
-        return cls(**views, host=host_views, num_decodes=int(host[NUM_DECODES]),
-                   num_unknown=int(host[NUM_UNKNOWN]), network=int(host[NETWORK]),
-                   query_lens=np.diff(host_views["cu_seqlens_q"]).tolist(),
-                   seq_lens_host=host_views["seq_lens"].tolist())
+        return cls(**views, host=host_views, network=network,
+                   num_decodes=int(np.count_nonzero(query_lens <= 1)),  # 0 in rows of padding
+                   num_unknown=int(np.count_nonzero(host_views["input_ids"] < 0)),
+                   query_lens=query_lens.tolist(), seq_lens_host=host_views["seq_lens"].tolist())
 
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
 
-# The header: the length of each section, then three more numbers.
-SECTIONS = tuple(one.name for one in fields(Batch) if one.type is torch.Tensor)
-NUM_DECODES = len(SECTIONS)  # rows with a single new token
-NUM_UNKNOWN = NUM_DECODES + 1  # inputs that only the device knows
-NETWORK = NUM_UNKNOWN + 1
-HEADER = NETWORK + 2 - NETWORK % 2  # even
+SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}
+# The header: where the last section ends, each one's length, the network. Its length is even.
+HEADER = (len(SECTIONS) + 3) // 2 * 2
+PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.per == "params"])
 
 
 class BatchBuilder:
@@ -119,14 +133,14 @@ class BatchBuilder:
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
                  block_size: int, device: torch.device, num_buffers: int = 2,
                  staged: bool = False, num_drafts: int = 0):
-        self.block_size, self.device, self.max_num_seqs = block_size, device, max_num_seqs
-        width = -(-max_model_len // block_size)
-        # A token has an id, a position, a slot, and possibly logits for a prompt logprob. A row has
-        # 6 numbers for the sampler (a seed is two), cu_seqlens, seq_len, logits index, sample row
-        # and adapter. A draft is one more sample, which has 8 of these numbers.
-        size = HEADER + 4 * max_num_batched_tokens + 11 * max_num_seqs + 1 + max_num_seqs * width
-        size += 8 * min(max_num_seqs * num_drafts, max_num_batched_tokens)
-        size += 4 * MAX_MOVES  # which is more than MIN_BUFFER
+        self.block_size, width = block_size, -(-max_model_len // block_size)
+        num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
+        most = {"token": max_num_batched_tokens, "row": max_num_seqs,
+                "start": max_num_seqs + 1,  # of each row, and the end of the last
+                "block": max_num_seqs * width,
+                "sample": num_samples, "params": num_samples,  # its sequence's, in every step
+                "move": 4 * MAX_MOVES}  # two numbers; with this a buffer is longer than MIN_BUFFER
+        size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4 for one in SECTIONS.values())
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]
@@ -138,11 +152,7 @@ class BatchBuilder:
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
         self.table_lens = [0] * max_num_seqs
-        self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k = np.zeros(max_num_seqs, dtype=np.int32)
-        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.params = np.zeros(max_num_seqs, dtype=PARAMS)
 
     def build(self, step: Step, num_rows: int | None = None) -> Batch:
         """Pack `step`, copy it to the device, and return the views. O(rows) in Python."""
@@ -179,51 +189,52 @@ class BatchBuilder:
 
     def pack(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
         """Fill the buffer. num_rows: what a step of decodes is padded to, for a graph."""
-        host = buffer.numpy()
+        width = max((len(seq.block_table) for seq in step.num_new_tokens), default=1)
+        numbers = self._numbers(step, width)
+        missing = 0 if num_rows is None else num_rows - len(step.num_new_tokens)
+        host, at, lengths = buffer.numpy(), HEADER, []
+        for name, (per, padding, dtype, _) in SECTIONS.items():
+            values, num_padding = numbers[name], 0
+            if missing and padding is not None:
+                num_padding = missing * width if per == "block" else missing
+            length = (len(values) + num_padding) * dtype.itemsize // 4
+            if length:  # most steps leave some sections empty, and each write costs
+                place = host[at:at + length].view(dtype)
+                place[:len(values)] = values
+                if num_padding:
+                    place[len(values):] = place[len(values) - 1] if padding is AGAIN else padding
+            at += length
+            lengths.append(length)
+        host[:len(lengths) + 2] = [at, *lengths, step.network]
+
+    def _numbers(self, step: Step, width: int) -> dict[str, np.ndarray | list[int]]:
+        """What is in each section. width: blocks of the longest table."""
         seqs, query_lens, starts, num_decodes = _decodes_first(step)
-        padding = 0 if num_rows is None else num_rows - len(seqs)
-        num_tokens = step.num_tokens
         cu_seqlens_q = np.zeros(len(seqs) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         # A token's position is its row's start plus its offset in the row. Example: a row with
         # start 32 whose tokens begin at index 7 of the batch: index 9 has position 32 - 7 + 9.
         row_of_token = np.repeat(np.arange(len(seqs)), query_lens)
-        positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(num_tokens)
+        positions = (starts - cu_seqlens_q[:-1])[row_of_token] + np.arange(len(row_of_token))
         rows = self._refresh_rows(seqs)
         blocks = self.tables[rows[row_of_token], positions // self.block_size]
-        width = max((len(seq.block_table) for seq in seqs), default=1)
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
-        input_ids = self._input_ids(step, seqs, starts.tolist(), query_lens.tolist(), num_decodes)
-        sections = (  # each with what its padding consists of
-            (self.seeds[sample_rows].view(np.int32), 0, 2 * padding),
-            (self.temperature[sample_rows].view(np.int32), 0, padding),
-            (self.top_k[sample_rows], 0, padding),
-            (self.top_p[sample_rows].view(np.int32), 0, padding),
-            (self.min_p[sample_rows].view(np.int32), 0, padding),
-            (input_ids, 0, padding),
-            (positions, 0, padding),
-            (blocks * self.block_size + positions % self.block_size, -1, padding),
-            (cu_seqlens_q, num_tokens, padding),
-            (starts + query_lens, 0, padding),
-            (self._sampled_tokens(step, last_token_of), 0, padding),
-            (sample_rows, self.max_num_seqs, padding),  # a row that nobody has
-            (self._prompt_logprob_tokens(step, last_token_of), 0, 0),
-            (self.tables[rows, :width].reshape(-1), 0, padding * width),
-            ([seq.adapter for seq in seqs] if any(seq.adapter for seq in seqs) else [], 0, 0),
-            (list(chain.from_iterable(step.block_moves)), 0, 0),
-        )
-        at = HEADER
-        for i, (section, filling, num_filled) in zip(range(len(SECTIONS)), sections, strict=True):
-            host[i] = len(section) + num_filled
-            if host[i]:  # most steps leave some sections empty, and each write costs
-                end = at + len(section)
-                host[at:end] = section
-                host[end:end + num_filled] = filling
-                at = end + num_filled
-        host[NUM_DECODES] = num_decodes + padding
-        host[NUM_UNKNOWN] = (input_ids < 0).sum()
-        host[NETWORK] = step.network
+        params = self.params.take(sample_rows)
+        return {
+            **{name: params[name] for name in PARAMS.names},
+            "input_ids": self._input_ids(step, seqs, starts.tolist(), query_lens.tolist(),
+                                         num_decodes),
+            "positions": positions,
+            "slot_mapping": blocks * self.block_size + positions % self.block_size,
+            "cu_seqlens_q": cu_seqlens_q,
+            "seq_lens": starts + query_lens,
+            "logits_indices": self._sampled_tokens(step, last_token_of),
+            "sample_rows": sample_rows,
+            "prompt_logprob_indices": self._prompt_logprob_tokens(step, last_token_of),
+            "block_tables": self.tables[rows, :width].reshape(-1),
+            "adapters": [seq.adapter for seq in seqs] if any(seq.adapter for seq in seqs) else [],
+            "block_moves": list(chain.from_iterable(step.block_moves))}
 
     def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
                    query_lens: list[int], num_decodes: int) -> np.ndarray:
@@ -268,9 +279,9 @@ class BatchBuilder:
             row, table = seq.row, seq.block_table
             if self.table_sources[row] is not table:
                 params = seq.params
-                self.seeds[row], self.temperature[row] = seq.seed, params.temperature
-                self.top_k[row] = min(max(params.top_k, 0), np.iinfo(np.int32).max)
-                self.top_p[row], self.min_p[row] = params.top_p, params.min_p
+                self.params[row] = (  # in the table's order
+                    np.uint64(seq.seed).view(np.int64), params.temperature,
+                    min(max(params.top_k, 0), np.iinfo(np.int32).max), params.top_p, params.min_p)
                 self.table_lens[row] = 0
                 self.table_sources[row] = table  # last: Ctrl-C may come in between
             known = self.table_lens[row]
@@ -282,7 +293,7 @@ class BatchBuilder:
 
 def packed_length(buffer: torch.Tensor) -> int:
     """How many numbers of a packed buffer are in use, by its header."""
-    return HEADER + int(buffer.numpy()[:len(SECTIONS)].sum())
+    return int(buffer[0])
 
 
 def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, int]:

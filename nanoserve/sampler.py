@@ -69,13 +69,13 @@ class SamplingInputs:
             inputs.logprob_rows = [i for i in rows if seqs[i].params.logprobs is not None]
             if inputs.logprob_rows:
                 inputs.num_logprobs = max(seqs[i].params.logprobs for i in inputs.logprob_rows)
-        s, host = len(seqs), batch.host  # which may have more rows, of padding
-        if host["temperature"][:s].any():  # the bits of 0.0 are 0
-            top_k = host["top_k"][:s]
+        host = batch.host
+        if host["temperature"].any():
+            top_k = host["top_k"]
             inputs.all_greedy = False
             inputs.any_filters = bool(
-                host["min_p"][:s].any() or ((top_k > 0) & (top_k < vocab_size)).any()
-                or (host["top_p"][:s].view("float32") < 1).any())
+                host["min_p"].any() or (host["top_p"] < 1).any()
+                or ((top_k > 0) & (top_k < vocab_size)).any())
         return inputs
 
 

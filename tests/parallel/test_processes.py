@@ -212,7 +212,8 @@ def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
 
     def corrupt(buffer):
         honest = buffer.clone()
-        buffer[SECTIONS.index("cu_seqlens_q")] = 1  # not as many rows as there are sequence lengths
+        # Not as many rows as there are sequence lengths.
+        buffer[1 + list(SECTIONS).index("cu_seqlens_q")] = 1
         broadcast(buffer)
         buffer.copy_(honest)
 
