@@ -3,7 +3,7 @@
     python -m benchmarks.gpu                         everything, in less than 25 minutes
     python -m benchmarks.gpu --part attention        or a part of it, in less than 10:
     python -m benchmarks.gpu --part engine           one of attention, engine, ablation
-    python -m benchmarks.gpu --table gpu-results/*.json      docs/gpu.md's table of these
+    python -m benchmarks.gpu --table gpu-results/*.json      docs/devices.md's table of these
     python -m benchmarks.gpu --dry-run               all of it at toy sizes, without a GPU
 
 Shares are of what this machine really does: its own copy of 2 GB, its own product of two matrices
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--workers", type=int, default=12,
                         help="processes that compile ahead of the sweep; 0: none")
     parser.add_argument("--table", nargs="+", metavar="FILE",
-                        help=f"join these in {RESULTS.name}, which the table of docs/gpu.md, "
+                        help=f"join these in {RESULTS.name}, which the table of docs/devices.md, "
                              "printed here, is held against")
     parser.add_argument("--compile", help=argparse.SUPPRESS)  # "2/12": a worker's share
     args = parser.parse_args(arguments)

@@ -183,10 +183,10 @@ def markdown(results: dict) -> str:
             parts.append(table_of([flat]) if flat else "")
             parts += [table_of(value) for value in result.values()
                       if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return "\n".join(parts + ["## docs/gpu.md\n", page_table(results)])
+    return "\n".join(parts + ["## docs/devices.md\n", page_table(results)])
 
 
-# The rows of docs/gpu.md: what is said, the part of the results and its entry, how it is written.
+# The rows of its table: what is said, the part of the results and its entry, how it is written.
 PAGE_ROWS = [("output tok/s, 256 requests", "throughput", "output_tok_per_s", "{:,.0f}"),
              ("share of the roofline", "throughput", "of_roofline", "{:.0%}"),
              ("one stream at 1k context, tok/s", "one stream", "tok_per_s", "{:,.0f}"),
@@ -202,7 +202,7 @@ NOT_MEASURED = "not measured"
 
 
 def page_table(results: dict) -> str:
-    """The table of docs/gpu.md, of `results`; of none, "not measured" throughout."""
+    """The table of docs/devices.md, of `results`; of none, "not measured" throughout."""
     lines = ["| what | target | Qwen3-0.6B | target | Qwen3-8B |", "|---|---|---|---|---|"]
     for what, heads in (("decode", "of_copy"), ("prefill", "of_product")):
         for block_size in REAL.block_sizes:
@@ -237,7 +237,7 @@ def page_table(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """What went wrong, the best launches, and the table of docs/gpu.md."""
+    """What went wrong, the best launches, and the table of docs/devices.md."""
     lines = ["", "=== summary"]
     lines += [f"{name}: {json.dumps(result)[-300:]}" for name, result in results.items()
               if failed(result)]

@@ -1,15 +1,100 @@
-"""The examples of docs/pooling.md and docs/speculative.md print what stands behind them."""
+"""Every example on a page prints what stands behind it.
 
-from pages import block_after, read, run
+README's own is in tests/test_readme.py, the simulated arrivals are in test_arrivals.py.
+"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT, block_after, read, run
+
+from nanoserve import LLM, SamplingParams
+
+# Of a page: the marker before its program, and the one before what that prints.
+PROGRAMS = {
+    "block-store": ("\n```python", "<!-- printed by the example above -->"),
+    "lora": ("\n```python", "<!-- printed by the example above -->"),
+    "models": ("\n```python", "<!-- printed by the pooling example -->"),
+    "quantization": ("\n```python", "<!-- printed by the int8 example -->"),
+    "server": ("<!-- stories -->", "<!-- printed by the stories -->"),
+    "speculative": ("\n```python", "<!-- printed by the speculative example -->"),
+    "structured": ("\n```python", "<!-- printed by the example above -->"),
+}
 
 
-def test_the_pooling_example_prints_what_is_shown():
-    page = read("docs/pooling.md")
-    assert run("-c", block_after(page, "\n```python")) == block_after(
-        page, "<!-- printed by the pooling example -->")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_prints_what_is_shown(name):
+    page, (program, printed) = read(f"docs/{name}.md"), PROGRAMS[name]
+    shown = block_after(page, printed)
+    assert run("-c", block_after(page, program)) == shown
+    if name == "structured":
+        assert shown == block_after(
+            read("README.md"), "<!-- printed by the example of docs/structured.md -->")
+    if name == "block-store":
+        assert int(re.search(r"second start: (\d+)", shown)[1]) > 200
 
 
-def test_the_speculative_example_prints_what_is_shown():
-    page = read("docs/speculative.md")
-    assert run("-c", block_after(page, "\n```python")) == block_after(
-        page, "<!-- printed by the speculative example -->")
+def test_verify_prints_what_is_shown():
+    page = read("docs/models.md")
+    command = re.search(r"`python (-m nanoserve.tools.verify nanoserve/.*?)`", page)[1]
+    assert run(*command.split()) == block_after(
+        page, "<!-- printed by: python -m nanoserve.tools.verify -->")
+
+
+def test_openais_client_prints_what_is_shown():
+    pytest.importorskip("fastapi")
+    pytest.importorskip("openai")
+    page = read("docs/server.md")
+    process = subprocess.Popen([sys.executable, "-m", "nanoserve", "serve", "--dtype", "float32",
+                                "--port", "0"],
+                               stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                               env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        line = next(line for line in process.stderr if "nanoserve: serving" in line)
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+        code = block_after(page, "<!-- client -->").replace("http://127.0.0.1:8000", address)
+        shown = block_after(page, "<!-- printed by the client -->")
+        assert run("-c", code).strip() == shown.strip()
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_two_actors_of_ray_write_in_order_what_generate_writes(tmp_path, monkeypatch):
+    """The page's program, with a small model in place of a GPU's; it needs the extra `test-full`.
+    """
+    ray = pytest.importorskip("ray", reason="it is one of the extra 'test-full'")
+    prompts = [f"{words} {i}" for i in range(3) for words in ("Once upon a time", "The king")]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    program = block_after(read("docs/server.md"), "<!-- ray -->")
+    for theirs, ours in (('"prompts.txt"', repr(str(tmp_path / "prompts.txt"))),
+                         ('"Qwen/Qwen3-0.6B"', 'dtype="float32", num_gpu_blocks_override=64'),
+                         ("max_tokens=64", "max_tokens=6"), ("batch_size=256", "batch_size=2"),
+                         ("num_gpus=1", "num_cpus=0.5")):
+        assert theirs in program
+        program = program.replace(theirs, ours)
+    try:
+        printed = run("-c", program)
+    finally:
+        ray.shutdown()
+    with LLM(dtype="float32", num_gpu_blocks_override=64) as llm:
+        outputs = llm.generate(prompts, [SamplingParams(max_tokens=6, seed=i) for i in range(6)],
+                               use_tqdm=False)
+    assert printed == "".join(output.outputs[0].text + "\n" for output in outputs)
+
+
+def test_the_summary_line_looks_as_shown(capsys):
+    [shown] = re.findall(r"^nanoserve: \d+ requests? in .*$", read("docs/scheduling.md"), re.M)
+    with LLM() as llm:
+        capsys.readouterr()
+        llm.generate(["Once", "The"], SamplingParams(max_tokens=3, ignore_eos=True),
+                     use_tqdm=False, summarize=True)
+    real = capsys.readouterr().err.splitlines()[0]
+
+    def shape(line: str) -> str:
+        return re.sub(r"\bm?s\b", "s", re.sub(r"\d[\d,.]*", "0", line))
+
+    assert shape(real) == shape(shown)

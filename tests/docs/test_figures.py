@@ -1,14 +1,41 @@
-"""docs/napkin.md: every line is worked out again, and it is about the real models."""
+"""Figures of the pages: each was measured and is kept, or is worked out again here. And two lists
+that hold what the code has, as in test_tables.py, but whose code needs torch."""
 
+import json
 import re
+from pathlib import Path
 
+import pytest
 import torch
-from pages import block_after, read
+from packing import FORMATS
+from pages import between, block_after, read, rows_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks import structured, tables
 from nanoserve import LLM
+from nanoserve.llm import BUNDLED_MODEL
 
-PAGE = read("docs/napkin.md")
+PAGE = read("docs/benchmarks.md")
+DATA = json.loads(tables.DATA.read_text()) if tables.DATA.exists() else {}
+
+
+def test_the_tables_are_what_was_measured():
+    """No figure in them is typed by hand."""
+    assert between(PAGE, tables.BEGIN, tables.END) == tables.render(DATA)
+    assert between(read("README.md"), tables.BEGIN, tables.END) == tables.headlines(DATA)
+
+
+def test_a_gpus_figures_are_those_of_a_gpu_or_not_there():
+    pytest.importorskip("triton")
+    from benchmarks.gpu import RESULTS, page_table
+
+    page = read("docs/devices.md")
+    if not RESULTS.exists():
+        assert "no GPU has run it yet" in page
+        return
+    results = json.loads(RESULTS.read_text())
+    assert results["machine"]["device"] != "cpu", "a dry run is no measurement"
+    assert page_table(results) in page
 
 
 def napkins() -> list[tuple[str, str, float, int]]:
@@ -59,3 +86,32 @@ def test_the_napkins_are_about_the_real_thing():
     assert re.search(rf"{count:,}\sparameters", PAGE)
     assert round(count / 1e6, 2) == lines[4][0][0] and round(count / 1e9, 5) == lines[8][0][2]
     assert lines[6][0][2] == lines[0][1] / 1e6
+
+
+def test_forced_tokens_save_the_steps_that_the_page_shows():
+    """The table's last column is time, which the page doesn't show and a test doesn't measure."""
+    table = structured.steps_table(str(BUNDLED_MODEL), rounds=0)
+    assert "near-tie" not in table
+    shown = block_after(
+        read("docs/structured.md"), "<!-- printed by: python -m benchmarks.structured")
+    assert [line[:-7].rstrip() for line in table.splitlines()] == shown.splitlines()
+
+
+def test_the_quantised_formats_are_those_that_are_tried():
+    page = read("docs/quantization.md")
+    table = page[page.index("<!-- formats -->"):page.index("Refused by name")]
+    named = [name for row in rows_of(table)[1:] for name in re.findall(r"`(.*?)`", row[0])]
+    assert sorted(named) == sorted(FORMATS)
+
+
+def test_every_endpoint_and_option_of_the_server_is_there():
+    pytest.importorskip("fastapi")
+    from nanoserve.server import api, cli
+
+    page = read("docs/server.md")
+    for path in re.findall(r'@app\.(?:post|get)\("(.*?)"', Path(api.__file__).read_text()):
+        assert f"{path}`" in page, path
+    engine = {cli.option_name(field.name) for field in cli.engine_fields()}
+    own = set(re.findall(r'door\.add_argument\("(--[\w-]+)"', Path(cli.__file__).read_text()))
+    for option in own - engine - {"--log-level"}:
+        assert f"`{option}`" in page, option

@@ -1,0 +1,68 @@
+"""Lists and tables of the pages hold what the code has: no more, no less."""
+
+import re
+from dataclasses import fields
+
+import pytest
+from pages import ROOT, read, rows_of
+
+from nanoserve.checkpoint.model_config import FAMILIES
+from nanoserve.config import POLICIES, EngineConfig, SamplingParams
+
+pytestmark = pytest.mark.floor
+PACKAGE = ROOT / "nanoserve"
+API, ARCHITECTURE, MAP = read("docs/api.md"), read("docs/architecture.md"), read("docs/map.md")
+
+
+def test_the_options_are_all_there_with_their_defaults():
+    listed = re.search(r"Options, with their defaults: (.*?`)\.", API, re.S)[1]
+    assert re.sub(r"\s+", " ", listed) == ", ".join(
+        f"`{f.name}={f.default!r}`" for f in fields(EngineConfig) if f.name != "model")
+
+
+def test_the_sampling_controls_are_all_there_with_their_defaults():
+    listed = re.search(r"`SamplingParams`, with their defaults: (.*?`)\.", API, re.S)[1]
+    assert re.sub(r"\s+", " ", listed) == ", ".join(
+        f"`{f.name}={f.default if f.name == 'output_kind' else repr(f.default)}`"
+        for f in fields(SamplingParams))
+
+
+def test_the_families_are_those_that_can_be_read():
+    assert re.findall(r"^\| `(\w+For\w+)` \|", read("docs/models.md"), re.M) == list(FAMILIES)
+
+
+def test_every_policy_has_a_row():
+    assert re.findall(r"^\| `(\w+)`", read("docs/scheduling.md"), re.M) == list(POLICIES)
+
+
+def test_the_map_has_every_file_and_readme_those_of_the_spine():
+    """All but `__init__` and `__main__`, and the bundled models."""
+    there = {path.relative_to(PACKAGE).with_suffix("").as_posix()
+             for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")}
+    listed = re.findall(r"^\| \[`([\w/]+)`\]\(\.\./nanoserve/([\w/]+)\.py\) \|", MAP, re.M)
+    assert all(name == path for name, path in listed)
+    names = [name for name, _ in listed]
+    assert sorted(names) == sorted(there)
+    spine = [name for name in names if "/" not in name]
+    assert names[:len(spine)] == spine
+    readme = re.findall(r"^\| \[`(\w+)`\]\(nanoserve/(\w+)\.py\) \|", read("README.md"), re.M)
+    assert sorted(name for name, _ in readme) == sorted(spine)
+
+
+def test_every_file_of_the_core_has_its_counterpart_in_vllm():
+    for name, _, counterpart in rows_of(MAP.split("## Who imports whom")[0]):
+        if "`" in name and not re.search("`(extras|server|tools)/", name):
+            assert re.match(r"`(vllm|csrc|cmake)/", counterpart), name
+
+
+def test_what_the_architecture_page_names_is_in_the_file():
+    """`[scheduler](...): `order`, ...`: scheduler.py must have that word."""
+    rows = [row for row in rows_of(ARCHITECTURE) if row[0] != "concept"]
+    assert len(rows) > 100 and all(len(row) == 2 and row[1] for row in rows)
+    behind = r"\]\(\.\./(nanoserve/[\w/]+\.py)\)(?::| \()\s*((?:`[\w.]+`(?:, | and )?)+)"
+    found = re.findall(behind, ARCHITECTURE)
+    assert len(found) > 40
+    for path, names in found:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        for name in re.findall(r"(\w+)`", names):
+            assert re.search(rf"\b{name}\b", text), f"{path} has no {name}"
