@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-# Their assertions are to explain themselves as those of test files do.
-pytest.register_assert_rewrite(
-    "helpers", "checkpoints", "blocks_by_hand", "scheduler_by_hand", "plain_sampling",
-    "engine_workloads", "dummy_engines", "small_engine", "real_tokenizers", "guessing",
-    "grammars", "pooled", "poison", "sampling_twins", "process_tools", "rank_threads", "witness",
-    "gpu_checks")
+TESTS = Path(__file__).parent
+# For bench.py and benchmarks/, and for the helpers that stand beside the tests that share them.
+sys.path[:0] = map(str, [TESTS.parent, TESTS, *(path for path in TESTS.iterdir() if path.is_dir())])
+# Assertions of helpers are to explain themselves as those of test files do.
+pytest.register_assert_rewrite(*(
+    path.stem for path in TESTS.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))))
 
 # What a shell starts in its background ignores Ctrl-C, and so would the scripts of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
