@@ -29,7 +29,7 @@ from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend.command import command
 from nanoserve.llm import LLM
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import CoreRequest, Sequence
 
 PROMPT_LEN, BLOCK_SIZE, NUM_STEPS = 200, 16, 100
 CASES = [(1, 0), (16, 0), (64, 0), (256, 0), (1024, 0), (256, 100_000)]  # (running, waiting)
@@ -62,8 +62,9 @@ def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
     rng = random.Random(0)
     for i in range(num_running + num_waiting):
         prompt = [rng.randrange(1000) for _ in range(PROMPT_LEN if i < num_running else 4)]
-        scheduler.add(Sequence(str(i), prompt, params, arrival=i, stop_ids=frozenset((1000,)),
-                               max_num_tokens=max_len))
+        core = CoreRequest(str(i), params, arrival=i, stop_ids=frozenset((1000,)),
+                           max_num_tokens=max_len)
+        scheduler.add(Sequence(core, prompt))
     times: list[tuple[float, float, float]] = []
     for _ in range(NUM_STEPS + 2):
         t0 = time.perf_counter()

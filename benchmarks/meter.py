@@ -59,7 +59,7 @@ class Meter:
         same one."""
         now = clock.monotonic()
         for seq, tokens in grown.items():
-            self.token_times[seq.request_id] += [now] * len(tokens)
+            self.token_times[seq.request.request_id] += [now] * len(tokens)
             self.bar.update(len(tokens))
 
     def ended(self, sequences: list[Sequence]) -> None:

@@ -40,7 +40,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.llm import LLM
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CoreRequest, Sequence, Step
 
 PARTS = ("linear", "head", "attention", "other")
 
@@ -198,8 +198,9 @@ def simulate(requests: list[Request], config: ModelConfig, max_num_seqs: int = 2
                           max_num_batched_tokens=max_num_batched_tokens)
     scheduler = Scheduler(engine, num_blocks=max_num_seqs * (longest // engine.block_size + 1))
     for i, request in enumerate(requests):
-        scheduler.add(Sequence(str(i), list(request.prompt), SamplingParams(), arrival=i,
-                               max_num_tokens=len(request.prompt) + request.max_tokens))
+        core = CoreRequest(str(i), SamplingParams(), arrival=i,
+                           max_num_tokens=len(request.prompt) + request.max_tokens)
+        scheduler.add(Sequence(core, list(request.prompt)))
     steps = []
     while scheduler.has_unfinished():
         step = scheduler.schedule()

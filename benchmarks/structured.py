@@ -28,7 +28,7 @@ from nanoserve.controls import gather_edits
 from nanoserve.extras.structured import Grammars
 from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.sampler import put
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import CoreRequest, Sequence
 
 PROMPT = "Once upon a time there was a"
 WORD = {"type": "string", "pattern": "^[a-z]{3,8}$"}
@@ -116,8 +116,8 @@ def mask_table(num_rows: int, vocab_size: int, rounds: int) -> str:
                                 ("any JSON object", {"json_object": True}, '{"a": [1, "')):
         grammar = grammars.compile(asked, frozenset({tokenizer.eos_token_id}))
         ids = tokenizer.encode(output, add_special_tokens=False)
-        seqs = [Sequence("r", [1], SamplingParams(structured_outputs=asked),
-                         grammar=grammar.fresh()) for _ in range(num_rows)]
+        core = CoreRequest("r", SamplingParams(structured_outputs=asked))
+        seqs = [Sequence(core, [1], grammar=grammar.fresh()) for _ in range(num_rows)]
         made, applied = [], []
         for token_ids in (ids[:-1], *[ids] * rounds):  # the first is for the library's own caches
             for seq in seqs:

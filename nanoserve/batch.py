@@ -221,6 +221,7 @@ class BatchBuilder:
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
         params = self.params.take(sample_rows)
+        adapters = [seq.request.adapter for seq in seqs]
         return {
             **{name: params[name] for name in PARAMS.names},
             "input_ids": self._input_ids(step, seqs, starts.tolist(), query_lens.tolist(),
@@ -233,7 +234,7 @@ class BatchBuilder:
             "sample_rows": sample_rows,
             "prompt_logprob_indices": self._prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
-            "adapters": [seq.adapter for seq in seqs] if any(seq.adapter for seq in seqs) else [],
+            "adapters": adapters if any(adapters) else [],
             "block_moves": list(chain.from_iterable(step.block_moves))}
 
     def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
@@ -278,7 +279,7 @@ class BatchBuilder:
         for seq in seqs:
             row, table = seq.row, seq.block_table
             if self.table_sources[row] is not table:
-                params = seq.params
+                params = seq.request.params
                 self.params[row] = (  # in the table's order
                     np.uint64(seq.seed).view(np.int64), params.temperature,
                     min(max(params.top_k, 0), np.iinfo(np.int32).max), params.top_p, params.min_p)

@@ -80,11 +80,11 @@ class BlockManager:
         xxh3 is no cryptographic hash, but the same in every process and version, so that a key can
         be compared between engines.
         """
-        keys, size = seq.block_keys, self.block_size
+        keys, root, size = seq.block_keys, seq.request.root, self.block_size
         if not self.enable_prefix_caching:
             return keys
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else seq.root.key if seq.root else ROOT_KEY
+            parent = keys[-1] if keys else root.key if root else ROOT_KEY
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
             keys.append(xxhash.xxh3_128_digest(parent + tokens))
         return keys
@@ -103,7 +103,8 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
         """Look up the longest cached prefix of `seq`. Takes no reference and changes no block."""
         hits: list[CacheEntry] = []
-        parent, size, token_ids, cached = seq.root, self.block_size, seq.token_ids, self.cached
+        parent, token_ids = seq.request.root, seq.token_ids
+        size, cached = self.block_size, self.cached
         keys = self.keys(seq)
         for i in range(self.max_hits(seq)):
             entry = cached.get(keys[i])
@@ -164,7 +165,7 @@ class BlockManager:
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
         for i in range(seq.num_committed_blocks, num_full):
             seq.num_committed_blocks = i + 1
-            parent = seq.cache_entry if i > 0 else seq.root
+            parent = seq.cache_entry if i > 0 else seq.request.root
             if i > 0 and parent is None:
                 continue  # an earlier block of ours is not in the cache: no look-up gets past it
             block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]

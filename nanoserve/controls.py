@@ -92,7 +92,8 @@ class RowState:
     tokens to be penalised with their counts. A step reads only the tokens that are new."""
 
     def __init__(self, seq: Sequence):
-        params, bias = seq.params, seq.params.logit_bias or {}
+        params = seq.request.params
+        bias = params.logit_bias or {}
         self.open_ids = np.array(params.allowed_token_ids or (), dtype=np.int64)
         self.biased_ids = np.array(list(bias), dtype=np.int64)
         self.biases = np.array(list(bias.values()), dtype=np.float32)
@@ -136,8 +137,9 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     token_ids = seq.token_ids
     if drafts:
         num_output, token_ids = num_output + len(drafts), [*seq.output_token_ids, *drafts]
-    banned = list(seq.late_ids) if num_output < seq.params.min_tokens else []
-    for *start, last in seq.bad_word_ids:
+    request = seq.request
+    banned = list(request.late_ids) if num_output < request.params.min_tokens else []
+    for *start, last in request.bad_word_ids:
         n = len(start)
         if n <= num_output and (n == 0 or token_ids[-n:] == start):
             banned.append(last)
@@ -150,7 +152,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
     edited, closed, open_ids, biased, banned, masks, seen = [], [], {}, {}, {}, {}, {}
     states: list[RowState] = []
     for i, seq, drafts in rows:
-        assert not seq.needs_output_tokens or seq.num_unknown_tokens == 1, (
+        assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
         bans, r = banned_ids(seq, drafts), len(edited)

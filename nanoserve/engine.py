@@ -209,7 +209,7 @@ class LLMEngine:
         for seq, positions in step.prompt_logprob_positions.items():
             entries, logprobs = logprobs[:len(positions)], logprobs[len(positions):]
             if seq.finish_reason is None:
-                self.requests[seq.request_id].history.add_prompt(positions, entries)
+                self.requests[seq.request.request_id].history.add_prompt(positions, entries)
 
     def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
@@ -220,7 +220,8 @@ class LLMEngine:
         touched: dict[str, Request] = {}
         errors: list[Exception] = []
         for seq in grown:
-            request = touched[seq.request_id] = self.requests[seq.request_id]
+            request_id = seq.request.request_id
+            request = touched[request_id] = self.requests[request_id]
             try:
                 stop_string = request.add_tokens(seq, logprobs.get(seq))
             except Exception as error:

@@ -56,19 +56,21 @@ class SamplingInputs:
             inputs.prompt_targets = here([
                 token_id for seq, positions in positions_of.items()
                 for token_id in seq.token_ids[positions.start + 1:positions.stop + 1]], torch.int64)
-            inputs.num_prompt_logprobs = max(seq.params.prompt_logprobs for seq in positions_of)
+            inputs.num_prompt_logprobs = max(
+                seq.request.params.prompt_logprobs for seq in positions_of)
         if step.network:
             return inputs
-        if rows := [i for i, seq in enumerate(seqs) if seq.has_controls]:
+        if rows := [i for i, seq in enumerate(seqs) if seq.request.has_controls]:
             ahead = {}  # the drafts in front of a row's token
             if drafts:
                 first = {seq: i for i, seq in reversed(list(enumerate(seqs)))}
                 ahead = {i: drafts[seq][:i - first[seq]] for i, seq in enumerate(seqs)
                          if seq in drafts}
             inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows], here)
-            inputs.logprob_rows = [i for i in rows if seqs[i].params.logprobs is not None]
+            wanted = {i: seqs[i].request.params.logprobs for i in rows}
+            inputs.logprob_rows = [i for i in rows if wanted[i] is not None]
             if inputs.logprob_rows:
-                inputs.num_logprobs = max(seqs[i].params.logprobs for i in inputs.logprob_rows)
+                inputs.num_logprobs = max(wanted[i] for i in inputs.logprob_rows)
         host = batch.host
         if host["temperature"].any():
             top_k = host["top_k"]

@@ -75,9 +75,10 @@ class Scheduler:
         computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
         """
         capacity = self.blocks.num_blocks * self.blocks.block_size
-        if max(seq.max_num_tokens - 1, seq.num_prompt_tokens) > capacity:
+        longest = seq.request.max_num_tokens
+        if max(longest - 1, seq.num_prompt_tokens) > capacity:
             raise ValueError(
-                f"a request of up to {seq.max_num_tokens} tokens can't fit in the KV cache of "
+                f"a request of up to {longest} tokens can't fit in the KV cache of "
                 f"{capacity} tokens ({self.blocks.num_blocks} blocks of {self.blocks.block_size}): "
                 "raise kv_cache_memory_bytes or num_gpu_blocks_override, or lower max_tokens")
         self.blocks.keys(seq)
@@ -96,9 +97,10 @@ class Scheduler:
         and no sequence starves. (A key that counts what is *left* to compute would change in every
         step.)
         """
-        urgency = {"fcfs": 0, "priority": seq.priority,
-                   "shortest": seq.arrival_time + seq.num_prompt_tokens / RATE}
-        return (urgency[self.policy], seq.arrival, seq.index)
+        request = seq.request
+        urgency = {"fcfs": 0, "priority": request.priority,
+                   "shortest": request.arrival_time + seq.num_prompt_tokens / RATE}
+        return (urgency[self.policy], request.arrival, seq.index)
 
     # ----------------------------------------------------------- scheduling
 
@@ -146,8 +148,9 @@ class Scheduler:
                 break
             done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
-            if seq.num_unknown_tokens and (seq.needs_output_tokens or seq.num_draft_tokens
-                                           or seq.num_tokens >= seq.max_num_tokens):
+            if seq.num_unknown_tokens and (
+                    seq.request.needs_output_tokens or seq.num_draft_tokens
+                    or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget
@@ -226,7 +229,7 @@ class Scheduler:
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
             room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
-            most = min(budget, seq.max_num_tokens - 1 - num_known, room - num_known)
+            most = min(budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
             decodes = start == num_known - 1 >= seq.num_prompt_tokens
             if decodes and most > 0 and (drafts := propose(seq, most)):
                 blocks.allocate(seq, num_known + len(drafts))
@@ -310,10 +313,10 @@ class Scheduler:
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
         for seq in grown:
-            token_id = seq.token_ids[-1]
-            if token_id in seq.stop_ids:
-                self.finish(seq, "stop", None if token_id in seq.eos_ids else token_id)
-            elif len(seq.token_ids) >= seq.max_num_tokens:
+            request, token_id = seq.request, seq.token_ids[-1]
+            if token_id in request.stop_ids:
+                self.finish(seq, "stop", None if token_id in request.eos_ids else token_id)
+            elif len(seq.token_ids) >= request.max_num_tokens:
                 self.finish(seq, "length")
         return grown
 

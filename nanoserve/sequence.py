@@ -3,7 +3,8 @@
 **A sequence is a list of tokens and one number, `num_computed_tokens`: how many of them have their
 KV in the cache.** The other tokens are its *gap*. A step gives some sequences a share of the token
 budget to close it. Chunked prefill, a prefix hit, preemption, decoding and checking drafts are all
-this one subtraction, so there is no phase, no status and no `is_prefill` here.
+this one subtraction, so there is no phase, no status and no `is_prefill` here. A request has n
+samples, each of which is a sequence; what they share is one `CoreRequest`.
 
 The glossary. These words mean one thing each, everywhere:
 
@@ -32,6 +33,7 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from nanoserve.config import SamplingParams
@@ -43,30 +45,50 @@ class SamplerState(Protocol):
     def read(self, seq: "Sequence") -> None: ...
 
 
+@dataclass(frozen=True, eq=False)
+class CoreRequest:
+    """What the core knows of a request: a record that its n samples share. The request makes it
+    when it is submitted (`Request.start`)."""
+
+    request_id: str
+    params: SamplingParams
+    arrival: int = 0  # order of arrival; breaks ties of priority
+    priority: int = 0  # lower is served first
+    arrival_time: float = 0.0  # in seconds, by any clock that all requests share
+    max_num_tokens: int = 0  # prompt plus output of a sample never grow beyond this
+    stop_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end a sample
+    eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
+    late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
+    bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
+    adapter: int = 0  # the number of its LoRA adapter, 0 for none: extras/lora.py
+    root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
+
+    @cached_property
+    def needs_output_tokens(self) -> bool:
+        """Whether the next draw must know the values of all output tokens before."""
+        params = self.params
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        return params.structured_outputs is not None or penalties != (1, 0, 0) or any(
+            len(word) > 1 for word in self.bad_word_ids)
+
+    @cached_property
+    def has_controls(self) -> bool:
+        """Whether it has penalties, constraints or logprobs."""
+        params = self.params
+        return bool(params.controls() or self.bad_word_ids) or params.logprobs is not None
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A list of tokens on its way through the engine. Compared and hashed by identity."""
 
-    request_id: str
+    request: CoreRequest
     token_ids: list[int]  # prompt, then the output whose value is known
-    params: SamplingParams
-    arrival: int = 0  # order of arrival; breaks ties of priority
-    priority: int = 0  # lower is served first
     index: int = 0  # which of the request's n samples
     seed: int = 0  # 64 bits; with the position it fixes the random number of each token
-    stop_ids: frozenset[int] = frozenset()  # EOS and stop tokens that end it
-    eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
-    late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
-    bad_word_ids: list[list[int]] = field(default_factory=list)  # the output contains none of these
+    num_prompt_logprobs: int = 0
     grammar: Any = None  # the rules its output must follow: extras/structured.py
-    adapter: int = 0  # the number of its LoRA adapter, 0 for none: extras/lora.py
-    root: "CacheEntry | None" = None  # parent of its first block: its key hashes the adapter
-    max_num_tokens: int = 0  # prompt plus output never grow beyond this
-    arrival_time: float = 0.0  # in seconds, by any clock that all sequences share
     num_prompt_tokens: int = field(init=False)
-    num_prompt_logprobs: int = field(init=False)
-    needs_output_tokens: bool = field(init=False)  # the next draw must know all output tokens
-    has_controls: bool = field(init=False)  # it has penalties, constraints or logprobs
 
     # Progress: changed by the scheduler alone.
     num_computed_tokens: int = 0
@@ -89,16 +111,7 @@ class Sequence:
     sampler_state: SamplerState | None = None  # changed by the sampler alone
 
     def __post_init__(self):
-        params = self.params
         self.num_prompt_tokens = len(self.token_ids)
-        # Only for the first sample; and the last prompt position predicts an output token.
-        scores = params.prompt_logprobs is not None and self.index == 0
-        self.num_prompt_logprobs = self.num_prompt_tokens - 1 if scores else 0
-        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.needs_output_tokens = bool(self.grammar) or penalties != (1, 0, 0) or any(
-            len(word) > 1 for word in self.bad_word_ids)
-        self.has_controls = bool(params.controls() or self.bad_word_ids) or (
-            params.logprobs is not None)
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +136,8 @@ class Sequence:
     @property
     def name(self) -> str:
         """For traces and messages: "7", or "7.2" for the third of several samples."""
-        return self.request_id if self.params.n == 1 else f"{self.request_id}.{self.index}"
+        request = self.request
+        return request.request_id if request.params.n == 1 else f"{request.request_id}.{self.index}"
 
 
 @dataclass(eq=False, slots=True)
@@ -188,7 +202,7 @@ class Step:
             row = [next(tokens) for _ in range(len(drafts) + 1)]
             num_right = 0
             for token_id, draft in zip(row, drafts, strict=False):  # one token more than drafts
-                if token_id != draft or token_id in seq.stop_ids:
+                if token_id != draft or token_id in seq.request.stop_ids:
                     break
                 num_right += 1
             result[seq] = row[:num_right + 1]

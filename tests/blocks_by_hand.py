@@ -1,16 +1,16 @@
 """Sequences that are moved by hand through a block manager with blocks of 4 tokens."""
 
+import helpers
 import xxhash
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import SamplingParams
 from nanoserve.sequence import Sequence
 
 SIZE = 4
 
 
 def sequence(tokens, name="s") -> Sequence:
-    return Sequence(name, list(tokens), SamplingParams())
+    return helpers.sequence(name, list(tokens))
 
 
 def compute(blocks: BlockManager, tokens, name="s", share=True) -> Sequence:

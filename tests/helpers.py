@@ -1,10 +1,25 @@
 """What many tests need and what needs no torch."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
 
+from nanoserve.config import SamplingParams
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.sequence import CoreRequest, Sequence
+
+OF_REQUESTS = {field.name for field in dataclasses.fields(CoreRequest)}
+
+
+def sequence(name: str, token_ids: list[int], params: SamplingParams | None = None,
+             arrival: int = 0, **fields) -> Sequence:
+    """A sequence with a request of its own, without an engine. Fields may be those of either."""
+    params = params or SamplingParams()
+    shared = {key: fields.pop(key) for key in OF_REQUESTS & set(fields)}
+    if params.prompt_logprobs is not None and not fields.get("index"):
+        fields.setdefault("num_prompt_logprobs", len(token_ids) - 1)
+    return Sequence(CoreRequest(name, params, arrival, **shared), token_ids, **fields)
 
 
 def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:

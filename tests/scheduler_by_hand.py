@@ -9,7 +9,7 @@ import zlib
 
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CoreRequest, Sequence, Step
 
 EOS, STOP = 5000, 5001
 
@@ -26,9 +26,9 @@ def add(scheduler, prompt, max_tokens=4, *, name=None, n=1, **fields) -> Sequenc
     if isinstance(prompt, int):
         prompt = [1000 * (arrival + 10) + i for i in range(prompt)]
     params = SamplingParams(n=n, max_tokens=max_tokens)
-    samples = [Sequence(name or chr(ord("A") + arrival % 26), list(prompt), params, arrival,
-                        index=index, max_num_tokens=len(prompt) + max_tokens, **fields)
-               for index in range(n)]
+    request = CoreRequest(name or chr(ord("A") + arrival % 26), params, arrival,
+                          max_num_tokens=len(prompt) + max_tokens, **fields)
+    samples = [Sequence(request, list(prompt), index) for index in range(n)]
     for seq in samples:
         scheduler.add(seq)
     return samples if n > 1 else samples[0]
@@ -41,7 +41,7 @@ def next_token(tokens: list[int]) -> int:
 def alone(seq: Sequence) -> list[int]:
     """What the fake model says for this prompt, computed without any scheduler."""
     tokens = seq.token_ids[:seq.num_prompt_tokens]
-    while len(tokens) < seq.max_num_tokens:
+    while len(tokens) < seq.request.max_num_tokens:
         tokens.append(next_token(tokens))
     return tokens[seq.num_prompt_tokens:]
 

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from helpers import sequence
 
 from nanoserve.batch import HEADER, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
@@ -28,7 +29,7 @@ def make_engine(block_size=4, num_blocks=24, max_num_seqs=6, budget=24):
 
 
 def make_sequence(name, token_ids, max_tokens=8, **params) -> Sequence:
-    return Sequence(str(name), list(token_ids), SamplingParams(**params), arrival=int(name),
+    return sequence(str(name), list(token_ids), SamplingParams(**params), arrival=int(name),
                     seed=int(name) * 0x9E3779B97F4A7C15 % 2 ** 64,
                     max_num_tokens=min(MAX_LEN, len(token_ids) + max_tokens))
 
@@ -66,10 +67,10 @@ def naive_sections(step: Step, block_size: int) -> dict[str, list]:
     out["prompt_logprob_indices"] = [
         place[seq, position] for (seq, num_new), start in zip(
             step.num_new_tokens.items(), step.starts, strict=True)
-        if seq.params.prompt_logprobs is not None and not seq.output_token_ids
+        if seq.request.params.prompt_logprobs is not None and not seq.output_token_ids
         for position in range(start, start + num_new) if position < seq.num_prompt_tokens - 1]
     for seq in step.sampling:
-        params = seq.params
+        params = seq.request.params
         out["sample_rows"].append(seq.row)
         out["seeds"].append(seq.seed if seq.seed < 2 ** 63 else seq.seed - 2 ** 64)
         out["temperature"].append(float(np.float32(params.temperature)))

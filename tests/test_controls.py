@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import sampling_inputs
+from helpers import sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sampling import plain_edits
@@ -54,7 +55,7 @@ def rows(draw) -> tuple[Sequence, list[int], list[int]]:
     output = draw(st.lists(tokens, max_size=10))
     if words and draw(st.booleans()):
         output += words[0][:-1]  # so that words of several tokens do begin
-    seq = Sequence("1", prompt, params, seed=draw(st.integers(0, 99)), late_ids=frozenset(late),
+    seq = sequence("1", prompt, params, seed=draw(st.integers(0, 99)), late_ids=frozenset(late),
                    bad_word_ids=words)
     seq.token_ids = prompt + output
     seq.num_unknown_tokens = 1
@@ -78,7 +79,8 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
     before = logits.clone()
     seqs = [seq for seq, _, _ in batch]
     expected = torch.tensor(np.array([
-        plain_edits(row, seq.params, prompt, output, seq.late_ids, seq.bad_word_ids)
+        plain_edits(row, seq.request.params, prompt, output, seq.request.late_ids,
+                    seq.request.bad_word_ids)
         for row, (seq, prompt, output) in zip(logits.float().numpy(), batch, strict=True)]))
     inputs = sampling_inputs(seqs, VOCAB_SIZE)
     edited = logits.float().clone()
@@ -88,8 +90,9 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
     got = sampled(logits, seqs)
     assert torch.equal(logits, before), "somebody else may want the model's own logits"
     for i, seq in enumerate(seqs):
-        free = Sequence("1", seq.token_ids, SamplingParams(
-            temperature=seq.params.temperature, top_k=seq.params.top_k), seed=seq.seed)
+        asked = seq.request.params
+        free = sequence("1", seq.token_ids, SamplingParams(
+            temperature=asked.temperature, top_k=asked.top_k), seed=seq.seed)
         free.num_unknown_tokens = 1
         assert [got[i]] == sampled(expected[i:i + 1], [free]), f"row {i}"
         assert expected[i, got[i]] > -np.inf, "a token that was ruled out"
@@ -101,7 +104,7 @@ def test_a_sequence_is_counted_as_it_grows():
     rng = random.Random(0)
     params = SamplingParams(repetition_penalty=1.7, frequency_penalty=.4, presence_penalty=.3)
     prompt = rng.choices(range(VOCAB_SIZE), k=7)
-    seq = Sequence("1", list(prompt), params, num_unknown_tokens=1)
+    seq = sequence("1", list(prompt), params, num_unknown_tokens=1)
     for step in range(60):
         row = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
         edits = sampling_inputs([seq], VOCAB_SIZE).edits
@@ -114,7 +117,7 @@ def test_a_sequence_is_counted_as_it_grows():
 def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     """Interrupted when everything is counted but nothing noted: the step is asked for again, and
     each token must count once."""
-    seq = Sequence("it", [1], SamplingParams(frequency_penalty=1), num_unknown_tokens=1)
+    seq = sequence("it", [1], SamplingParams(frequency_penalty=1), num_unknown_tokens=1)
     seq.token_ids += [5, 6, 5]
     read = RowState.read
 
@@ -136,7 +139,7 @@ def test_ctrl_c_while_tokens_are_counted(monkeypatch):
 def test_penalties_by_hand():
     """2.0 divided by 2 is 1.0, -2.0 times 2 is -4.0; what came three times loses 3 * 0.5 and
     1.5 once; the prompt's tokens know of repetition only."""
-    seq = Sequence("1", [0, 1], SamplingParams(
+    seq = sequence("1", [0, 1], SamplingParams(
         repetition_penalty=2, frequency_penalty=.5, presence_penalty=1.5), num_unknown_tokens=1)
     seq.token_ids += [2, 2, 2, 3]
     logits = torch.tensor([[2.0, -2.0, 8.0, -1.0, 5.0]])
@@ -147,7 +150,7 @@ def test_penalties_by_hand():
 def test_rows_without_controls_get_no_edits():
     """Reached min_tokens, logprobs and plain rows: nothing is done to anybody's logits."""
     params = [dict(), dict(min_tokens=2), dict(logprobs=3), dict(logit_bias={}), dict(bad_words=[])]
-    seqs = [Sequence("1", [1], SamplingParams(temperature=0, **kinds), late_ids=frozenset([3]))
+    seqs = [sequence("1", [1], SamplingParams(temperature=0, **kinds), late_ids=frozenset([3]))
             for kinds in params]
     for seq in seqs:
         seq.token_ids += [2, 2]

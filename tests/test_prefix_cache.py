@@ -130,8 +130,8 @@ def test_keys_grow_with_the_sequence():
 def test_keys_are_the_same_in_every_process(hash_seed):
     code = ("import sys; from nanoserve.block_manager import BlockManager as B; "
             "from nanoserve.config import SamplingParams; "
-            "from nanoserve.sequence import Sequence; "
-            "seq = Sequence('s', list(range(1, 10)), SamplingParams()); "
+            "from nanoserve.sequence import CoreRequest, Sequence; "
+            "seq = Sequence(CoreRequest('s', SamplingParams()), list(range(1, 10))); "
             "print(*(key.hex() for key in B(8, 4).keys(seq))); assert 'torch' not in sys.modules")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                             env=os.environ | {"PYTHONHASHSEED": hash_seed})

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
+from helpers import sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -212,7 +213,7 @@ class Drive:
 
     def guess(self, seq: Sequence, most: int) -> list[int]:
         """What the twin says, with a mistake here and there."""
-        ask, known = self.workload.asks[int(seq.request_id)], len(seq.output_token_ids)
+        ask, known = self.workload.asks[int(seq.request.request_id)], len(seq.output_token_ids)
         text, _, _ = alone(ask, seq.seed, self.workload.window)
         assert most < ask.max_tokens - known, "a guess at the last token is one too many"
         return [token if hash((seq.seed, known + i)) % 5 else (token + 1) % VOCAB_SIZE
@@ -231,9 +232,10 @@ class Drive:
     def submit(self, i: int, ask: Ask) -> None:
         stops = frozenset() if ask.ignore_eos else frozenset((EOS, STOP))
         longest = len(ask.prompt) + ask.max_tokens
-        seqs = [Sequence(str(i), list(ask.prompt), SamplingParams(n=ask.n), i, ask.priority, index,
-                         seed=100 * i + index, stop_ids=stops, eos_ids=stops - {STOP},
-                         max_num_tokens=longest, arrival_time=ask.arrival / 100)
+        seqs = [sequence(str(i), list(ask.prompt), SamplingParams(n=ask.n), i,
+                         priority=ask.priority, index=index, seed=100 * i + index,
+                         stop_ids=stops, eos_ids=stops - {STOP}, max_num_tokens=longest,
+                         arrival_time=ask.arrival / 100)
                 for index in range(ask.n)]
         if longest - 1 > self.workload.num_blocks * self.workload.block_size:
             self.seen["refused"] += 1

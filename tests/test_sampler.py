@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import sampling_inputs, sampling_step
+from helpers import sequence
 from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import ops
 from nanoserve.config import SamplingParams
 from nanoserve.device.choice import namespace
 from nanoserve.sampler import SamplingInputs, put, sample
-from nanoserve.sequence import Sequence
 
 MASK = 2 ** 64 - 1
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -103,7 +103,7 @@ def inputs_for(rows: list[SamplingParams], vocab_size: int, *, seeds=None,
     """Sampling inputs of rows that are about to sample the token at `positions`."""
     seqs = []
     for i, params in enumerate(rows):
-        seq = Sequence(str(i), [0], params, seed=seeds[i] if seeds else i)
+        seq = sequence(str(i), [0], params, seed=seeds[i] if seeds else i)
         seq.num_unknown_tokens = positions[i] if positions else 1  # num_tokens - 1 is the position
         seqs.append(seq)
     return sampling_inputs(seqs, vocab_size)
@@ -338,7 +338,7 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
               SamplingParams(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1),
               SamplingParams(allowed_token_ids=[4, 5], logit_bias={5: 1}, logprobs=3),
               SamplingParams(temperature=0, min_tokens=3, bad_words=["a"], logprobs=0)]
-    seqs = [Sequence(str(i), [1, 2], p, num_unknown_tokens=1, late_ids=frozenset([7]),
+    seqs = [sequence(str(i), [1, 2], p, num_unknown_tokens=1, late_ids=frozenset([7]),
                      bad_word_ids=[[3]] if p.bad_words else []) for i, p in enumerate(params)]
 
     def waits(*args, **kinds):
@@ -363,7 +363,7 @@ def test_what_goes_to_a_gpu_is_pinned(monkeypatch):
 def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest(twin):
     """1e-46 is a legal top_p and 0 in float32: every token was masked, and NaN chose the last."""
     params = SamplingParams(top_p=1e-46)
-    seqs = [Sequence("a", [1], params, num_unknown_tokens=1, seed=s) for s in range(20)]
+    seqs = [sequence("a", [1], params, num_unknown_tokens=1, seed=s) for s in range(20)]
     logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     tokens = sample(logits, sampling_inputs(seqs, 64), twin).token_ids
     assert tokens.tolist() == logits.argmax(-1).tolist()

@@ -3,9 +3,10 @@
 import random
 
 import pytest
+from helpers import sequence
 from scheduler_by_hand import make
 
-from nanoserve.config import POLICIES, EngineConfig, SamplingParams
+from nanoserve.config import POLICIES, EngineConfig
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
 
@@ -14,8 +15,7 @@ pytestmark = pytest.mark.floor
 
 def add_pooled(scheduler: Scheduler, num_positions: int = 0) -> Sequence:
     """Queue 13 tokens, always the same, of which the first `num_positions` are to be handed out."""
-    seq = Sequence("P", list(range(100, 113)), SamplingParams(), max_num_tokens=13)
-    seq.num_prompt_logprobs = num_positions
+    seq = sequence("P", list(range(100, 113)), max_num_tokens=13, num_prompt_logprobs=num_positions)
     scheduler.add(seq)
     return seq
 
@@ -65,14 +65,14 @@ def test_a_prompt_of_which_every_position_counts_is_not_read_from_the_cache():
 def test_a_pooled_prompt_needs_a_slot_for_each_token():
     """64 slots are enough for 65 tokens of which the last is sampled, but not for a prompt of 65
     that is pooled: it was let in, and preempted itself for ever."""
-    def sequence(num_prompt: int, max_num_tokens: int) -> Sequence:
-        return Sequence("s", [1] * num_prompt, SamplingParams(), max_num_tokens=max_num_tokens)
+    def pooled(num_prompt: int, max_num_tokens: int) -> Sequence:
+        return sequence("s", [1] * num_prompt, max_num_tokens=max_num_tokens)
 
-    make(num_blocks=16).add(sequence(64, 65))
-    make(num_blocks=16).add(sequence(64, 64))
+    make(num_blocks=16).add(pooled(64, 65))
+    make(num_blocks=16).add(pooled(64, 64))
     for num_prompt, max_num_tokens in ((64, 66), (65, 65)):
         with pytest.raises(ValueError, match=f"up to {max_num_tokens} tokens can't fit.*64 tokens"):
-            make(num_blocks=16).add(sequence(num_prompt, max_num_tokens))
+            make(num_blocks=16).add(pooled(num_prompt, max_num_tokens))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -96,10 +96,10 @@ def test_pooled_prompts_are_never_preempted(depth):
         while len(seqs) < len(arrivals) or scheduler.has_unfinished():
             while len(seqs) < len(arrivals) and arrivals[len(seqs)] <= now:
                 length = rng.randint(1, num_blocks * block_size)
-                seq = Sequence(str(len(seqs)), [i // 5 * rng.randrange(2) for i in range(length)],
-                               SamplingParams(), len(seqs), rng.randint(0, 2),
-                               max_num_tokens=length)
-                seq.num_prompt_logprobs = rng.choice([0, 1, length])
+                seq = sequence(str(len(seqs)), [i // 5 * rng.randrange(2) for i in range(length)],
+                               arrival=len(seqs), priority=rng.randint(0, 2),
+                               max_num_tokens=length,
+                               num_prompt_logprobs=rng.choice([0, 1, length]))
                 seqs.append(seq)
                 scheduler.add(seq)
             if seqs and rng.random() < 0.05:
@@ -107,7 +107,8 @@ def test_pooled_prompts_are_never_preempted(depth):
             step = scheduler.schedule()
             for seq in step.preempted:
                 assert scheduler.policy == "priority" and any(
-                    other.priority < seq.priority for other in step.num_new_tokens), number
+                    other.request.priority < seq.request.priority
+                    for other in step.num_new_tokens), number
             seen["interrupted"] += len(step.preempted)
             seen["chunk"] += len(step.num_new_tokens) - len(step.sampling)
             seen["waited"] += len(scheduler.waiting)

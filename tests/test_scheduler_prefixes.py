@@ -1,11 +1,11 @@
 """What is computed once for several requests, and what the scheduler lets others find."""
 
 import pytest
+from helpers import sequence
 from scheduler_by_hand import add, alone, computed, finish_step, make, rows, run, run_step
 
 from nanoserve.config import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor
 
@@ -115,7 +115,7 @@ def test_two_sequences_that_write_the_same_block_in_one_step():
 
 
 def findable(scheduler: Scheduler, tokens: list[int]) -> int:
-    probe = Sequence("probe", [*tokens, 0], SamplingParams())
+    probe = sequence("probe", [*tokens, 0], SamplingParams())
     return len(scheduler.blocks.find_prefix(probe))
 
 

@@ -10,9 +10,9 @@ import re
 
 import numpy as np
 import pytest
+from helpers import sequence
 
 from nanoserve.config import RequestOutputKind, SamplingParams
-from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor
 DEFAULTS = dict(
@@ -132,8 +132,8 @@ def test_keys_of_json_are_token_ids():
 def test_what_a_sequence_needs(params, index, bad_words, waits, controls, num_scored):
     """Whether its next token depends on the value of the last one decides if it may be ahead of the
     host; and a sample without controls must not cost the sampler a look."""
-    seq = Sequence("7", [1, 2, 3, 4], SamplingParams(**params), index=index, bad_word_ids=bad_words)
-    assert (seq.needs_output_tokens, seq.has_controls, seq.num_prompt_logprobs) == (
+    seq = sequence("7", [1, 2, 3, 4], SamplingParams(**params), index=index, bad_word_ids=bad_words)
+    assert (seq.request.needs_output_tokens, seq.request.has_controls, seq.num_prompt_logprobs) == (
         waits, controls, num_scored)
     assert seq.needs_all_positions == (num_scored > 0)
     seq.token_ids.append(5)  # its prompt has been scored by now
@@ -191,7 +191,7 @@ def test_a_changed_field_is_checked_again_by_replace():
 def test_the_gap_by_hand():
     """20 prompt tokens; 16 are computed, a launched step computes 3 more: 1 is left to compute.
     A sample on its way counts as a token, although its value is not known yet."""
-    seq = Sequence("7", list(range(20)), SamplingParams())
+    seq = sequence("7", list(range(20)), SamplingParams())
     seq.num_computed_tokens, seq.num_inflight_tokens = 16, 3
     assert (seq.num_tokens, seq.num_uncomputed_tokens) == (20, 1)
     seq.num_inflight_tokens, seq.num_unknown_tokens = 4, 1
@@ -202,13 +202,13 @@ def test_the_gap_by_hand():
 
 def test_sequences_are_equal_only_to_themselves():
     """Two requests with the same id and tokens are two keys of a step's dict."""
-    one, other = (Sequence("7", [1], SamplingParams()) for _ in range(2))
+    one, other = (sequence("7", [1], SamplingParams()) for _ in range(2))
     assert one != other and len({one: 1, other: 2}) == 2
 
 
 @pytest.mark.parametrize(("n", "index", "name"), [(1, 0, "7"), (3, 2, "7.2")])
 def test_a_sample_has_a_name_of_its_own(n, index, name):
-    assert Sequence("7", [1], SamplingParams(n=n), index=index).name == name
+    assert sequence("7", [1], SamplingParams(n=n), index=index).name == name
 
 
 def test_numbers_of_numpy_are_numbers():

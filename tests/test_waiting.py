@@ -8,6 +8,7 @@ import random
 from itertools import accumulate, permutations
 
 import pytest
+from helpers import sequence
 from scheduler_by_hand import add, alone, finish_step, make, rows, run, run_step
 
 from nanoserve.config import POLICIES, SamplingParams
@@ -15,14 +16,15 @@ from nanoserve.sequence import Sequence
 
 pytestmark = pytest.mark.floor
 
-KEYS = {"fcfs": lambda seq: seq.arrival,
-        "priority": lambda seq: (seq.priority, seq.arrival),
-        "shortest": lambda seq: (seq.arrival_time + seq.num_prompt_tokens / 1000, seq.arrival)}
+KEYS = {"fcfs": lambda seq: seq.request.arrival,
+        "priority": lambda seq: (seq.request.priority, seq.request.arrival),
+        "shortest": lambda seq: (seq.request.arrival_time + seq.num_prompt_tokens / 1000,
+                                 seq.request.arrival)}
 
 
 def sequences(count: int, seed: int = 0) -> list[Sequence]:
     rng = random.Random(seed)
-    return [Sequence(str(i), [0] * rng.randrange(1, 3000), SamplingParams(), arrival=i,
+    return [sequence(str(i), [0] * rng.randrange(1, 3000), SamplingParams(), arrival=i,
                      priority=rng.randrange(-2, 3), arrival_time=100 + i * rng.random() / 4)
             for i in range(count)]
 
@@ -58,7 +60,7 @@ def test_the_queue_is_in_order_whatever_comes_and_goes(policy):
 def test_samples_of_one_request_have_different_places():
     scheduler = make(scheduling_policy="shortest")
     for index in (2, 0, 1):
-        scheduler.add(Sequence("r", [1], SamplingParams(n=3), index=index))
+        scheduler.add(sequence("r", [1], SamplingParams(n=3), index=index))
     assert [seq.index for seq in scheduler.waiting] == [0, 1, 2]
 
 
@@ -93,7 +95,7 @@ def test_shortest_lets_nobody_starve():
     scheduler = make(num_blocks=900, scheduling_policy="shortest")
 
     def put(n: int, at: float) -> Sequence:
-        seq = Sequence("r", [0] * n, SamplingParams(), arrival=len(scheduler.waiting),
+        seq = sequence("r", [0] * n, SamplingParams(), arrival=len(scheduler.waiting),
                        arrival_time=at)
         scheduler.add(seq)
         return seq

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CoreRequest, Sequence, Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free
 MIN_CACHE_TOKENS = 2 ** 16
@@ -83,10 +83,9 @@ def largest_step(config: EngineConfig) -> Step:
     for row in range(config.max_num_seqs):
         num_tokens = 1 + min(left, config.max_model_len - least)  # known ones
         left -= num_tokens - 1
+        params = SamplingParams(**EVERYTHING, prompt_logprobs=20 if num_tokens > 1 else None)
         seq = Sequence(
-            "largest step", [0] * num_tokens, SamplingParams(
-                **EVERYTHING, prompt_logprobs=20 if num_tokens > 1 else None), row=row,
-            num_unknown_tokens=1,
+            CoreRequest("largest step", params), [0] * num_tokens, row=row, num_unknown_tokens=1,
             block_table=[0] * -(-(num_tokens + num_drafts) // config.block_size))
         step.num_new_tokens[seq] = num_tokens + num_drafts
         if num_drafts:

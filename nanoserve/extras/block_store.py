@@ -165,7 +165,7 @@ class BlockStore:
         """The digests of all full blocks of known tokens, extended as the sequence grows."""
         digests, size = self.digests.setdefault(seq, []), self.blocks.block_size
         for start in range(len(digests) * size, len(seq.token_ids) - size + 1, size):
-            parent = digests[-1] if digests else self._digest_entry(seq.root)
+            parent = digests[-1] if digests else self._digest_entry(seq.request.root)
             digests.append(digest_of(parent, seq.token_ids[start:start + size]))
         return digests
 
@@ -344,7 +344,7 @@ class BlockStore:
             return
         seq = sequences[0]  # the others have the same prompt
         digests, size = self._digest_blocks(seq), self.blocks.block_size
-        parents = [self._digest_entry(seq.root), *digests]
+        parents = [self._digest_entry(seq.request.root), *digests]
         self.prefetcher.begin(sequences, [
             (digests[i], parents[i], seq.token_ids[i * size:(i + 1) * size])
             for i in range(len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq))])

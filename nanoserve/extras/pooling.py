@@ -42,7 +42,7 @@ from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import InputProcessor
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.words.vllm import takes_vllms_words
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
@@ -145,13 +145,14 @@ class PoolingRequest:
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
-        seq = Sequence(self.request_id, list(ids), GREEDY, arrival, self.priority,
-                       adapter=self.adapter.slot if self.adapter else 0,
-                       root=self.adapter.root if self.adapter else None,
-                       max_num_tokens=len(ids), arrival_time=self.stats.arrival_time)
+        core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
+                           self.stats.arrival_time, max_num_tokens=len(ids),
+                           adapter=self.adapter.slot if self.adapter else 0,
+                           root=self.adapter.root if self.adapter else None)
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
-        seq.num_prompt_logprobs = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
-        self.sequences, self.num_read = [seq], [len(ids)]
+        num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
+        self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]
+        self.num_read = [len(ids)]
         return self.sequences
 
     def add_prompt(self, positions: range, vectors: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.words.vllm import in_our_words
 
 
@@ -67,17 +67,20 @@ class Request:
         that a script that is run twice writes the same text twice.
         """
         params, ids = self.params, self.prompt_token_ids
+        core = CoreRequest(
+            self.request_id, params, arrival, self.priority, self.stats.arrival_time,
+            self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
+            eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
+            adapter=self.adapter.slot if self.adapter else 0,
+            root=self.adapter.root if self.adapter else None)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
+            # Only the first sample scores the prompt, whose last position predicts an output token.
+            scores = params.prompt_logprobs is not None and index == 0
             self.sequences.append(Sequence(
-                self.request_id, list(ids), params, arrival, self.priority, index,
-                seed=xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
-                stop_ids=self.eos_ids | frozenset(params.stop_token_ids), eos_ids=self.eos_ids,
-                late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-                grammar=self.grammar and self.grammar.fresh(),
-                adapter=self.adapter.slot if self.adapter else 0,
-                root=self.adapter.root if self.adapter else None,
-                max_num_tokens=self.max_num_tokens, arrival_time=self.stats.arrival_time))
+                core, list(ids), index, xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
+                num_prompt_logprobs=len(ids) - 1 if scores else 0,
+                grammar=self.grammar and self.grammar.fresh()))
             if params.detokenize and self.tokenizer is not None:
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))
         self.num_read = [len(ids)] * params.n

@@ -163,8 +163,8 @@ class RequestHistograms:
         self._observe("request_prompt_tokens", stats.num_prompt_tokens)
         self._observe("request_generation_tokens", stats.num_generation_tokens)
         self._observe("request_params_n", stats.num_samples)
-        if seq.params.max_tokens is not None:
-            self._observe("request_params_max_tokens", seq.params.max_tokens)
+        if seq.request.params.max_tokens is not None:
+            self._observe("request_params_max_tokens", seq.request.params.max_tokens)
         if stats.num_generation_tokens > stats.num_samples:
             per_sample = stats.num_generation_tokens / stats.num_samples
             self._observe("request_time_per_output_token_seconds", decode / (per_sample - 1))

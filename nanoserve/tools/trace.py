@@ -39,7 +39,7 @@ from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CoreRequest, Sequence, Step
 from nanoserve.tools.reasons import explain, lost_blocks
 from nanoserve.tools.recorder import Trace
 
@@ -196,7 +196,8 @@ class Simulation:
             yield step
             self.now += self.step_seconds + self.token_seconds * step.num_tokens
             # Any token will do, as long as different requests don't look alike by accident.
-            grown = self.scheduler.update(step, [1000 + seq.arrival for seq in step.sampling])
+            tokens = [1000 + seq.request.arrival for seq in step.sampling]
+            grown = self.scheduler.update(step, tokens)
             for observer in self.observers:
                 observer.updated(step, grown)
                 observer.ended([seq for seq in grown if seq.finish_reason is not None])
@@ -213,9 +214,9 @@ class Simulation:
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
         lines = [f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"]
         by_priority = self.scheduler.policy == "priority"
-        for priority in sorted({seq.priority for seq in self.seqs}) if by_priority else ():
+        for priority in sorted({seq.request.priority for seq in self.seqs}) if by_priority else ():
             some = [one for one, seq in zip(metrics, self.seqs, strict=True)
-                    if seq.priority == priority]
+                    if seq.request.priority == priority]
             lines.append(f"priority {priority}: {summary(some, self.now)}")
         return "\n".join(lines)
 
@@ -228,7 +229,7 @@ class Simulation:
 def table(simulation: Simulation) -> str:
     """Run the requests to their end; a line a step, and below it who waits and why."""
     seqs, scheduler = simulation.seqs, simulation.scheduler
-    rows = [["step", "tokens", *(seq.request_id for seq in seqs), "free blocks"]]
+    rows = [["step", "tokens", *(seq.request.request_id for seq in seqs), "free blocks"]]
     reasons: list[list[str]] = [[]]  # of each row
     cached: set[Sequence] = set()
     for step in simulation.steps():
@@ -266,9 +267,9 @@ def _make_sequence(i: int, arrival: Arrival) -> Sequence:
     own = range(arrival.num_prompt - arrival.num_shared)
     tokens = [*shared, *(100 * (i + 1) + n for n in own)]
     params = SamplingParams(temperature=0, max_tokens=arrival.num_output)
-    return Sequence(f"{chr(ord('A') + i % 26)}{i // 26 or ''}", tokens, params, arrival=i,
-                    priority=arrival.priority, arrival_time=arrival.seconds,
-                    max_num_tokens=arrival.num_prompt + arrival.num_output)
+    core = CoreRequest(f"{chr(ord('A') + i % 26)}{i // 26 or ''}", params, i, arrival.priority,
+                       arrival.seconds, max_num_tokens=arrival.num_prompt + arrival.num_output)
+    return Sequence(core, tokens)
 
 
 def _cell(step: Step, seq: Sequence, first_time: bool) -> str:

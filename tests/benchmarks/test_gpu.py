@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from helpers import sequence
 from quick_interpreter import quick_interpreter  # noqa: F401
 
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
 
 pytest.importorskip("triton")
 
@@ -67,7 +67,7 @@ def test_the_workload_and_its_roofline():
                           max_num_batched_tokens=16384, enable_prefix_caching=False)
     scheduler, steps = Scheduler(config, num_blocks=40_000), []
     for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
-        scheduler.add(Sequence(str(i), prompt, SamplingParams(max_tokens=n), arrival=i,
+        scheduler.add(sequence(str(i), prompt, SamplingParams(max_tokens=n), arrival=i,
                                max_num_tokens=len(prompt) + n))
     while scheduler.has_unfinished():
         steps.append(step := scheduler.schedule())

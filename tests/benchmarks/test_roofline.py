@@ -10,13 +10,14 @@ import sys
 
 import pytest
 import torch
+from helpers import sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import roofline, workloads
 from benchmarks.roofline import MODELS, Machine, Work
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import SamplingParams
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Step
 
 H200 = Machine(4.3e12, 790e12)
 
@@ -117,7 +118,7 @@ def test_work_is_what_brute_force_counts(window):
     rows = [(0, 5), (4, 1), (3, 6), (0, 1), (11, 2)]  # (start, new tokens)
     step, keys, pairs = Step(0), 0, 0
     for start, num_new in rows:
-        step.num_new_tokens[Sequence("a", [0], SamplingParams())] = num_new
+        step.num_new_tokens[sequence("a", [0], SamplingParams())] = num_new
         step.starts.append(start)
         seen = [{key for key in range(at + 1) if window is None or key > at - window}
                 for at in range(start, start + num_new)]

@@ -54,7 +54,7 @@ class Speaker:
         self.launch(step)
         sampled = []
         for seq in step.sampling:
-            output = self.outputs[seq.arrival - self.first]
+            output = self.outputs[seq.request.arrival - self.first]
             at = seq.num_tokens - 1 - seq.num_prompt_tokens
             sampled.append(output[at] if at < len(output) else 7)
         return SamplerOutput(torch.tensor(sampled, dtype=torch.int64))

@@ -8,12 +8,12 @@ is full of NaN until it is written. Models are tiny, since a launch takes millis
 import pytest
 import torch
 from checkpoints import TINY_CHECKPOINTS, assert_same_text, sampling_inputs
+from helpers import sequence
 from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams, ops
 from nanoserve.device.choice import namespace
 from nanoserve.sampler import sample
-from nanoserve.sequence import Sequence
 
 kernels = pytest.importorskip("nanoserve.device.kernels")
 
@@ -96,7 +96,7 @@ def test_filters_reach_the_kernels():
     beside them stand a row without filters and one with edits."""
     rows = [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0), {}, dict(top_k=1, logit_bias={3: 9})]
     for chosen in ([0], [1], [2], range(5)):
-        seqs = [Sequence(str(i), [1, 2], SamplingParams(temperature=2.0, **rows[i]), seed=i,
+        seqs = [sequence(str(i), [1, 2], SamplingParams(temperature=2.0, **rows[i]), seed=i,
                          num_unknown_tokens=1) for i in chosen]
         logits = torch.randn(len(seqs), 64, generator=torch.Generator().manual_seed(1)) / 10
         tokens = sample(logits, sampling_inputs(seqs, 64), kernels).token_ids.tolist()

@@ -170,7 +170,8 @@ def test_the_largest_step_is_one_that_runs(dummy, monkeypatch, options, num_toke
     llm.runner.run_largest_step()
     step, = launched
     assert list(step.num_new_tokens.values()) == num_tokens
-    assert step.sampling == list(step.num_new_tokens) and all(s.has_controls for s in step.sampling)
+    assert step.sampling == list(step.num_new_tokens)
+    assert all(seq.request.has_controls for seq in step.sampling)
     assert list(map(len, step.prompt_logprob_positions.values())) == [
         n - 1 for n in num_tokens if n > 1]
     assert (llm.runner.kv_cache, llm.runner.builder, llm.runner.last_tokens) == ([], None, None)

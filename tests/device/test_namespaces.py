@@ -12,11 +12,12 @@ import sys
 
 import pytest
 import torch
+from helpers import sequence
 
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import KERNELS, SamplingParams
 from nanoserve.device.choice import namespace
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
          "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
@@ -185,7 +186,7 @@ def make_batch(tables: list[list[int]], query_lens: list[int], seq_lens: list[in
     step = Step(0)
     for row, (table, query_len, seq_len) in enumerate(zip(tables, query_lens, seq_lens,
                                                           strict=True)):
-        seq = Sequence(str(row), [0] * seq_len, SamplingParams(), row=row, block_table=table)
+        seq = sequence(str(row), [0] * seq_len, SamplingParams(), row=row, block_table=table)
         step.num_new_tokens[seq] = query_len
         step.starts.append(seq_len - query_len)
         step.sampling.append(seq)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import sequence
 from test_block_store import store_of
 from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
@@ -17,7 +18,7 @@ from nanoserve.block_manager import BlockManager
 from nanoserve.extras import block_prefetch
 from nanoserve.extras.block_folder import Folder
 from nanoserve.extras.block_prefetch import Prefetcher
-from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve.sequence import CacheEntry, Step
 
 # ------------------------------------------------------------ without an engine
 
@@ -37,7 +38,7 @@ def by_hand(monkeypatch):
 
 
 def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_slot(by_hand):
-    store, seq = by_hand.store, Sequence("0", [1] * 5, SamplingParams())
+    store, seq = by_hand.store, sequence("0", [1] * 5, SamplingParams())
     store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     first, second = Step(0), Step(1)
     store.plan(first)
@@ -48,13 +49,13 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     store.finished(first)
     store.check()
     assert not store.is_reading(seq)
-    seq = Sequence("1", [1] * 5, SamplingParams())
+    seq = sequence("1", [1] * 5, SamplingParams())
     assert store.find(Step(2), seq, 0) == 1
     assert bytes(by_hand.pool.memory[store.found[seq][0]]) == b"12345678"
 
 
 def test_what_was_read_for_a_request_that_has_gone_is_let_go(by_hand):
-    prefetcher, seq = by_hand.store.prefetcher, Sequence("0", [1] * 5, SamplingParams())
+    prefetcher, seq = by_hand.store.prefetcher, sequence("0", [1] * 5, SamplingParams())
     prefetcher.begin([seq], [(b"digest", b"", [1] * 4)])
     prefetcher.let_go(seq)
     prefetcher.advance([])

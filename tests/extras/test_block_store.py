@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import xxhash
+from helpers import sequence
 from hypothesis import given, settings
 from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
 from nanoserve.extras.block_store import BlockStore
-from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve.sequence import CacheEntry, Step
 
 
 class DeviceWithPool(FakeDevice):
@@ -130,7 +131,7 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     step = Step(0)
     store.plan(step)
     store.finished(step)
-    seqs = [Sequence("0", tokens + child + [5], SamplingParams())
+    seqs = [sequence("0", tokens + child + [5], SamplingParams())
             for tokens in (first.tokens, second.tokens, [3] * 4)]
     assert [store.find(Step(1), seq, 0) for seq in seqs] == [2, 2, 0]
     assert not set(store.found[seqs[0]]) & set(store.found[seqs[1]])
@@ -145,7 +146,7 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     first, second = Step(0), Step(1)
     store.plan(first)
     store.finished(first)
-    seq = Sequence("0", [1] * 5, SamplingParams(), block_table=[2, 3])
+    seq = sequence("0", [1] * 5, SamplingParams(), block_table=[2, 3])
     assert store.find(second, seq, 0) == 1
     second.num_loaded[seq] = 4
     store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
@@ -158,7 +159,7 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
     assert third.block_moves == [(1, 0)]
     store.dropped(third)
     store.check()
-    assert store.find(Step(3), Sequence("0", [1] * 5, SamplingParams()), 0) == 0
+    assert store.find(Step(3), sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
 
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
@@ -186,7 +187,7 @@ def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later()
     store.clear()
     store.finished(step)
     store.check()
-    assert store.find(Step(1), Sequence("0", [1] * 5, SamplingParams()), 0) == 0
+    assert store.find(Step(1), sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
 
 class Watched(Counter):

@@ -14,6 +14,7 @@ from collections import Counter
 import pytest
 import torch
 from guessing import NGRAM, PROMPTS, SMALL, count, start, told
+from helpers import sequence
 from transformers import AutoModelForCausalLM
 
 from nanoserve import SamplingParams
@@ -21,7 +22,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.extras.speculative import NgramGuesser, NgramIndex
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Step
 
 # -------------------------------------------------------------------- the rules
 
@@ -32,7 +33,7 @@ from nanoserve.sequence import Sequence, Step
     ([5, 6, 7], [5, 6, 7, 4], (6,), [5, 6]), ([5, 6, 7], [5, 6, 7, 4], (4,), [5, 6, 7, 4]),
     ([5, 6, 7], [8, 6, 7, 4], (8,), [8])])
 def test_what_a_row_with_drafts_comes_to(drafts, sampled, stops, expected):
-    seq, other = (Sequence("0", [1], SamplingParams(), stop_ids=frozenset(stops)) for _ in "ab")
+    seq, other = (sequence("0", [1], SamplingParams(), stop_ids=frozenset(stops)) for _ in "ab")
     step = Step(0, {other: 1, seq: 1 + len(drafts)}, [0, 0], [other, seq], {seq: drafts})
     assert step.outcome([3, *sampled]) == {other: [3], seq: expected}
     assert step.samples() == [other] + [seq] * (1 + len(drafts))
@@ -60,7 +61,7 @@ def test_the_index_finds_what_a_search_finds():
 
 def test_ngram_guesses_go_round_and_rest_after_a_miss():
     guesser = NgramGuesser(NGRAM)
-    seq = Sequence("0", [9, 1, 2, 3, 1, 2], SamplingParams())
+    seq = sequence("0", [9, 1, 2, 3, 1, 2], SamplingParams())
     assert guesser.propose(seq, 5) == [3, 1, 2, 3, 1] and guesser.propose(seq, 2) == [3, 1]
     for num_misses in range(1, 8):
         guesser.checked(seq, 0)
@@ -86,7 +87,7 @@ def test_drafts_take_only_what_is_left():
     def row(num_blocks: int, max_num_tokens: int = 40, **options) -> list[int]:
         s = scheduler(num_blocks, **options)
         s.propose = lambda seq, most: [7] * min(most, 9)
-        seqs = [Sequence(str(i), [i, 1, 2], SamplingParams(), i, max_num_tokens=max_num_tokens)
+        seqs = [sequence(str(i), [i, 1, 2], SamplingParams(), i, max_num_tokens=max_num_tokens)
                 for i in range(2)]
         for seq in seqs:
             s.running.append(seq)
@@ -111,7 +112,7 @@ def test_a_block_of_wrong_drafts_is_never_found():
     that text would have got the KV of it, written behind a token that never was."""
     s = scheduler(8)
     s.propose = lambda seq, most: [7] * min(most, 9)
-    s.add(Sequence("0", [0, 1, 2], SamplingParams(), max_num_tokens=30))
+    s.add(sequence("0", [0, 1, 2], SamplingParams(), max_num_tokens=30))
     s.update(s.schedule(), [3])
     step = s.schedule()
     seq, = step.num_new_tokens

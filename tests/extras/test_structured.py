@@ -9,6 +9,7 @@ import json
 import random
 import sys
 
+import helpers
 import jsonschema
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def sequence(grammar, output=(), prompt=(1, 2)) -> Sequence:
-    seq = Sequence("r", list(prompt), SamplingParams(), grammar=grammar.fresh())
+    seq = helpers.sequence("r", list(prompt), grammar=grammar.fresh())
     seq.token_ids += output
     return seq
 
@@ -188,8 +189,9 @@ def test_probabilities_are_renormalised_over_what_is_allowed():
     asked, count = {"regex": "[a-p]x"}, 5000
     grammar = Grammars(TOKENIZER, PADDED).compile(asked, frozenset(ENDS))
     logits = torch.randn(PADDED, generator=torch.Generator().manual_seed(4))
-    seqs = [Sequence("r", [1, 2], SamplingParams(structured_outputs=asked), seed=i * 7919 + 1,
-                     grammar=grammar.fresh()) for i in range(count)]
+    params = SamplingParams(structured_outputs=asked)
+    seqs = [helpers.sequence("r", [1, 2], params, seed=i * 7919 + 1, grammar=grammar.fresh())
+            for i in range(count)]
     for seq in seqs:
         seq.num_unknown_tokens = 1
     keep, expected = TOKENIZER.encode("abcdefghijklmnop"), np.zeros(PADDED)

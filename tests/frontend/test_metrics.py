@@ -26,7 +26,7 @@ class Steps:
             step.num_new_tokens, step.starts, strict=True) if seq in step.admitted]
 
     def updated(self, step, grown) -> None:
-        self.grown += [seq.request_id for seq in grown]
+        self.grown += [seq.request.request_id for seq in grown]
 
     def added(self, *args) -> None:
         pass

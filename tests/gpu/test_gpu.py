@@ -15,12 +15,13 @@ from checkpoints import CHECKPOINTS
 pytest.importorskip("triton")
 
 from gpu_checks import DEVICE, GREEDY, assert_texts, needs_fp8, needs_gpu, start
+from helpers import sequence
 from kernel_modes import MODES, few
 
 from nanoserve import SamplingParams
 from nanoserve.batch import BatchBuilder
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Step
 
 pytestmark = needs_gpu
 
@@ -212,7 +213,7 @@ def test_a_pinned_buffer_is_not_written_before_its_copy_has_ended(waits):
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)  # a quarter of a second
     for i in range(6):
-        seq = Sequence(str(i), [i + 1] * n, SamplingParams(), row=0, block_table=[*range(n // 16)])
+        seq = sequence(str(i), [i + 1] * n, SamplingParams(), row=0, block_table=[*range(n // 16)])
         seen[i].copy_(builder.build(Step(i, {seq: n}, [0], [seq])).input_ids)
     torch.cuda.synchronize()
     expected = torch.arange(1, 7, device=DEVICE)[:, None].expand(-1, n)

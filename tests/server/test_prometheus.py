@@ -12,12 +12,12 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
+from helpers import sequence
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from small_engine import make  # noqa: E402
 
 from nanoserve import SamplingParams  # noqa: E402
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.sequence import Sequence  # noqa: E402
 from nanoserve.server import prometheus  # noqa: E402
 from nanoserve.server.prometheus import (  # noqa: E402
     MEANING,
@@ -148,7 +148,7 @@ def test_times_on_a_clock_that_is_set_by_hand():
     """A sample gets tokens at 10, 12 and 15; the last step brings three, which share its time."""
     times = iter([10.0, 12.0, 15.0])
     observer = RequestHistograms(64, clock=lambda: next(times))
-    seq = Sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
+    seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
     stats = RequestStateStats(queued_ts=1.0, scheduled_ts=4.0, first_token_ts=10.0,
                               last_token_ts=15.0, first_token_latency=9.5)
     observer.added([seq], stats, None)

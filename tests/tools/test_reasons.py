@@ -11,11 +11,11 @@ import re
 from collections import Counter
 
 import pytest
+from helpers import sequence
 from scheduler_by_hand import add, finish_step, make, rows, run_step
 
 from nanoserve.config import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
 from nanoserve.tools.reasons import explain, lost_blocks
 
 pytestmark = pytest.mark.floor
@@ -169,8 +169,8 @@ def test_a_token_that_the_host_must_see_first():
     """A's next draw depends on its last token (a penalty), and B's last token is being sampled."""
     scheduler = make()
     params = SamplingParams(max_tokens=4, repetition_penalty=1.5)
-    scheduler.add(Sequence("A", [1, 2, 3], params, 0, max_num_tokens=7))
-    scheduler.add(Sequence("B", [4, 5, 6], SamplingParams(max_tokens=1), 1, max_num_tokens=4))
+    scheduler.add(sequence("A", [1, 2, 3], params, 0, max_num_tokens=7))
+    scheduler.add(sequence("B", [4, 5, 6], SamplingParams(max_tokens=1), 1, max_num_tokens=4))
     scheduler.schedule()
     waits = "waits for its token of a step in flight"
     assert told(scheduler, scheduler.schedule()) == {"A": waits, "B": waits}
