@@ -15,7 +15,7 @@ Invariants: a value that can't be honoured raises, and a control that no code ap
 the longest sequence that fits, goes into a *new* config.
 
 Not known here: torch, devices, memory, vocabularies. What needs the tokenizer (the tokens of a bad
-word) is checked in frontend/request.py. Road not taken: groups of options as in larger engines (one
+word) is checked in frontend/inputs.py. Road not taken: groups of options as in larger engines (one
 record for the cache, one for the scheduler); all options fit on one screen.
 """
 

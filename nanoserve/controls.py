@@ -15,7 +15,7 @@ a row grows with the tokens it names, not with the vocabulary. A grammar allows 
 that: it is a mask of one bit a token, which covers the row's other constraints, too.
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. When
-a request is made, `frontend/request.py` checks that some token stays possible in every row.
+a request is made, `frontend/inputs.py` checks that some token stays possible in every row.
 
 The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
 that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not

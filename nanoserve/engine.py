@@ -25,7 +25,7 @@ teaches more, and a server can own the thread.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Observer
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
-from nanoserve.frontend.request import InputProcessor, Request
+from nanoserve.frontend.request import Request
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.turns import Turns
 from nanoserve.scheduler import Scheduler
@@ -43,13 +43,13 @@ from nanoserve.sequence import Sequence, Step
 class LLMEngine:
     """The engine of one model; `LLM` makes it.
 
-    runner: its KV cache of `num_blocks` is allocated. inputs: checks prompts and parameters, and
-    makes requests of them. Names are those of vLLM's `LLMEngine`.
+    runner: its KV cache of `num_blocks` is allocated. process: checks a prompt and its parameters,
+    and makes a request of them (frontend/inputs.py). Names are those of vLLM's `LLMEngine`.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
-                 inputs: InputProcessor):
-        self.config, self.runner, self.inputs = config, runner, inputs
+                 process: Callable[..., Request]):
+        self.config, self.runner, self.process = config, runner, process
         self.scheduler = Scheduler(config, num_blocks, runner.model_config.window)
         self.metrics = EngineMetrics(config.enable_prefix_caching)
         self.observers: list[Observer] = [self.metrics]
@@ -70,11 +70,11 @@ class LLMEngine:
                      lora_request: Any = None) -> Request:
         """Tokenise and check a request, and load its adapter. Nothing is queued.
 
-        Raises `ValueError` for whatever `InputProcessor.process` refuses. A request that passes
-        fits in the KV cache, because a sequence of `max_model_len` tokens does.
+        Raises `ValueError` for whatever `process` refuses. A request that passes fits in the KV
+        cache, because a sequence of `max_model_len` tokens does.
         """
         self.check_open()
-        request = self.inputs.process(request_id, prompt, params, priority)
+        request = self.process(request_id, prompt, params, priority)
         if lora_request is not None:
             if self.runner.adapters is None:
                 raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "

@@ -29,10 +29,11 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import LLMEngine
+from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
-from nanoserve.frontend.request import InputProcessor, Request
+from nanoserve.frontend.request import Request
 from nanoserve.model_runner import LAST_WORD, ModelRunner
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import check_shares
@@ -100,8 +101,8 @@ class LLM(LLMEngine):
         except BaseException:
             ranks.abort("the engine could not be made")
             raise
-        inputs = make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, inputs)
+        self.inputs = make_inputs(config, self.model_config, self.tokenizer)
+        super().__init__(config, runner, num_blocks, self.inputs.process)
         if make_pool is not None:
             attach_store(self, folder, say)
         if config.trace is not None:

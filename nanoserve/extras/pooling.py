@@ -38,10 +38,10 @@ import torch.nn.functional as F
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.extras.pooler import Pooler
+from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
-from nanoserve.frontend.request import InputProcessor
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.words.vllm import takes_vllms_words
 

@@ -1,37 +1,32 @@
-"""A request's way in and out: from the caller's words to sequences, and from tokens to outputs.
+"""A checked request: from its start as sequences to the outputs that its caller gets.
 
-    prompt, SamplingParams ──InputProcessor──► Request ──start──► Sequence × n ──► the engine
-                                                  │                                    │
-    RequestOutput ◄──────────── output ───────────┴─────── add_tokens ◄────────────────┘
+    prompt, SamplingParams ──inputs.py──► Request ──start──► Sequence × n ──► the engine
+                                             │                                    │
+    RequestOutput ◄──────── output ──────────┴─────── add_tokens ◄────────────────┘
 
-A request is checked completely on its way in, so that the engine only ever meets requests that can
-run: an error names the field, its value and the remedy, and no other request is affected.
+A request knows what its caller asked for, and how much of the result the caller has been told. Its
+sequences are what the scheduler sees; they share nothing but the prompt.
 
-Invariant: nothing here touches the engine's state. An `InputProcessor` holds a tokenizer and limits
-that never change, so a server can have one of its own, with its own tokenizer, and check requests
-elsewhere while one thread owns the steps. What depends on the order of arrival (ties of priority,
-the seed of a request that names none) is settled in `start`, when the request is submitted.
+Invariant: nothing here touches the engine's state. What depends on the order of arrival (ties of
+priority, the seed of a request that names none) is settled in `start`, when the request is
+submitted; until then it may be thrown away.
 
-Not known here: the queue, blocks, steps. Road not taken: two files as in vLLM V1, for the way in
-and the way out; a request's two ends are easiest understood together.
+Not known here: how prompts are checked and tokenised (inputs.py), the queue, blocks, steps. Road
+not taken: an output processor beside the request, as in vLLM V1, with a second table of requests;
+what has been told to a caller is a fact about one request.
 """
 
-import time
-from collections import UserDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
-from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
+from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
-from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
 from nanoserve.sequence import CoreRequest, Sequence
-from nanoserve.words.vllm import in_our_words
 
 
 @dataclass(eq=False)
@@ -163,262 +158,3 @@ class Request:
         if self.params.output_kind is RequestOutputKind.DELTA:
             self.num_told_of_prompt = len(prompt)
         return prompt[start:]
-
-
-class InputProcessor:
-    """Tokenises and checks. config: resolved, with the `max_model_len` that the KV cache allows."""
-
-    def __init__(self, config: EngineConfig, model_config: ModelConfig,
-                 tokenizer: Tokenizer | None):
-        self.config = config
-        self.model_config = model_config
-        self.tokenizer = tokenizer
-        self.grammars: Any = None  # compiles them; made when one is asked for
-
-    def check_generates(self) -> None:
-        """Raises `ValueError` where requests don't become text (extras/pooling)."""
-
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
-                priority: int = 0) -> Request:
-        """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
-        parameters out of range, or a priority that would have no effect."""
-        self.check_envelope(request_id, priority)
-        if params is not None and not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
-        # A copy: making it checks the fields once more, because the caller may have changed them
-        # since, and may change them again while the request runs.
-        params = replace(params or self.default_sampling_params())
-        text, ids = self.read_prompt(prompt)
-        limit = self.config.max_model_len
-        if len(ids) >= limit:  # with 1,024: a prompt of 1,023 leaves room for one token, 1,024 none
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {limit}, prompt and at "
-                "least one output token together: shorten the prompt, or raise max_model_len (and "
-                "kv_cache_memory_bytes, if the KV cache is what limits it)")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
-        self._check_vocabulary(params)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) == -1:  # all; from here on a number like any other
-                setattr(params, name, self.model_config.vocab_size)
-        bad_word_ids = self._bad_word_ids(params.bad_words or [])
-        # EOS too early is no use even where it ends nothing (ignore_eos), says vLLM.
-        vocab_size = self.model_config.vocab_size  # some configs name an EOS beyond it, or -1
-        late_ids = frozenset(i for i in (*params.stop_token_ids, *self._eos_ids())
-                             if 0 <= i < vocab_size)
-        _check_something_is_left(params, vocab_size, late_ids, bad_word_ids)
-        longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
-        eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
-        grammar = self._grammar(params, eos_ids) if params.structured_outputs is not None else None
-        return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
-                       bad_word_ids, grammar, self.tokenizer,
-                       stats=RequestStateStats(arrival_time=time.time()))
-
-    def check_envelope(self, request_id: str, priority: int) -> None:
-        """Check the id and the priority, which every kind of request has."""
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a str, got {request_id!r}")
-        if type(priority) is not int:
-            raise ValueError(f"priority must be a whole number, got {priority!r}")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority={priority} has no effect with scheduling_policy="
-                             f"{self.config.scheduling_policy!r}: make the engine with "
-                             "scheduling_policy='priority'")
-
-    def _check_vocabulary(self, params: SamplingParams) -> None:
-        """Token ids must be in the vocabulary: on a GPU a wrong index ends the whole process."""
-        size = self.model_config.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if token_id >= size:
-                    raise ValueError(f"{name} names token {token_id}, which is outside the "
-                                     f"vocabulary of {size} (0 to {size - 1}): leave it out")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > size:
-                raise ValueError(f"{name}={getattr(params, name)} is more than the vocabulary has: "
-                                 f"use at most {size}, or -1 for all")
-
-    def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Each word as tokens, bare and with a space in front, which is another token for most
-        tokenizers. (vLLM passes over the second where it has another number of tokens; here it is
-        passed over only where it ends with the first, which bans it anyway.)"""
-        found: list[list[int]] = []
-        for word in words:
-            what = f"bad_words={words!r}"
-            bare = self._encode(word.lstrip(), what, add_special_tokens=False)
-            spaced = self._encode(" " + word.lstrip(), what, add_special_tokens=False)
-            if not bare or max(bare + spaced) >= self.model_config.vocab_size:
-                raise ValueError(f"{what}: {word!r} is no text of the model's tokens, leave it out")
-            found.append(bare)
-            if spaced[-len(bare):] != bare:
-                found.append(spaced)
-        return found
-
-    def _grammar(self, params: SamplingParams, eos_ids: frozenset[int]) -> Any:
-        """The compiled grammar that the output must follow."""
-        if self.grammars is None:
-            from nanoserve.extras.structured import Grammars  # here: the core runs without extras
-            self.grammars = Grammars(self.tokenizer_for("structured_outputs"),
-                                     self.model_config.vocab_size)
-        return self.grammars.compile(params.structured_outputs,
-                                     eos_ids.union(params.stop_token_ids))
-
-    def default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        names = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
-                     repetition_penalty="repetition_penalty", max_new_tokens="max_tokens")
-        defaults = self.model_config.generation_defaults
-        try:
-            return SamplingParams(**{ours: defaults[theirs] for theirs, ours in names.items()
-                                     if defaults.get(theirs) is not None})
-        except ValueError as error:
-            raise ValueError("generation_config.json recommends what can't be used "
-                             f"({error}): pass sampling_params") from error
-
-    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt in any of its forms -> its text, if it has one, and its token ids.
-
-        Text gets the special tokens that the tokenizer wants in front (BOS, for Llama); ids are
-        taken as they are. A dict with both keeps its text for the output and computes its ids.
-        """
-        text, ids = None, prompt
-        if isinstance(prompt, str):
-            text, ids = prompt, None
-        elif isinstance(prompt, dict):
-            text, ids = self._read_dict(prompt)
-        elif isinstance(prompt, UserDict):
-            ids = one_encoded_prompt(prompt)
-        if ids is None:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"the prompt is empty or no text: {text!r}")
-            ids = self._encode(text)
-        if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
-            raise ValueError(f"a prompt must be a str, a dict or a list of token ids, got "
-                             f"{type(prompt).__name__}: {str(prompt)[:80]}")
-        if not ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        vocab_size = self.model_config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < vocab_size)
-            raise ValueError(f"token id {wrong} of the prompt is outside the vocabulary of "
-                             f"{vocab_size} (0 to {vocab_size - 1})")
-        return text, [int(i) for i in ids]
-
-    def _read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
-        """`TextPrompt`, `TokensPrompt`, or both in one."""
-        try:
-            known = in_our_words("a prompt", "prompt", prompt, ("prompt", "prompt_token_ids"))
-        except TypeError:  # a key that no template takes
-            known = {}
-        text, ids = known.get("prompt"), known.get("prompt_token_ids")
-        if text is None and ids is None:
-            raise ValueError("a prompt dict takes 'prompt' or 'prompt_token_ids', got "
-                             f"{sorted(map(str, prompt))}")
-        return text, ids
-
-    def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The same prompts, with token ids added to texts: in one call, for which the library has
-        threads, and equal texts once. A wrong prompt raises no error here but where it is read by
-        itself, so that the error can name it."""
-        texts = [_text_alone(prompt) for prompt in prompts]
-        different = list(dict.fromkeys(filter(None, texts)))
-        if len(different) < 2 or not callable(self.tokenizer):
-            return prompts
-        try:
-            ids_of = dict(zip(different, self.tokenizer(different)["input_ids"], strict=True))
-        except Exception:  # one of them is no valid text
-            return prompts
-        return [{"prompt": text, "prompt_token_ids": ids_of[text]} if text else prompt
-                for text, prompt in zip(texts, prompts, strict=True)]
-
-    def render_chat(self, conversation: list[dict], **template_options) -> dict:
-        """A conversation through the chat template -> a prompt dict with text and token ids."""
-        tokenizer = self.tokenizer_for("chat()")
-        if not isinstance(conversation, (list, tuple)) or not all(
-                isinstance(message, dict) for message in conversation):
-            raise ValueError("a conversation must be a list of dicts with 'role' and 'content', "
-                             f"got {str(conversation)[:80]!r}")
-        if not (template_options.get("chat_template") or tokenizer.chat_template):
-            raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
-                             "generate()")
-        conversation = [message | {"role": _role(message), "content": _content(message)}
-                        for message in conversation]
-        try:
-            text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
-        except Exception as error:  # a template is a program of its own
-            raise ValueError(f"the chat template refuses this conversation: {error}") from error
-        # The template has written the special tokens, BOS included.
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
-
-    def _encode(self, text: str, what: str = "a text prompt",
-                add_special_tokens: bool = True) -> list[int]:
-        try:
-            return self.tokenizer_for(what).encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # what the tokenizer says when a str has no UTF-8 form
-            raise ValueError(f"{what} is no valid text, a lone surrogate? {text!r}") from error
-
-    def tokenizer_for(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and this engine has none: use token ids, "
-                             "or name one with tokenizer= (and without skip_tokenizer_init)")
-        return self.tokenizer
-
-    def _eos_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, else config.json's, else the tokenizer's.
-
-        Often there are several: a chat model ends a turn with one and a document with another. The
-        tokenizer names only one, and is asked last (vLLM adds its one to the others).
-        """
-        if self.model_config.eos_token_ids:
-            return self.model_config.eos_token_ids
-        eos = getattr(self.tokenizer, "eos_token_id", None)
-        return () if eos is None else (eos,)
-
-
-def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: frozenset[int],
-                             bad_word_ids: list[list[int]]) -> None:
-    """Refuse params with which all logits of a step could become -inf.
-
-    A bad word is counted as if its last token were banned all the time, unless it contains a token
-    that is not allowed. This also refuses some params that would work (two allowed tokens, each
-    banned behind the other). But it is simple, and always safe.
-    """
-    allowed = set(params.allowed_token_ids or ())
-    words = [word for word in bad_word_ids if not allowed or allowed.issuperset(word)]
-    banned = {word[-1] for word in words}
-    if params.min_tokens:
-        banned |= late_ids
-    num_left = len(allowed - banned) if allowed else vocab_size - len(banned)
-    if num_left <= 0:
-        raise ValueError(
-            f"allowed_token_ids={str(params.allowed_token_ids):.80}, bad_words="
-            f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that "
-            "is always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
-            "token): allow another token")
-
-
-def _role(message: dict) -> str:
-    """The message's role. A template silently drops a message without one."""
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"a message needs a 'role' such as 'system', 'user' or 'assistant', got "
-                         f"role={role!r} in {str(message)[:80]}")
-    return role
-
-
-def _content(message: dict) -> str | None:
-    """A message's text. OpenAI's list of parts is joined, as vLLM does it, if all of them are text;
-    a template would print anything else into the prompt without a word."""
-    content = message.get("content")
-    if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
-    return content
-
-
-def _text_alone(prompt: Prompt) -> str | None:
-    """A prompt's text, if it has one and no token ids."""
-    text = prompt.get("prompt") if isinstance(prompt, dict) and len(prompt) == 1 else prompt
-    return text if isinstance(text, str) else None

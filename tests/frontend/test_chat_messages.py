@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoserve.frontend.request import InputProcessor
+from nanoserve.frontend.inputs import InputProcessor
 
 USER = {"role": "user", "content": "hello"}
 

@@ -21,7 +21,7 @@ from small_engine import (
 )
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
-from nanoserve.frontend.request import InputProcessor
+from nanoserve.frontend.inputs import InputProcessor
 
 # ----------------------------------------------------- prompts and their results
 
