@@ -1,6 +1,6 @@
 """`nanoserve`, or `python -m nanoserve`: runs the command named behind it, or lists what there is.
 
-    nanoserve                   what this machine and this package have (tools/about.py)
+    nanoserve                   the list
     nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
@@ -13,36 +13,55 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
+from nanoserve import __version__
 from nanoserve.frontend.command import command
 
 HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
-# A word, and the module with its `main`.
-COMMANDS = {"about": "nanoserve.tools.about", "serve": "nanoserve.server.cli"}
+COMMANDS = {"serve": "nanoserve.server.cli"}  # a word, and the module with its `main`
+LIST = f"""\
+nanoserve {__version__}, {HOME}
+
+Commands (--help tells more)
+  nanoserve serve [MODEL]                  an HTTP server with OpenAI's endpoints
+  python -m nanoserve.tools.trace          the scheduler at work, without a model
+  python -m nanoserve.tools.verify MODEL   the engine's text beside transformers', in every mode
+
+In Python
+  from nanoserve import LLM, SamplingParams
+  llm = LLM()  # the bundled story model; or LLM("Qwen/Qwen3-0.6B"), or a folder
+  print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text)"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command with its arguments; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    name, *rest = ["about"] if not argv or argv[0] in ("-h", "--help", "help") else argv
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else "python -m nanoserve lists what there is"
-        print(f"nanoserve has no command {name!r}: {hint}", file=sys.stderr)
-        return 2
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    with command():
+        if name in ("-h", "--help", "help"):
+            print(LIST)
+            return 0
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else "nanoserve --help lists what there is"
+            print(f"nanoserve has no command {name!r}: {hint}", file=sys.stderr)
+            return 2
+        return run(name, rest)
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Import a command's module and call its `main`."""
     module = COMMANDS[name]
     if not HOME.joinpath(*module.split(".")).with_suffix(".py").exists():
         print(f"{module} is not there: it belongs to an annex, which may be deleted",
               file=sys.stderr)
         return 2
-    with command():
-        try:
-            found = import_module(module)
-        except ModuleNotFoundError as error:
-            room = module.split(".")[1]  # an extra has its annex's name
-            print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
-                  f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
-            return 2
-        return found.main(rest) or 0
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        room = module.split(".")[1]  # an extra has its annex's name
+        print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
+              f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
+        return 2
+    return found.main(argv) or 0
 
 
 if __name__ == "__main__":

@@ -2,19 +2,14 @@
 
 import shutil
 
-from clean_process import modules, run
-from house_files import FILES
-
-from nanoserve.tools.house import ANNEXES, PACKAGE
-
-CORE = [file for file in FILES if file.room not in ANNEXES]
+from clean_process import ANNEXES, CORE, PACKAGE, modules, run
 
 
 def test_the_core_runs_without_annexes(tmp_path, qwen3):
     """Annexes are optional by construction: delete them, and everything else still works."""
     shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
         *ANNEXES, "__pycache__"))
-    names = "; ".join(f"import {name}" for name in modules([file.name for file in CORE])
+    names = "; ".join(f"import {name}" for name in modules(CORE)
                       if "kernels" not in name)  # they need triton: for GPUs alone
     run(f"{names}; from nanoserve import *; "
         f"out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4)); "

@@ -6,15 +6,16 @@ The oracle is the table below, which is the design's; the imports are read from 
 import ast
 import re
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
-from clean_process import modules, run
-from house_files import FILES
-
-from nanoserve.tools.house import ANNEXES, DOORS, PACKAGE, File, imports_of
+from clean_process import ANNEXES, CORE, FILES, PACKAGE, modules, room_of, run
 
 pytestmark = pytest.mark.floor
+# The spine: a file imports only files before it. And the order in which README says to read it.
+BOTTOM_UP = ("config", "sequence", "block_manager", "scheduler", "batch", "ops", "layers", "model",
+             "controls", "sampler", "model_runner", "engine", "llm")
+READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "ops", "layers",
+                 "model", "sampler", "config", "controls", "model_runner", "llm")
 CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config"]
 # Bottom up: a file may import what its row allows; a pattern stands for several files.
 MAY_IMPORT = {
@@ -57,11 +58,33 @@ PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
 
-CORE = [file for file in FILES if file.room not in ANNEXES]
+
+def read(name: str) -> str:
+    return (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
 
 
-def path_of(file: File) -> Path:
-    return PACKAGE / f"{file.name}.py"
+def imports_of(tree: ast.AST) -> set[str]:
+    """The files of the package that a tree imports anywhere, by their names.
+
+    `from nanoserve import ops` and `from nanoserve.ops import x` are both "ops"; a name that is
+    imported from the package itself and is no file (`from nanoserve import LLM`) is "".
+    """
+    dotted = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
+              for alias in node.names]
+    # What is behind `import` may be a file, too: `from nanoserve.device import kernels`.
+    dotted += [f"{node.module}.{alias.name}" for node in ast.walk(tree)
+               if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return {file_of(parts) for root, *parts in (name.split(".") for name in dotted)
+            if root == "nanoserve"}
+
+
+def file_of(parts: list[str]) -> str:
+    """The longest beginning of a dotted name that is a file of the package."""
+    beginnings = ["/".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return next((name for name in beginnings if (PACKAGE / f"{name}.py").exists()), "")
+
+
+IMPORTS = {name: imports_of(ast.parse(read(name))) for name in FILES}
 
 
 def allowed(name: str, table: dict[str, list[str]]) -> list[str]:
@@ -73,10 +96,10 @@ def is_in(name: str, patterns: list[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def top_level_imports(file: File) -> set[str]:
-    tree = ast.parse(path_of(file).read_text())
+def top_level_imports(name: str) -> set[str]:
+    tree = ast.parse(read(name))
     tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return set(imports_of(tree))
+    return imports_of(tree)
 
 
 def outside_imports(tree: ast.AST) -> set[str]:
@@ -91,28 +114,55 @@ def outside_imports(tree: ast.AST) -> set[str]:
     return names - {"nanoserve"}
 
 
-@pytest.mark.parametrize("file", CORE, ids=lambda file: file.name)
-def test_imports_follow_the_table(file):
-    at_top = top_level_imports(file)
-    may = allowed(file.name, MAY_IMPORT)
-    assert any(fnmatch(file.name, row) for row in MAY_IMPORT), "has no row"
-    for other in file.imports:
-        late = is_in(other, allowed(file.name, LATE))
-        assert other and (is_in(other, may) or late), f"{file.name} imports {other or 'nanoserve'}"
-        assert (other in at_top) != late, f"{file.name} imports {other} in the wrong place"
-    for package in outside_imports(ast.parse(path_of(file).read_text())):
-        assert is_in(file.name, HOMES.get(package, ["*"])), f"{file.name} imports {package}"
-    assert "TYPE_CHECKING" not in path_of(file).read_text()
+@pytest.mark.parametrize("name", CORE)
+def test_imports_follow_the_table(name):
+    at_top = top_level_imports(name)
+    may = allowed(name, MAY_IMPORT)
+    assert any(fnmatch(name, row) for row in MAY_IMPORT), "has no row"
+    for other in IMPORTS[name]:
+        late = is_in(other, allowed(name, LATE))
+        assert other and (is_in(other, may) or late), f"{name} imports {other or 'nanoserve'}"
+        assert (other in at_top) != late, f"{name} imports {other} in the wrong place"
+    for package in outside_imports(ast.parse(read(name))):
+        assert is_in(name, HOMES.get(package, ["*"])), f"{name} imports {package}"
+    assert "TYPE_CHECKING" not in read(name)
 
 
 def test_there_is_no_circle():
     """By the imports themselves, whatever the table says, late ones included."""
-    imports = {file.name: {*file.imports} & {other.name for other in FILES} for file in FILES}
+    imports = {name: others & set(FILES) for name, others in IMPORTS.items()}
     while imports:
         free = [name for name, others in imports.items() if not others & set(imports)]
         assert free, f"a circle among {sorted(imports)}"
         for name in free:
             del imports[name]
+
+
+def test_the_spine_stands_from_the_bottom_up():
+    assert sorted(BOTTOM_UP) == [name for name in FILES if not room_of(name)]
+    for i, name in enumerate(BOTTOM_UP):
+        assert not IMPORTS[name] & set(BOTTOM_UP[i:]), name
+
+
+def files_in_the_table_of(page: str, folder: str) -> list[str]:
+    """folder: from the page's place to the clone."""
+    text = (PACKAGE.parent / page).read_text(encoding="utf-8")
+    return re.findall(rf"^\| \[`([\w/]+)`\]\({folder}nanoserve/\1\.py\) \|", text, re.M)
+
+
+def test_the_maps_name_every_file_in_order():
+    """README the spine, as one reads it; docs/map.md the spine from the bottom up, then the wings,
+    last the annexes."""
+    assert files_in_the_table_of("README.md", "") == [*READING_ORDER]
+    behind = sorted((name for name in FILES if room_of(name)),
+                    key=lambda name: (room_of(name) in ANNEXES, name))
+    assert files_in_the_table_of("docs/map.md", "../") == [*BOTTOM_UP, *behind]
+
+
+def test_no_file_imports_what_a_wheel_does_not_have():
+    for name in FILES:
+        packages = outside_imports(ast.parse(read(name)))
+        assert not packages & {"bench", "benchmarks", "example", "tests"}, name
 
 
 def test_packages_import_nothing():
@@ -122,15 +172,13 @@ def test_packages_import_nothing():
                         if isinstance(node, (ast.Import, ast.ImportFrom))], path
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.room in ANNEXES],
-                         ids=lambda file: file.name)
-def test_annexes_use_no_private_name(file):
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) in ANNEXES])
+def test_annexes_use_no_private_name(name):
     """They stand on what the core promises. A name of their own with an underscore is theirs."""
-    tree = ast.parse(path_of(file).read_text())
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(read(name))):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("nanoserve"):
             private = [alias.name for alias in node.names if alias.name.startswith("_")]
-            assert not private, f"{file.name} imports {private}"
+            assert not private, f"{name} imports {private}"
 
 
 def test_the_pure_files_leave_torch_out():
@@ -139,21 +187,3 @@ def test_the_pure_files_leave_torch_out():
         "; import nanoserve; nanoserve.SamplingParams(); nanoserve.EngineConfig(model='x')"
         "; heavy = {'torch', 'transformers', 'triton', 'numpy'} & set(sys.modules)"
         "; assert not heavy, heavy"))
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_file_explains_itself(file):
-    """A module docstring that begins with one sentence, and lines of at most 100 columns."""
-    text = path_of(file).read_text()
-    docstring = ast.get_docstring(ast.parse(text)) or ""
-    assert len(docstring.splitlines()) >= 8, f"{file.name} has hardly a docstring"
-    assert re.match(r"[^\n]{20,98}[.:]\n\n", docstring), f"{file.name} begins with no sentence"
-    too_long = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 100]
-    assert not too_long, f"{file.name}: lines {too_long} are wider than 100 columns"
-
-
-def test_doors_are_short():
-    """What makes a folder a package, or a package a command, holds no idea."""
-    for door in DOORS:
-        for path in PACKAGE.rglob(f"{door}.py"):
-            assert len(path.read_text().splitlines()) < 60, path

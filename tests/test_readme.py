@@ -1,7 +1,7 @@
 """README tells the truth: its commands, its example and its trace are run here.
 
-Its map is checked in tests/docs/test_tables.py, the benchmark's table in test_figures.py there, and
-its links and pictures in test_pages.py.
+Its map is checked in tests/test_architecture.py, the benchmark's table in
+tests/docs/test_figures.py, its links and pictures in test_pages.py there.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""Lists and tables of the pages hold what the code has: no more, no less."""
+"""Lists and tables of the pages hold what the code has: no more, no less.
+
+The files in the maps of README and docs/map.md are compared in tests/test_architecture.py.
+"""
 
 import re
 from dataclasses import fields
@@ -10,7 +13,6 @@ from nanoserve.checkpoint.model_config import FAMILIES
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 
 pytestmark = pytest.mark.floor
-PACKAGE = ROOT / "nanoserve"
 API, ARCHITECTURE, MAP = read("docs/api.md"), read("docs/architecture.md"), read("docs/map.md")
 
 
@@ -33,20 +35,6 @@ def test_the_families_are_those_that_can_be_read():
 
 def test_every_policy_has_a_row():
     assert re.findall(r"^\| `(\w+)`", read("docs/scheduling.md"), re.M) == list(POLICIES)
-
-
-def test_the_map_has_every_file_and_readme_those_of_the_spine():
-    """All but `__init__` and `__main__`, and the bundled models."""
-    there = {path.relative_to(PACKAGE).with_suffix("").as_posix()
-             for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")}
-    listed = re.findall(r"^\| \[`([\w/]+)`\]\(\.\./nanoserve/([\w/]+)\.py\) \|", MAP, re.M)
-    assert all(name == path for name, path in listed)
-    names = [name for name, _ in listed]
-    assert sorted(names) == sorted(there)
-    spine = [name for name in names if "/" not in name]
-    assert names[:len(spine)] == spine
-    readme = re.findall(r"^\| \[`(\w+)`\]\(nanoserve/(\w+)\.py\) \|", read("README.md"), re.M)
-    assert sorted(name for name, _ in readme) == sorted(spine)
 
 
 def test_every_file_of_the_core_has_its_counterpart_in_vllm():

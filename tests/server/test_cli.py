@@ -149,7 +149,8 @@ def test_without_the_server_the_command_says_what_to_install(tmp_path):
     """Deleted, or without what it needs."""
     import shutil
 
-    from nanoserve.tools.house import PACKAGE
+    from clean_process import PACKAGE
+
     shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
         "server", "assets", "__pycache__"))
     result = subprocess.run(SERVE, cwd=tmp_path, capture_output=True, text=True,
