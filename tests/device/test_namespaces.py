@@ -376,6 +376,22 @@ def test_floors_leave_what_counting_leaves(ops, vocab_size, temperature):
         assert len(got ^ expected) <= (wishes[1] < 1), (wishes, got ^ expected)
 
 
+@pytest.mark.parametrize("vocab_size", [40, 3000])
+@pytest.mark.parametrize("p", [0.4, 0.5, 0.8, 0.97])
+def test_top_p_is_met_to_a_thousandth(ops, p, vocab_size):
+    """Two tokens weigh 0.9995 p together, so a third one stays; or 1.0005 p, and none does."""
+    ids, rows = torch.randperm(vocab_size), []
+    for two in (0.9995 * p, 1.0005 * p):
+        row = torch.full((vocab_size,), 0.75 * (1 - two) / (vocab_size - 3)).double()
+        row[ids[:3]] = torch.tensor([0.55 * two, 0.45 * two, 0.25 * (1 - two)]).double()
+        rows.append(row.log().float())
+    none = torch.zeros(2)
+    floors, last = ops.floors(torch.stack(rows), none + 1, none.int(), none + p, none)
+    for row, floor, last_id, count in zip(rows, floors, last, (3, 2), strict=True):
+        stays = (row > floor) | (row == floor) & (torch.arange(vocab_size) <= last_id)
+        assert set(stays.nonzero()[:, 0].tolist()) == set(ids[:count].tolist())
+
+
 def draws(ops, logits, temperature, count, floors=None):
     s = count
     return ops.draw(logits.expand(s, -1).contiguous(), torch.full((s,), temperature),
