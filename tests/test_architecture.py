@@ -144,19 +144,19 @@ def test_the_spine_stands_from_the_bottom_up():
         assert not IMPORTS[name] & set(BOTTOM_UP[i:]), name
 
 
-def files_in_the_table_of(page: str, folder: str) -> list[str]:
-    """folder: from the page's place to the clone."""
+def files_listed_on(page: str, folder: str) -> list[str]:
+    """In a table or a list. folder: from the page's place to the clone."""
     text = (PACKAGE.parent / page).read_text(encoding="utf-8")
-    return re.findall(rf"^\| \[`([\w/]+)`\]\({folder}nanoserve/\1\.py\) \|", text, re.M)
+    return re.findall(rf"^(?:\||-) \[`\w+`\]\({folder}nanoserve/([\w/]+)\.py\)", text, re.M)
 
 
 def test_the_maps_name_every_file_in_order():
     """README the spine, as one reads it; docs/map.md the spine from the bottom up, then the wings,
     last the annexes."""
-    assert files_in_the_table_of("README.md", "") == [*READING_ORDER]
+    assert files_listed_on("README.md", "") == [*READING_ORDER]
     behind = sorted((name for name in FILES if room_of(name)),
                     key=lambda name: (room_of(name) in ANNEXES, name))
-    assert files_in_the_table_of("docs/map.md", "../") == [*BOTTOM_UP, *behind]
+    assert files_listed_on("docs/map.md", "../") == [*BOTTOM_UP, *behind]
 
 
 def test_no_file_imports_what_a_wheel_does_not_have():
