@@ -220,7 +220,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 @triton.jit
-def _experts_kernel(x, weight, out, order, starts, size, depth, num_experts,
+def _experts_kernel(x, weight, out, order, starts, size, inputs, num_experts,
                     PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr,
                     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     """out[pair] = x[pair's row] @ weight[pair's expert].T, for up to M pairs of one expert.
@@ -241,18 +241,18 @@ def _experts_kernel(x, weight, out, order, starts, size, depth, num_experts,
     own = at < tl.load(starts + expert + 1)
     pair = tl.load(order + at, own, 0).to(tl.int64)  # (M,)
     n, k = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
-    rows: tl.constexpr = 1 if ACTIVATION is None else 2  # the expert's matrix: (rows * size, depth)
-    x += (pair // PAIRS_PER_ROW)[:, None] * depth + k[None, :]
-    weight += expert.to(tl.int64) * rows * size * depth + n[:, None] * depth + k[None, :]
+    rows: tl.constexpr = 1 if ACTIVATION is None else 2  # its matrix: (rows * size, inputs)
+    x += (pair // PAIRS_PER_ROW)[:, None] * inputs + k[None, :]
+    weight += expert.to(tl.int64) * rows * size * inputs + n[:, None] * inputs + k[None, :]
     total = tl.zeros((M, N), tl.float32)
     total_up = tl.zeros((M, N), tl.float32)
-    for start in range(0, depth, K):
-        inside = (start + k < depth)[None, :]
+    for start in range(0, inputs, K):
+        inside = (start + k < inputs)[None, :]
         a = tl.load(x + start, own[:, None] & inside, 0)
         b = tl.load(weight + start, (n < size)[:, None] & inside, 0)
         total = tl.dot(a, b.T, total, input_precision="ieee")
         if ACTIVATION is not None:
-            b = tl.load(weight + size * depth + start, (n < size)[:, None] & inside, 0)
+            b = tl.load(weight + size * inputs + start, (n < size)[:, None] & inside, 0)
             total_up = tl.dot(a, b.T, total_up, input_precision="ieee")
     if ACTIVATION is not None:
         total = _gated(total, total_up, ACTIVATION, out.dtype.element_ty)

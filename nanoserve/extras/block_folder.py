@@ -222,33 +222,33 @@ class Reader:
     executor's threads, also for one whose disk hangs. It does not wait for this one, a daemon."""
 
     def __init__(self):
-        self.orders: SimpleQueue = SimpleQueue()
+        self.queue: SimpleQueue = SimpleQueue()
         # A store that was forgotten ends it, too. So the thread must not hold this object.
-        weakref.finalize(self, self.orders.put, None)
-        threading.Thread(target=Reader._run, args=[self.orders], daemon=True).start()
+        weakref.finalize(self, self.queue.put, None)
+        threading.Thread(target=Reader._run, args=[self.queue], daemon=True).start()
 
     @staticmethod
-    def _run(orders: SimpleQueue) -> None:
-        while (order := orders.get()) is not None:
-            future, work, args = order
+    def _run(queue: SimpleQueue) -> None:
+        while (entry := queue.get()) is not None:
+            future, work, args = entry
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work(*args))
                 except BaseException as error:
                     future.set_exception(error)
-            del order, future, work, args  # while it waits, it holds nobody's memory
+            del entry, future, work, args  # while it waits, it holds nobody's memory
 
     def submit(self, work: Callable, *args: Any) -> Future:
         future: Future = Future()
-        self.orders.put((future, work, args))
+        self.queue.put((future, work, args))
         return future
 
     def shutdown(self) -> None:
         """Drop what is queued. What is being read is not waited for."""
         with suppress(Empty):
-            while order := self.orders.get_nowait():
-                order[0].cancel()
-        self.orders.put(None)
+            while entry := self.queue.get_nowait():
+                entry[0].cancel()
+        self.queue.put(None)
 
 
 def _delete(path: Path) -> None:

@@ -2,14 +2,14 @@
 
     event loop                          thread of steps
     generate ─► tokenise, in a thread
-             ─► order: submit  ───────► carried out between two steps
+             ─► posted: submit ───────► done between two steps
                                         step, step, step ...
     `yield`  ◄── Reader, one output ◄── Inbox.append(output): merged into what waits there
-    cancelled ► order: abort   ───────► carried out between two steps
+    cancelled ► posted: abort  ───────► done between two steps
 
 A step may take long, above all a long prompt's on a CPU, so the event loop never waits for a step.
-A call that changes the engine is an *order*, put into a queue that the thread of steps empties
-before each step. Prompts are tokenised in a thread of their own.
+A call that changes the engine is *posted*: put into a queue that the thread of steps empties before
+each step. Prompts are tokenised in a thread of their own.
 
 Invariants: a slow reader costs the memory of one output for each of its requests, because a new
 output is merged into the unread one (a CUMULATIVE output replaces it, a DELTA is joined to it).
@@ -68,12 +68,12 @@ class AsyncLLM:
         self.llm = llm
         # On a CPU the event loop and the readers take cores away from the steps.
         self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
-        self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.readers: dict[Reader, list[Request]] = {}  # seen by the thread of steps alone
         self.num_failures = 0  # steps that failed since the last one that did not
         self.stopping = False
         self.dead: BaseException | None = None  # why the engine takes no more requests
-        self.lock = Lock()  # between an order and the thread's end
+        self.lock = Lock()  # between a call that is posted and the thread's end
         self.bell: Doorbell | None = None
         # One thread: a tokenizer changes its settings while it encodes, and two calls at a time
         # fail with "Already borrowed".
@@ -121,7 +121,7 @@ class AsyncLLM:
         """Run requests side by side and yield the outputs of all of them as they come. Those that
         are not finished when the generator ends are aborted."""
         reader = Reader(self._doorbell())
-        self._order(partial(self._submit, reader, requests))
+        self._post(partial(self._submit, reader, requests))
         num_unfinished = len(requests)
         try:
             while num_unfinished:
@@ -129,18 +129,18 @@ class AsyncLLM:
                 num_unfinished -= output.finished
                 yield output
         finally:  # no `await` here: the garbage collector may be who closes the generator
-            self.orders.put(partial(self._leave, reader))
+            self.posted.put(partial(self._leave, reader))
 
     async def abort(self, request_id: str | list[str]) -> None:
         """End a request, or several. Their generators end with a last output, whose samples have
         `finish_reason` "abort". Unknown ids are ignored; nothing is waited for."""
         with suppress(EngineDeadError):
-            self._order(partial(self.llm.abort_request, request_id))
+            self._post(partial(self.llm.abort_request, request_id))
 
     async def between_steps(self, work: Callable[[], Any]) -> Any:
         """Call `work` in the thread of steps, between two steps. Returns its result."""
         done: Future = Future()
-        self._order(partial(_settle, done, work))
+        self._post(partial(_settle, done, work))
         return await asyncio.wrap_future(done)
 
     # --------------------------------------------------------------- health
@@ -158,7 +158,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End all requests and give back all memory. Waits for the step that runs, so call it from
         outside the event loop, or use `async with`. Calling it twice is fine."""
-        self.orders.put(self._stop)
+        self.posted.put(self._stop)
         self.thread.join()
         self.tokenizing.shutdown()
         self.llm.shutdown()
@@ -176,11 +176,11 @@ class AsyncLLM:
         try:
             while not self.stopping:
                 try:
-                    order = self.orders.get(block=not self.llm.has_unfinished_requests())
+                    work = self.posted.get(block=not self.llm.has_unfinished_requests())
                 except Empty:
                     self._step()
                 else:
-                    self._carry_out(order)
+                    self._do(work)
         except BaseException as error:
             reason = error
         self._end(reason)
@@ -198,12 +198,12 @@ class AsyncLLM:
             self.llm.check_open()
             for reader in list(self.readers):
                 reader.fail(EngineGenerateError(f"a step of the engine failed: {error!r}"), error)
-                self._carry_out(partial(self._leave, reader))
+                self._do(partial(self._leave, reader))
 
-    def _carry_out(self, order: Callable[[], None]) -> None:
-        """An order that fails (a tokenizer at the rest of an aborted text) stops nobody else."""
+    def _do(self, work: Callable[[], None]) -> None:
+        """Work that fails (a tokenizer at the rest of an aborted text) stops nobody else."""
         try:
-            order()
+            work()
         except Exception:
             traceback.print_exc()
 
@@ -230,24 +230,24 @@ class AsyncLLM:
         self.stopping = True
 
     def _end(self, reason: BaseException) -> None:
-        """Hand the error to all readers, also to those whose orders are still in the queue."""
+        """Hand the error to all readers, also to those who still stand in the queue."""
         with self.lock:
             self.dead = reason
         error = EngineDeadError(f"the engine is dead: {reason}")
         for reader in list(self.readers):
             reader.fail(error, reason)
-            self._carry_out(partial(self._leave, reader))
-        while not self.orders.empty():
-            self._carry_out(self.orders.get())
+            self._do(partial(self._leave, reader))
+        while not self.posted.empty():
+            self._do(self.posted.get())
 
-    # ----------------------------------------------------------------- orders
+    # ---------------------------------------------------------------- posting
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _post(self, work: Callable[[], None]) -> None:
         """From any thread, and never waits for a step."""
         with self.lock:
             if self.dead is not None:
                 raise EngineDeadError(f"the engine is dead: {self.dead}") from self.dead
-            self.orders.put(order)
+            self.posted.put(work)
 
     def _doorbell(self) -> "Doorbell":
         loop = asyncio.get_running_loop()
