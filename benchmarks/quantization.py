@@ -4,7 +4,7 @@
     python -m benchmarks.quantization --speed --model Qwen3-0.6B --rounds 5
 
 The first table is about text: the bundled model predicts each token of the corpus' held-out pieces
-(see assets/train.py), in windows of 1,024 that don't overlap. Perplexity is e to the mean loss.
+(see train.py), in windows of 1,024 that don't overlap. Perplexity is e to the mean loss.
 
 The second is about steps: a step that decodes so many rows, and one that computes a prompt, with
 random weights of a model's shapes. The engines take turns, because others use the machine, too; the
