@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("known_machine")
     (Machine(1e9, 1e10), "storyteller", 16)])
 def test_without_a_model_a_cpu_gets_what_it_can_do(monkeypatch, machine, model, count):
     monkeypatch.setattr(roofline, "measure", lambda device, dtype: machine)
+    monkeypatch.setattr(throughput, "free_cpu_memory", lambda: 2 ** 40)
     with throughput.Bench(throughput.make_parser().parse_args(["--set", "device=cpu"])) as found:
         assert found.folder.name == model
         assert len(found.requests) == count if count else 4 <= len(found.requests) < 16
