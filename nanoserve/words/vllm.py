@@ -8,8 +8,8 @@ have. What becomes of such a name stands in its row of `TABLE`:
     kv_cache_dtype="auto"         asks for nothing          dropped: leaving it out means the same
     kv_cache_dtype="fp8"          asks for what is missing  `ValueError` with what to do instead
 
-A field that config.py gets is known here at once, because names of ours go first. A name without a
-row is a `TypeError`, which says one of ours only if it looks like a typing error.
+Names of ours go first, so a field that config.py gets is known here at once. A name without a row
+is a `TypeError`, which proposes a name of ours only if the two are very similar.
 
 Invariant: nothing is accepted and ignored. A name that could change the text is dropped only if its
 value asks for what happens anyway: None, one of `Row.nothing`, or else False, 0 or an empty one.
@@ -79,8 +79,8 @@ TABLE = (
     Row("LLM", "seed enable_prefix_caching enable_chunked_prefill", nothing=(None,)),
     Row("LLM", "disable_log_stats disable_log_requests disable_custom_all_reduce "
         "disable_cascade_attn"),
-    Row("LLM", "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size",
-        "use tensor_parallel_size, which shares out every layer", (1,)),
+    Row("LLM", "pipeline_parallel_size", "use tensor_parallel_size, which shares out every layer",
+        (1,)),
     Row("LLM", "data_parallel_size", "all ranks serve one copy of the model with "
         "tensor_parallel_size; for several copies start several processes", (1,)),
     Row("LLM", "distributed_executor_backend", "ranks are processes of this machine, or torchrun's:"
@@ -123,8 +123,6 @@ TABLE = (
         ("raw_logprobs",)),
     Row("LLM", "max_logprobs", "there is no limit to raise: every request may ask for all with "
         "logprobs=-1", (-1,)),
-    Row("SamplingParams", "flat_logprobs", "logprobs are a list with a dict for each token: leave "
-        "it out"),
     Row("SamplingParams", "best_of length_penalty", BEST, (1,)),
     Row("SamplingParams method", "use_beam_search early_stopping beam_search", BEST),
     Row("SamplingParams", "spaces_between_special_tokens", "special tokens have no space between "
@@ -149,8 +147,8 @@ TABLE = (
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
-    # What OpenAI's clients send to the server. The first row tells who asks, what to keep, or how
-    # to be faster.
+    # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
+    # be kept; a prediction, or a key for the prompt cache, is about speed.
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
         "prompt_cache_retention prediction parallel_tool_calls"),
     Row("body", "tools functions tool_choice function_call", "leave it out, and write into the "

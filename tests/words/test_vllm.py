@@ -33,7 +33,7 @@ SAMPLING_DEFAULTS = dict(
     max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True,
     skip_special_tokens=True, spaces_between_special_tokens=True, include_stop_str_in_output=False,
     structured_outputs=None, guided_decoding=None, logit_bias=None, allowed_token_ids=None,
-    extra_args=None, bad_words=None, flat_logprobs=False, truncate_prompt_tokens=None,
+    extra_args=None, bad_words=None, truncate_prompt_tokens=None,
     best_of=None, logits_processors=None)
 
 
