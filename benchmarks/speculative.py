@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 
 from nanoserve.config import SamplingParams
+from nanoserve.extras.speculative import Speculation
 from nanoserve.llm import BUNDLED_MODEL, LLM
 
 PROMPT = "Once upon a time there was a king who"
@@ -79,11 +80,12 @@ class Run:
 
 
 def measure(llm, prompt: str, params) -> Run:
-    num_steps, counts = llm.metrics.num_steps, llm.drafter and llm.drafter.counts()
+    speculation = llm.extra(Speculation)
+    num_steps, counts = llm.metrics.num_steps, speculation and speculation.counts()
     start, cpu_start = time.perf_counter(), time.process_time()
     output, = llm.generate(prompt, params, use_tqdm=False)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    length = mean_length(counts, llm.drafter.counts()) if llm.drafter else 1.0
+    length = mean_length(counts, speculation.counts()) if speculation else 1.0
     return Run(output.outputs[0].token_ids, llm.metrics.num_steps - num_steps, length, seconds,
                cpu_seconds)
 

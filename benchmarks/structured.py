@@ -117,14 +117,15 @@ def mask_table(num_rows: int, vocab_size: int, rounds: int) -> str:
         grammar = grammars.compile(asked, frozenset({tokenizer.eos_token_id}))
         ids = tokenizer.encode(output, add_special_tokens=False)
         core = CoreRequest("r", SamplingParams(structured_outputs=asked))
-        seqs = [Sequence(core, [1], grammar=grammar.fresh()) for _ in range(num_rows)]
+        seqs = [Sequence(core, [1]) for _ in range(num_rows)]
+        constraints = {seq: grammar.fresh() for seq in seqs}
         made, applied = [], []
         for token_ids in (ids[:-1], *[ids] * rounds):  # the first is for the library's own caches
             for seq in seqs:
                 seq.token_ids, seq.num_unknown_tokens = [1, *token_ids], 1
             start = time.process_time()
             edits = gather_edits([(i, seq, ()) for i, seq in enumerate(seqs)],
-                                 lambda values, dtype=torch.float32: put(
+                                 constraints, lambda values, dtype=torch.float32: put(
                                      values, dtype, device=device))
             made.append(time.process_time() - start)
             start = time.process_time()

@@ -35,12 +35,26 @@ any token, not only at block boundaries, and needs a tree where this needs a dic
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import xxhash
 
-from nanoserve.sequence import CacheEntry, Sequence
+from nanoserve.sequence import CacheEntry, Sequence, Step
 
 ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
+
+
+class Store(Protocol):
+    """A second place for blocks, which the prefix cache has lost: see extras/block_store.py."""
+
+    def is_reading(self, seq: Sequence) -> bool:
+        """Whether blocks of a waiting sequence are on their way from a file."""
+
+    def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
+        """How many blocks that follow those found in memory the step could load."""
+
+    def complete(self, step: Step) -> None:
+        """The step is planned: give it its copies of blocks."""
 
 
 class BlockManager:
@@ -61,8 +75,8 @@ class BlockManager:
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
         # Called with each entry that is about to be evicted, and with each new one.
-        self.on_evict: Callable[[CacheEntry], None] | None = None
-        self.on_commit: Callable[[CacheEntry], None] | None = None
+        self.on_evict: list[Callable[[CacheEntry], None]] = []
+        self.on_commit: list[Callable[[CacheEntry], None]] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -176,8 +190,8 @@ class BlockManager:
                     self._forget(entry.block_id)
                 entry = CacheEntry(keys[i], block_id, tokens, parent)
                 self.cached[entry.key] = self.entry_of[block_id] = entry
-                if self.on_commit:
-                    self.on_commit(entry)
+                for tell in self.on_commit:
+                    tell(entry)
             elif entry.tokens != tokens:
                 entry = None  # a collision: the first one stays
             seq.cache_entry = entry
@@ -222,8 +236,8 @@ class BlockManager:
             del self.cached[entry.key]
             if block_id in self.free_blocks:
                 self.free_blocks.move_to_end(block_id, last=False)
-            if self.on_evict:
-                self.on_evict(entry)
+            for tell in self.on_evict:
+                tell(entry)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block (after new weights, say). False, and no change, while any block

@@ -68,6 +68,8 @@ CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 TRACE = rules.new_file("a file in a folder that exists, ending in .html (a page to look at) or "
                        ".json (for Perfetto)", ".html", ".json")
+POOLER = rules.of_annexe("extras/pooling.py")
+GRAMMAR = rules.of_annexe("extras/structured.py")
 PENALTY, FACTOR = number(-2, 2), number(*REPETITION_PENALTIES)
 OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
 BIASES = rules.numbers_by_id(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS,
@@ -117,7 +119,7 @@ class EngineConfig:
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
     runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
     convert: str = option("auto", CONVERSION)  # what a generator's checkpoint becomes when it pools
-    pooler_config: object = option(None, rules.ANYTHING)  # a dict, or extras.pooling.PoolerConfig
+    pooler_config: object = option(None, POOLER)  # a dict, or extras.pooler.PoolerConfig
     enable_lora: bool = option(False, rules.FLAG)  # requests may name an adapter: extras/lora.py
     max_loras: int = option(1, rules.COUNT, "enable_lora")  # adapters there at the same time
     max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
@@ -242,7 +244,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = control(None, BIASES)  # added to the logits
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
-    structured_outputs: object = control(None, rules.ANYTHING)  # extras.structured's, or a dict
+    structured_outputs: object = control(None, GRAMMAR)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop

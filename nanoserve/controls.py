@@ -25,9 +25,10 @@ Not known here: temperature, filters, the draw.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -146,7 +147,21 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     return banned
 
 
-def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> Edits | None:
+class Constraint(Protocol):
+    """Which tokens may come next, by rules of an annexe: see extras/structured.py."""
+
+    def mask(self, seq: Sequence, drafts: list[int], allowed: np.ndarray,
+             banned: list[int]) -> np.ndarray:
+        """A bit for each token that may come behind the sequence's tokens and these drafts,
+        (ceil(vocab_size / 8),) uint8. It covers the row's other constraints, too: the tokens that
+        are allowed (empty: all are), and those that are banned."""
+
+
+Constraints = Mapping[Sequence, Constraint]
+
+
+def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Constraints,
+                 put: Callable) -> Edits | None:
     """The edits of all rows with controls. rows: each with its sequence, and with the drafts before
     it, which count as output for this row. put: makes a tensor on the device."""
     edited, closed, open_ids, biased, banned, masks, seen = [], [], {}, {}, {}, {}, {}
@@ -155,9 +170,9 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
         assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
-        bans, r = banned_ids(seq, drafts), len(edited)
+        bans, r, constraint = banned_ids(seq, drafts), len(edited), constraints.get(seq)
         if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties
-                or seq.grammar):
+                or constraint is not None):
             continue  # logprobs only, or min_tokens that have been reached
         if state.has_penalties:
             seq.sampler_state = None  # after Ctrl-C during the count, the next step makes a new one
@@ -170,8 +185,8 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
             biased[r] = state.biased_ids
         if state.has_penalties:
             seen[r] = state.ids
-        if seq.grammar is not None:
-            masks[r] = seq.grammar.mask(seq, drafts, state.open_ids, bans)
+        if constraint is not None:
+            masks[r] = constraint.mask(seq, drafts, state.open_ids, bans)
             continue
         if len(state.open_ids):
             closed.append(r)
@@ -191,8 +206,8 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], put: Callable) -> 
     if banned:
         edits.banned = put(_pairs(banned), torch.int64)
     if masks:
-        no_grammar = np.full_like(next(iter(masks.values())), 255)
-        edits.masks = put(np.stack([masks.get(r, no_grammar) for r in range(len(edited))]),
+        no_mask = np.full_like(next(iter(masks.values())), 255)
+        edits.masks = put(np.stack([masks.get(r, no_mask) for r in range(len(edited))]),
                           torch.uint8)
     if seen:
         edits.seen = put(_pairs(seen), torch.int64)

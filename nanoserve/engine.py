@@ -16,8 +16,8 @@ the garbage collector closing a forgotten stream, runs in the middle of a step. 
 Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
 except while a step is launched and while its tokens are awaited. Observers (frontend/metrics.py)
-watch and change nothing, except that the block store adds saves to steps, and launches steps that
-only save (extras/block_store.py).
+watch and change nothing. Optional ideas are *annexes*, which all have the shape of `Extra`; nothing
+here names one.
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
@@ -27,17 +27,56 @@ teaches more, and a server can own the thread.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.frontend.metrics import Counter, EngineMetrics, Gauge, Histogram, Observer
+from nanoserve.frontend.inputs import InputProcessor
+from nanoserve.frontend.metrics import EngineMetrics, Metric, Observer
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
-from nanoserve.frontend.request import Request
-from nanoserve.model_runner import ModelRunner
+from nanoserve.frontend.request import Inbox, Request
+from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.parallel.turns import Turns
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine will be made of. Each annexe hands on a copy with what it adds."""
+
+    config: EngineConfig  # resolved
+    model_config: ModelConfig
+    folder: Path  # the checkpoint's
+    tokenizer: Tokenizer | None
+    parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
+    make_inputs: Callable[..., InputProcessor] = InputProcessor
+
+
+class Extra:
+    """The shape of an annexe: `LLM` makes those that the options ask for. Each method does nothing
+    unless the annexe needs it. What it keeps for a sequence it keeps itself, until that ends."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        """Before weights are read: check the options. Raises `ValueError` with the remedy."""
+        return plan
+
+    def attach(self, engine: "LLMEngine") -> None:
+        """The engine is there: join `engine.observers`, `checks`, `before_launch`, or the
+        scheduler's `proposers`, or be its `Store`."""
+
+    def metrics(self) -> list[Metric]:
+        """For `LLM.get_metrics`."""
+        return []
+
+    def reset(self) -> None:
+        """Forget what was computed from these weights or this cache. No request is running."""
+
+    def close(self) -> None:
+        """The engine ends: give back memory, threads and files."""
 
 
 class LLMEngine:
@@ -48,26 +87,27 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
-                 process: Callable[..., Request]):
-        self.config, self.runner, self.process = config, runner, process
-        self.scheduler = Scheduler(config, num_blocks, runner.model_config.window)
+                 process: Callable[..., Request], extras: list[Extra]):
+        self.config, self.runner, self.process, self.extras = config, runner, process, extras
+        self.scheduler = Scheduler(config, num_blocks, runner.window)
         self.metrics = EngineMetrics(config.enable_prefix_caching)
         self.observers: list[Observer] = [self.metrics]
-        self.trace: Any = None  # tools.recorder's observer: writes its file when all requests ended
-        self.drafter: Any = None  # extras.speculative's: proposes the draft tokens of a step
-        self.store: Any = None  # extras.block_store's: keeps blocks outside the KV cache
+        self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
+        self.before_launch: list[Callable[[Step], None]] = []  # called with each step
         self.depth = 1 if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step
         self.num_arrived = self.num_named = 0
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
+        for extra in extras:
+            extra.attach(self)
 
     # ---------------------------------------------------------- requests in
 
     def make_request(self, request_id: str, prompt: Prompt,
                      params: SamplingParams | None = None, priority: int = 0,
-                     lora_request: Any = None) -> Request:
+                     lora_request: object = None) -> Request:
         """Tokenise and check a request, and load its adapter. Nothing is queued.
 
         Raises `ValueError` for whatever `process` refuses. A request that passes fits in the KV
@@ -75,14 +115,15 @@ class LLMEngine:
         """
         self.check_open()
         request = self.process(request_id, prompt, params, priority)
-        if lora_request is not None:
-            if self.runner.adapters is None:
-                raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
-                                 "enable_lora=True")
-            self.runner.adapters.assign(request, lora_request)
+        if lora_request is not None and not self.config.enable_lora:
+            raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
+                             "enable_lora=True")
+        request.lora_request = lora_request
+        for check in self.checks:
+            check(request)
         return request
 
-    def submit(self, request: Request, inbox: Any) -> None:
+    def submit(self, request: Request, inbox: Inbox) -> None:
         """Queue a request. Its outputs go to `inbox`, which may be anything with `append`. Raises
         `ValueError`, and queues nothing, if its id is in use."""
         with self.turns:
@@ -95,8 +136,6 @@ class LLMEngine:
             self.num_arrived += 1
             request.inbox = inbox
             self.requests[request.request_id] = request
-            if request.grammar is not None:
-                request.grammar.attach(self)
             for seq in sequences:
                 self.scheduler.add(seq)
             for observer in self.observers:
@@ -112,7 +151,7 @@ class LLMEngine:
 
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
-                    lora_request: Any = None) -> None:
+                    lora_request: object = None) -> None:
         """Queue one request; `step()` works on it. Raises `ValueError` and queues nothing if it is
         wrong (see `make_request`) or its id is in use."""
         self.submit(self.make_request(request_id, prompt, sampling_params, priority, lora_request),
@@ -176,7 +215,9 @@ class LLMEngine:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 alone = self.runner.ranks.size == 1
                 with self.turns.interruptible() if alone else nullcontext():
-                    step.output = (self.drafter or self.runner).launch(step)
+                    for prepare in self.before_launch:
+                        prepare(step)
+                    step.output = self.runner.launch(step)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
                 self._take_result()
@@ -282,8 +323,6 @@ class LLMEngine:
                 self._advance()  # which schedules nothing, and takes one step's result
         finally:
             self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
-            if self.trace is not None:
-                self.trace.write()
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; a second call is harmless.
@@ -298,12 +337,12 @@ class LLMEngine:
     def _close(self) -> None:
         self.requests.clear()
         self.scheduler.drop_in_flight()
-        try:  # all three, the last one first, also when Ctrl-C comes while one of them writes
+        try:  # all, the last one first, also when Ctrl-C comes while one of them writes
             with ExitStack() as ends:
-                for part in filter(None, (self.runner, self.store, self.trace)):
+                for part in filter(None, (self.runner, *self.extras)):
                     ends.callback(part.close)
         finally:
-            self.runner = self.store = None
+            self.runner = None
 
     def check_open(self) -> None:
         """Raises `RuntimeError` after `shutdown`, or when a rank has died."""
@@ -313,18 +352,18 @@ class LLMEngine:
 
     # -------------------------------------------------------------- the rest
 
-    def get_metrics(self) -> list[Counter | Gauge | Histogram]:
+    def get_metrics(self) -> list[Metric]:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self.check_open()
         return self.metrics.read(self.scheduler, self.config.model) + [
-            one for part in (self.drafter, self.store) if part for one in part.read_metrics()]
+            one for extra in self.extras for one in extra.metrics()]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
         with self.turns:
             self.check_open()
             done = self.scheduler.blocks.reset_prefix_cache()
-            if done and self.store is not None:
-                self.store.clear()
+            for extra in self.extras if done else ():
+                extra.reset()
             return done
 

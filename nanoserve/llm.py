@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -28,8 +28,7 @@ from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
-from nanoserve.engine import LLMEngine
-from nanoserve.frontend.inputs import InputProcessor
+from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
@@ -39,6 +38,7 @@ from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.words.vllm import missing_method, takes_vllms_words
 
+AnExtra = TypeVar("AnExtra", bound=Extra)
 EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
 
@@ -55,62 +55,37 @@ class LLM(LLMEngine):
         asked = EngineConfig(model=str(model), **options)
         folder = find_model(model, weights=asked.load_format != "dummy",
                             code=asked.trust_remote_code, revision=asked.revision)
-        asked, self.model_config, make_network = read_model(asked, folder)
+        asked, self.model_config, extras = read_model(asked, folder)
         config = asked.resolved(pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
         say(*said)
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,
                      self.model_config.num_key_value_heads)
-        parts: dict[str, Any] = {}  # what annexes add to the runner, on every rank
-        if config.quantization is not None or self.model_config.quantization is not None:
-            from nanoserve.extras.quantization import choose_layers  # here: the core runs without
-            config, parts["layers"] = choose_layers(config, self.model_config, say)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
-        if config.enable_lora:
-            from nanoserve.extras.lora import prepare as with_adapters
-            parts["make_adapters"] = with_adapters(config)
-        make_inputs = InputProcessor
-        if config.runner == "pooling":
-            from nanoserve.extras.pooling import prepare  # here: the core runs without extras
-            parts["pooler"], make_inputs = prepare(config, self.model_config, folder,
-                                                   self.tokenizer)
-        if config.speculative_config is not None:
-            from nanoserve.extras.speculative import check
-            config = check(config, self.model_config, self.tokenizer, say)
-        make_pool = None
-        if config.kv_offload_bytes or config.kv_store is not None:
-            from nanoserve.extras.block_store import prepare as with_store
-            make_pool, attach_store = with_store(config)
+        extras += choose_extras(config, self.model_config)
+        plan = Plan(config, self.model_config, folder, self.tokenizer)
+        for extra in extras:
+            plan = extra.prepare(plan)
+        config = plan.config
         ranks = start_ranks(config.tensor_parallel_size, config.device,
                             "nanoserve.model_runner:serve_rank",
-                            (config, folder, make_pool, parts))
+                            (config, folder, plan.parts))
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
-            runner = ModelRunner(config, self.model_config, folder, ranks,
-                                 make_network=make_network, **parts)
+            runner = ModelRunner(config, self.model_config, folder, ranks, plan.parts)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)
             ranks.agree(num_blocks, config.max_model_len)
-            runner.allocate_kv_cache(num_blocks, config.max_model_len)
-            runner.record_graphs()
-            runner.pool = make_pool and make_pool(runner)
+            runner.start(num_blocks, config.max_model_len)
         except BaseException:
             ranks.abort("the engine could not be made")
             raise
-        self.inputs = make_inputs(config, self.model_config, self.tokenizer)
-        super().__init__(config, runner, num_blocks, self.inputs.process)
-        if make_pool is not None:
-            attach_store(self, folder, say)
-        if config.trace is not None:
-            from nanoserve.tools.recorder import attach  # here: the core runs without it
-            self.trace = attach(self, config.trace, say)
-        if config.speculative_config is not None:
-            from nanoserve.extras.speculative import Drafter
-            self.drafter = Drafter(self)
+        self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
+        super().__init__(config, runner, num_blocks, self.inputs.process, extras)
         say(describe(config, self.model_config.architecture, runner, num_blocks))
 
     @classmethod
@@ -124,7 +99,7 @@ class LLM(LLMEngine):
     def generate(self, prompts: Prompt | list[Prompt],
                  sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable = True, priority: list[int] | None = None,
-                 summarize: bool = False, lora_request: Any = None) -> list[RequestOutput]:
+                 summarize: bool = False, lora_request: object = None) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
         prompts: a str, {"prompt": ...}, {"prompt_token_ids": [...]}, a list of token ids, or a list
@@ -150,7 +125,7 @@ class LLM(LLMEngine):
     def stream(self, prompts: Prompt | list[Prompt],
                sampling_params: SamplingParams | list[SamplingParams] | None = None, *,
                priority: list[int] | None = None,
-               lora_request: Any = None) -> Iterator[RequestOutput]:
+               lora_request: object = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields each request's outputs while they grow.
 
         The text of an output never ends in half a character, nor shows the beginning of a stop
@@ -165,7 +140,7 @@ class LLM(LLMEngine):
              use_tqdm: bool | Callable = True, *, stream: bool = False,
              chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
-             lora_request: Any = None) -> list[RequestOutput] | Iterator[RequestOutput]:
+             lora_request: object = None) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
         messages: dicts with "role" and "content". stream: return the iterator of `stream`, which
@@ -229,10 +204,15 @@ class LLM(LLMEngine):
 
     def _pool(self, method: str, *args, **options) -> list:
         self.check_open()
-        if self.runner.pooler is None:
+        if self.config.runner != "pooling":
             raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
                              "it with runner='pooling'")
         return getattr(self.inputs, method)(self, *args, **options)
+
+    def extra(self, kind: type[AnExtra]) -> AnExtra | None:
+        """The annexe of this class, `extras.speculative.Speculation` say; None if no option asked
+        for it."""
+        return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     @property
     def llm_engine(self) -> "LLM":
@@ -250,10 +230,42 @@ class LLM(LLMEngine):
         self.shutdown()
 
 
-def read_model(asked: EngineConfig, folder: Path) -> tuple[EngineConfig, ModelConfig, Any]:
-    """The checkpoint's config, and what makes its network: None for our own `Decoder`."""
+# Annexes are imported where they are chosen: the core runs without them, and importing takes time.
+
+
+def read_model(asked: EngineConfig, folder: Path,
+               ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
+    """The options, the checkpoint's config, and the annexe that makes its network, if one does."""
     known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
     if asked.model_impl != "transformers" and (known or not EXTRAS.exists()):
-        return asked, ModelConfig.from_folder(folder, asked.hf_overrides), None
-    from nanoserve.extras.foreign import read_foreign  # here: the core runs without it
-    return read_foreign(asked, folder)
+        return asked, ModelConfig.from_folder(folder, asked.hf_overrides), []
+    from nanoserve.extras.foreign import ForeignNetwork
+    network = ForeignNetwork(asked, folder)
+    return network.asked, network.model_config, [network]
+
+
+def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra]:
+    """The annexes that the options ask for, in the order in which they are prepared."""
+    extras: list[Extra] = []
+    if config.quantization is not None or model_config.quantization is not None:
+        from nanoserve.extras.quantization import Quantization
+        extras.append(Quantization())
+    if config.enable_lora:
+        from nanoserve.extras.lora import LoRA
+        extras.append(LoRA())
+    if config.runner == "pooling":
+        from nanoserve.extras.pooling import Pooling
+        extras.append(Pooling())
+    elif EXTRAS.exists():
+        from nanoserve.extras.structured import StructuredOutput
+        extras.append(StructuredOutput())
+    if config.speculative_config is not None:
+        from nanoserve.extras.speculative import Speculation
+        extras.append(Speculation())
+    if config.kv_offload_bytes or config.kv_store is not None:
+        from nanoserve.extras.block_store import BlockStorage
+        extras.append(BlockStorage())
+    if config.trace is not None:
+        from nanoserve.tools.recorder import Recorder
+        extras.append(Recorder())
+    return extras

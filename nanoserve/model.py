@@ -22,6 +22,8 @@ has it, where a fix is made as many times as there are files.
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -31,6 +33,18 @@ from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbeddin
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see `ops.new_cache`
+
+
+class Network(Protocol):
+    """What the runner asks of a network: of `Decoder`, or of what stands in its place."""
+
+    config: ModelConfig
+    kv_shapes: list[tuple[int, int]]  # (heads, head_dim) of each layer's keys
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                 batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
 
 
 class Decoder(nn.Module):

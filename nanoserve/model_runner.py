@@ -27,10 +27,11 @@ Not known here: the queue, text, users.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
@@ -38,11 +39,12 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import load_dummy_weights, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
 from nanoserve.device.graphs import CudaGraph, DecodeGraphs
 from nanoserve.device.memory import count_kv_blocks, largest_step, memory_for, take_device
 from nanoserve.layers import Placement
-from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache
+from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache, Network
 from nanoserve.parallel.ranks import SOLO, Ranks
 from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, choose_plain, sample, score
 from nanoserve.sequence import Step
@@ -54,49 +56,81 @@ LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)  # what ends the 
 class Pooler(Protocol):
     """Replaces the LM head and the sampler in an engine that pools: see extras/pooler.py."""
 
-    unused: tuple[str, ...]
+    unused: tuple[str, ...]  # tensors of the checkpoint that nobody reads
 
     def attach(self, model: Decoder, on: Placement) -> None: ...
 
-    def pool(self, hidden: torch.Tensor, num_samples: int) -> Any: ...
+    def pool(self, hidden: torch.Tensor, num_samples: int) -> SamplerOutput: ...
+
+
+class Adapters(Protocol):
+    """Changes the products of each row by its own small matrices: see extras/lora.py."""
+
+    def send(self) -> None:
+        """On rank 0, before a step: what the ranks need that was loaded since the last one."""
+
+    def receive(self, head: torch.Tensor) -> bool:
+        """On another rank, in a step's place: what was sent. True: steps will follow."""
+
+    def choose(self, batch: Batch, wanted: torch.Tensor) -> None:
+        """From here on the products are those of this batch."""
+
+
+class BlockCopier(Protocol):
+    """Blocks outside the KV cache: see extras/block_pool.py."""
+
+    def move(self, host: dict[str, np.ndarray]) -> None:
+        """Queue the copies that `block_moves` in the batch's sections asks for."""
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What annexes give the runner of each rank; `engine.Extra.prepare` adds to it."""
+
+    layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
+    make_network: Callable[[Placement], Network] | None = None  # in place of `Decoder`
+    pooler: Pooler | None = None
+    make_adapters: Callable[["ModelRunner"], Adapters] | None = None  # when weights are loaded
+    make_copier: Callable[["ModelRunner"], BlockCopier] | None = None  # when the cache is there
+    constraints: Constraints = field(default_factory=dict)  # of rows; rank 0's sampler reads them
 
 
 class ModelRunner:
     """Weights, KV cache and buffers of one rank, on its device.
 
     config: resolved, device and dtype included. folder: the checkpoint's. graph_class: records
-    decode steps; on a CPU, tests pass a stand-in. pooler: see `Pooler`. make_network: makes a
-    network that is no `Decoder` (extras/transformers_model.py). layers: entries of `Placement`.
-    make_adapters: see extras/lora.py.
+    decode steps; on a CPU, tests pass a stand-in.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
-                 ranks: Ranks = SOLO, graph_class: type = CudaGraph, pooler: Pooler | None = None,
-                 make_network: Callable[[Placement], Any] | None = None,
-                 layers: dict[str, Any] | None = None, make_adapters: Callable | None = None):
-        self.config, self.pooler, self.layers = config, pooler, layers or {}
-        self.model_config, self.ranks = model_config, ranks
+                 ranks: Ranks = SOLO, parts: RankParts | None = None,
+                 graph_class: type = CudaGraph):
+        self.config, self.model_config, self.ranks = config, model_config, ranks
+        self.parts = parts or RankParts()
+        self.pooler = self.parts.pooler
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
         self.ops = namespace(config.kernels)
-        self.networks = [self._load(model_config, folder, pooler) if make_network is None
-                         else make_network(Placement(self.dtype, self.device, ranks, self.ops))]
+        make, on = self.parts.make_network, Placement(self.dtype, self.device, ranks, self.ops)
+        self.networks: list[Network] = [
+            make(on) if make is not None else self._load(model_config, folder, self.pooler)]
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
-        self.model: Any = self.networks[0]  # that is served
+        self.model: Network | None = self.networks[0]  # that is served
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see record_graphs
-        self.adapters: Any = make_adapters and make_adapters(self)  # told of each step's
-        self.pool: Any = None  # where blocks are saved, see extras/block_store.py
+        make = self.parts.make_adapters
+        self.adapters = None if make is None else make(self)
+        self.copier: BlockCopier | None = None  # see `start`
 
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
         """This rank's share of a network."""
-        placement = Placement(self.dtype, self.device, self.ranks, self.ops, **self.layers)
+        placement = Placement(self.dtype, self.device, self.ranks, self.ops, **self.parts.layers)
         has_experts = any(model_config.moe_layers)
         model = Decoder(model_config, placement, self.config.expert_parallel and has_experts)
         if pooler is not None:
@@ -146,6 +180,13 @@ class ModelRunner:
                     self.serve_one()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
+    def start(self, num_blocks: int, max_model_len: int) -> None:
+        """The cache has its size: make what needs it. Then steps may come."""
+        self.allocate_kv_cache(num_blocks, max_model_len)
+        self.record_graphs()
+        if self.parts.make_copier is not None:
+            self.copier = self.parts.make_copier(self)
+
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
         config = self.config
@@ -161,6 +202,13 @@ class ModelRunner:
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+
+    @property
+    def window(self) -> int | None:
+        """How many keys a query of any network sees at most, None if a layer has no such limit. A
+        draft network looks back from one token earlier."""
+        windows = [network.config.window for network in self.networks]
+        return None if None in windows else max(windows) + len(windows) - 1
 
     @property
     def wants_graphs(self) -> bool:
@@ -197,7 +245,8 @@ class ModelRunner:
                 self.adapters.send()
             batch = self._receive(buffer)
             inputs = None if self.pooler is not None else (
-                SamplingInputs.of(step, batch, self.model_config.vocab_size))
+                SamplingInputs.of(step, batch, self.model_config.vocab_size,
+                                  self.parts.constraints))
             output = (self._run(batch, inputs) if size is None
                       else self._replay(batch, inputs, size))
         return output.to_host()
@@ -224,8 +273,8 @@ class ModelRunner:
             if packed_length(buffer) > MIN_BUFFER:
                 self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
         batch = self.builder.unpack(buffer)
-        if self.pool is not None:
-            self.pool.move(batch.host)
+        if self.copier is not None:
+            self.copier.move(batch.host)
         return batch
 
     def _run(self, batch: Batch, inputs: SamplingInputs | None) -> SamplerOutput:
@@ -316,18 +365,17 @@ class ModelRunner:
             self.synchronize()
         self.ranks.close(LAST_WORD)
         self.networks, self.kv_cache = [], []
-        self.model = self.builder = self.last_tokens = self.graphs = self.pool = None
+        self.model = self.builder = self.last_tokens = self.graphs = self.copier = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def serve_rank(ranks: Ranks, payload: tuple) -> None:
     """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder, make_pool, parts = payload
+    config, folder, parts = payload
     model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks, **parts)
+    runner = ModelRunner(config, model_config, folder, ranks, parts)
     runner.count_kv_blocks()
-    runner.allocate_kv_cache(*ranks.agree(0, 0))
-    runner.pool = make_pool and make_pool(runner)
+    runner.start(*ranks.agree(0, 0))
     while runner.serve_one():
         pass

@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 
 from nanoserve.batch import Batch
-from nanoserve.controls import Edits, gather_edits
+from nanoserve.controls import Constraints, Edits, gather_edits
 from nanoserve.sequence import Step
 
 
@@ -42,7 +42,8 @@ class SamplingInputs:
     num_prompt_logprobs: int = 0  # the most top logprobs that any of these positions asks for
 
     @classmethod
-    def of(cls, step: Step, batch: Batch, vocab_size: int) -> "SamplingInputs":
+    def of(cls, step: Step, batch: Batch, vocab_size: int,
+           constraints: Constraints) -> "SamplingInputs":
         """Find out what the rows of a step ask for, before they sample.
 
         With k drafts a sequence has k + 1 rows here (`Step.samples`), each after one draft more.
@@ -66,7 +67,8 @@ class SamplingInputs:
                 first = {seq: i for i, seq in reversed(list(enumerate(seqs)))}
                 ahead = {i: drafts[seq][:i - first[seq]] for i, seq in enumerate(seqs)
                          if seq in drafts}
-            inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows], here)
+            inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows],
+                                        constraints, here)
             wanted = {i: seqs[i].request.params.logprobs for i in rows}
             inputs.logprob_rows = [i for i in rows if wanted[i] is not None]
             if inputs.logprob_rows:

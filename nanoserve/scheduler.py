@@ -31,13 +31,13 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
-from nanoserve.block_manager import BlockManager
+from nanoserve.block_manager import BlockManager, Store
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
+Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most so many
 
 
 class Scheduler:
@@ -60,8 +60,12 @@ class Scheduler:
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
         self.num_steps = 0
-        self.propose: Callable[[Sequence, int], list[int]] | None = None  # see _add_drafts
-        self.store: Any = None  # a second place for blocks: extras/block_store.py
+        self.proposers: list[Propose] = []  # the first that has drafts is heard: see _add_drafts
+        self.store: Store | None = None
+
+    def use(self, store: Store) -> None:
+        """From now on, look for blocks here that the prefix cache doesn't have."""
+        self.store = store
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.in_flight)
@@ -113,10 +117,12 @@ class Scheduler:
         budget = self._schedule_running(step, self.max_num_batched_tokens)
         if step.stopped is None:
             self._schedule_waiting(step, budget)
-        if self.propose is not None and not step.preempted:
-            self._add_drafts(step, self.propose)
+        if self.proposers and not step.preempted:
+            self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
+        if self.store is not None:
+            self.store.complete(step)
         return step
 
     def _interrupt(self, step: Step) -> None:
@@ -222,7 +228,7 @@ class Scheduler:
             self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
             budget -= num_new
 
-    def _add_drafts(self, step: Step, propose: Callable[[Sequence, int], list[int]]) -> None:
+    def _add_drafts(self, step: Step) -> None:
         """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks
         that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
         blocks, budget = self.blocks, self.max_num_batched_tokens - step.num_tokens
@@ -231,7 +237,9 @@ class Scheduler:
             room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
             most = min(budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
             decodes = start == num_known - 1 >= seq.num_prompt_tokens
-            if decodes and most > 0 and (drafts := propose(seq, most)):
+            if not decodes or most <= 0:
+                continue
+            if drafts := next(filter(None, (ask(seq, most) for ask in self.proposers)), None):
                 blocks.allocate(seq, num_known + len(drafts))
                 step.drafts[seq] = drafts
                 step.num_new_tokens[seq] += len(drafts)

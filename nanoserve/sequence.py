@@ -34,7 +34,7 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanoserve.config import SamplingParams
 
@@ -87,7 +87,6 @@ class Sequence:
     index: int = 0  # which of the request's n samples
     seed: int = 0  # 64 bits; with the position it fixes the random number of each token
     num_prompt_logprobs: int = 0
-    grammar: Any = None  # the rules its output must follow: extras/structured.py
     num_prompt_tokens: int = field(init=False)
 
     # Progress: changed by the scheduler alone.
@@ -152,6 +151,12 @@ class CacheEntry:
     digest: bytes = b""  # proves the prefix to other processes: see extras/block_store.py
 
 
+class StepOutput(Protocol):
+    """A launched step's tokens, on their way to the host: `sampler.SamplerOutput`, for one."""
+
+    def tolist(self) -> tuple[list, dict[int, list], list]: ...
+
+
 @dataclass(eq=False)
 class Step:
     """One step's plan. `print(step)` shows it; an empty step is legal."""
@@ -173,7 +178,7 @@ class Step:
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
-    output: Any = None  # of the launched step, on the device
+    output: "StepOutput | None" = None  # of the launched step, on the device
 
     @property
     def num_tokens(self) -> int:

@@ -184,6 +184,6 @@ def sampling_step(seqs: list[Sequence]) -> tuple[Step, Batch]:
     return step, builder.build(step)
 
 
-def sampling_inputs(seqs: list[Sequence], vocab_size: int) -> SamplingInputs:
+def sampling_inputs(seqs: list[Sequence], vocab_size: int, constraints=None) -> SamplingInputs:
     """What such a step's rows ask of the sampler."""
-    return SamplingInputs.of(*sampling_step(seqs), vocab_size)
+    return SamplingInputs.of(*sampling_step(seqs), vocab_size, constraints or {})

@@ -49,3 +49,9 @@ def stats(ttft, tokens, tpot=0.0, **counts) -> RequestStateStats:
     return RequestStateStats(
         first_token_ts=1.0 if tokens else 0.0, first_token_latency=ttft,
         last_token_ts=1.0 + tpot * (tokens - 1), num_generation_tokens=tokens, **counts)
+
+
+def storage(llm):
+    """The `BlockStore` that keeps blocks outside an engine's KV cache."""
+    from nanoserve.extras.block_store import BlockStorage  # here: it imports torch
+    return llm.extra(BlockStorage).store

@@ -133,7 +133,7 @@ class Twin:
 
     def __init__(self, num_blocks: int):
         self.blocks = BlockManager(num_blocks, block_size=2)
-        self.blocks.on_evict = lambda key: setattr(self, "evicted", True)
+        self.blocks.on_evict.append(lambda key: setattr(self, "evicted", True))
         self.evicted = False
         self.written: dict[int, tuple] = {}
         self.computed: set[tuple] = set()  # every prefix of full blocks that was ever computed

@@ -62,7 +62,7 @@ class LateDevice:
         self.num_unknown.append(batch.num_unknown)
         self.placeholders += batch.input_ids[batch.input_ids < 0].tolist()
         # What the host decides about the samples is decided now; only the device is late.
-        inputs = SamplingInputs.of(step, batch, self.runner.model_config.vocab_size)
+        inputs = SamplingInputs.of(step, batch, self.runner.model_config.vocab_size, {})
         self.queue.append((step, batch, inputs, LateTokens(self, index)))
         return self.queue[-1][-1]
 

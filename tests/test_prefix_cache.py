@@ -300,7 +300,7 @@ def test_reset_forgets_everything_or_nothing():
 
 def test_each_forgotten_key_is_reported_once_when_it_is_forgotten():
     blocks, told = BlockManager(4, SIZE), []
-    blocks.on_evict = lambda entry: told.append(entry.key)
+    blocks.on_evict.append(lambda entry: told.append(entry.key))
     seq = compute(blocks, range(16))
     keys = list(blocks.keys(seq))
     blocks.free(seq)

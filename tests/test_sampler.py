@@ -347,7 +347,7 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
     step, batch = sampling_step(seqs)
     for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    output = sample(torch.randn(7, 64), SamplingInputs.of(step, batch, 64), ops)
+    output = sample(torch.randn(7, 64), SamplingInputs.of(step, batch, 64, {}), ops)
     assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
 
 

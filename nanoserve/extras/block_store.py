@@ -35,17 +35,18 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
+from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
 from nanoserve.extras.block_pool import HostPool, Slots
 from nanoserve.extras.block_prefetch import Prefetcher
-from nanoserve.frontend.metrics import Counter
+from nanoserve.frontend.metrics import Counter, Metric, Observer, say
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
@@ -55,11 +56,33 @@ TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have n
 # ------------------------------------------------------------------ at the start
 
 
-def prepare(config: EngineConfig) -> tuple[Callable, Callable]:
-    """What makes each rank's pool, and what then hangs a store on the engine.
+class BlockStorage(Extra):
+    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds: each rank's pool, and rank 0's store."""
 
-    Raises `ValueError` for options that don't go together, and for a folder that can't be used.
-    """
+    store: "BlockStore"
+
+    def prepare(self, plan: Plan) -> Plan:
+        self.folder = plan.folder
+        return replace(plan, parts=replace(plan.parts, make_copier=check(plan.config)))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.store = make_store(engine, self.folder)
+        engine.scheduler.use(self.store)
+        engine.observers.append(self.store)
+
+    def metrics(self) -> list[Metric]:
+        return self.store.read_metrics()
+
+    def reset(self) -> None:
+        self.store.clear()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def check(config: EngineConfig) -> Callable:
+    """What makes each rank's pool. Raises `ValueError` for options that don't go together, and for
+    a folder that can't be used."""
     if not config.enable_prefix_caching:
         raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
                          "enable_prefix_caching=True")
@@ -73,23 +96,21 @@ def prepare(config: EngineConfig) -> tuple[Callable, Callable]:
                          "on Linux; use kv_offload_bytes without a folder")
     if has_folder:
         make_folder(config.kv_store)  # here: loading the weights takes long
-    return partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder), attach
+    return partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
 
 
-def attach(llm: Any, model_folder: Path, say: Callable[[str], None]) -> None:
-    """Give an engine its store; its runner has the pool already."""
-    config, folder, base = llm.config, None, b""
+def make_store(engine: LLMEngine, model_folder: Path) -> "BlockStore":
+    """An engine's store; its runner has the pool already."""
+    config, pool, folder, base = engine.config, engine.runner.copier, None, b""
     if config.kv_store is not None:
-        base = fingerprint(config, model_folder, llm.runner.pool.shapes)
-        num_bytes = llm.runner.pool.memory.shape[1]
+        base = fingerprint(config, model_folder, pool.shapes)
+        num_bytes = pool.memory.shape[1]
         if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
             raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a block of "
                              f"{num_bytes:,} bytes and its header: raise it")
         folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
-    store = BlockStore(llm.runner.pool, llm.scheduler, base, folder,
-                       {"model_name": str(config.model)}, llm.runner)
-    llm.store = llm.scheduler.store = store
-    llm.observers.append(store)
+    return BlockStore(pool, engine.scheduler, base, folder, {"model_name": str(config.model)},
+                      engine.runner)
 
 
 # ------------------------------------------------------------------ what is where
@@ -110,8 +131,9 @@ class Moves:
     saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # slots by digest
 
 
-class BlockStore:
-    """Gives steps their loads and saves. An observer; the scheduler asks it for blocks, too.
+class BlockStore(Observer):
+    """Gives steps their loads and saves: the scheduler's `Store`. As an observer it learns what is
+    queued, and what has finished.
 
     pool: rank 0's. base: the digest that all others begin with. folder: None for no files; then
     only blocks that the cache evicts are saved. runner: for steps that only save.
@@ -134,9 +156,9 @@ class BlockStore:
         self.writing: deque[tuple[int, Future]] = deque()  # slots, in the writing thread's order
         self.num_queries = self.num_hits = 0  # tokens; see read_metrics
         self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
-        self.blocks.on_evict = self.want_saved
+        self.blocks.on_evict.append(self.want_saved)
         if folder is not None:
-            self.blocks.on_commit = self.want_saved
+            self.blocks.on_commit.append(self.want_saved)
             self.prefetcher = Prefetcher(folder, pool, self.slots)
             self.writer = ThreadPoolExecutor(1)
 
@@ -187,6 +209,17 @@ class BlockStore:
                 break
             slots.append(slot)
         return len(slots)
+
+    def complete(self, step: Step) -> None:
+        for lost in self.in_flight.keys() - self.scheduler.in_flight:
+            self.dropped(lost)
+        if step.num_new_tokens:
+            self.plan(step)
+        elif self.prefetcher is not None:
+            self.prefetcher.advance(list(step.sitting_out))
+            if step.sitting_out and not self.scheduler.in_flight:
+                time.sleep(0.0005)  # there is nothing to do but to read
+        self.found.clear()
 
     # ------------------------------------------------------ the life of a step
 
@@ -348,17 +381,6 @@ class BlockStore:
         self.prefetcher.begin(sequences, [
             (digests[i], parents[i], seq.token_ids[i * size:(i + 1) * size])
             for i in range(len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq))])
-
-    def scheduled(self, step: Step) -> None:
-        for lost in self.in_flight.keys() - self.scheduler.in_flight:
-            self.dropped(lost)
-        if step.num_new_tokens:
-            self.plan(step)
-        elif self.prefetcher is not None:
-            self.prefetcher.advance(list(step.sitting_out))
-            if step.sitting_out and not self.scheduler.in_flight:
-                time.sleep(0.0005)  # there is nothing to do but to read
-        self.found.clear()
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         self.finished(step)

@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import RequestOutputKind
+from nanoserve.extras.block_store import BlockStorage
 from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import say
 from nanoserve.frontend.outputs import RequestOutput
@@ -162,7 +163,7 @@ def prefill() -> None:
         for line in sys.stdin:
             number, token_ids = json.loads(line)
             llm.generate([token_ids], one_token, use_tqdm=False)
-            llm.store.flush()
+            llm.extra(BlockStorage).store.flush()
             print(number, flush=True)
 
 

@@ -20,10 +20,22 @@ import transformers
 
 from nanoserve.checkpoint.model_config import QUANTIZED, ModelConfig, read_architecture, read_json
 from nanoserve.config import EngineConfig
+from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
 from nanoserve.extras.transformers_model import describe, find_class, load, refusal
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
+
+
+class ForeignNetwork(Extra):
+    """What `LLM` adds for a network that isn't ours. asked: the options; model_config: the
+    checkpoint's sizes."""
+
+    def __init__(self, asked: EngineConfig, folder: Path):
+        self.asked, self.model_config, self.make_network = read_foreign(asked, folder)
+
+    def prepare(self, plan: Plan) -> Plan:
+        return replace(plan, parts=replace(plan.parts, make_network=self.make_network))
 
 
 def read_foreign(asked: EngineConfig,

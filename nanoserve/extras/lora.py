@@ -30,7 +30,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -41,7 +41,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from nanoserve.batch import MIN_BUFFER, Batch
-from nanoserve.config import EngineConfig
+from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.frontend.request import Request
 from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry
@@ -217,11 +218,14 @@ class Adapters:
 
     # -------------------------------------------------------------- requests
 
-    def assign(self, request: Any, asked: LoRARequest) -> None:
-        """Load what is asked for, if it isn't yet, and keep it while `request` needs it.
+    def assign(self, request: Request) -> None:
+        """Load what the request asks for, if it isn't there yet, and keep it while it is needed.
 
         Raises `ValueError` for an adapter that can't be used, or when all slots are in use.
         """
+        asked = request.lora_request
+        if asked is None:
+            return
         if not isinstance(asked, LoRARequest):
             raise ValueError(f"lora_request={asked!r:.80} must be a LoRARequest(lora_name, "
                              "lora_int_id, lora_path)")
@@ -230,7 +234,7 @@ class Adapters:
             adapter = self.loaded.get(content) or self._load(content, asked)
             self.loaded.move_to_end(content)
             adapter.requests.add(request)
-            request.adapter = adapter
+            request.chain_from(adapter.root, adapter.slot)
 
     def _content(self, asked: LoRARequest) -> bytes:
         """A hash of the two files. A file that has not changed is hashed once."""
@@ -364,11 +368,15 @@ def _of_module(folder: Path, settings: dict, name: str, path: str, default: floa
     return value
 
 
-def prepare(config: EngineConfig) -> type[Adapters]:
-    """For `LLM`: what makes the adapters of a runner. Raises `ValueError` for networks that take
-    none."""
-    if config.model_impl == "transformers":
-        raise ValueError("enable_lora=True does not go together with model_impl='transformers': "
-                         "leave one of them out, or merge the adapter into the weights (peft's "
-                         "merge_and_unload)")
-    return Adapters
+class LoRA(Extra):
+    """What `LLM(enable_lora=True)` adds."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        if plan.config.model_impl == "transformers":
+            raise ValueError("enable_lora=True does not go together with model_impl='transformers':"
+                             " leave one of them out, or merge the adapter into the weights "
+                             "(peft's merge_and_unload)")
+        return replace(plan, parts=replace(plan.parts, make_adapters=Adapters))
+
+    def attach(self, engine: LLMEngine) -> None:
+        engine.checks.append(engine.runner.adapters.assign)

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +36,13 @@ import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.engine import Extra, Plan
 from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
-from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
 from nanoserve.words.vllm import takes_vllms_words
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
@@ -131,8 +131,9 @@ class PoolingRequest:
     stats: RequestStateStats = field(default_factory=lambda: RequestStateStats(
         arrival_time=time.time()))
     inbox: list | None = None
-    grammar: None = None  # as in `Request`, but no text is generated
-    adapter: Any = None  # as in `Request`
+    lora_request: object = None  # this and the next two: as in `Request`
+    adapter: int = 0
+    root: CacheEntry | None = None
 
     @property
     def pooling_type(self) -> str:
@@ -143,12 +144,14 @@ class PoolingRequest:
         """The engine calls `history.add_prompt` of a request: this one is its own history."""
         return self
 
+    def chain_from(self, root: CacheEntry, adapter: int) -> None:
+        self.root, self.adapter = root, adapter
+
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
                            self.stats.arrival_time, max_num_tokens=len(ids),
-                           adapter=self.adapter.slot if self.adapter else 0,
-                           root=self.adapter.root if self.adapter else None)
+                           adapter=self.adapter, root=self.root)
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
         self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]
@@ -202,14 +205,16 @@ class PoolingRequest:
 # ---------------------------------------------------------------- the way in
 
 
-def prepare(config: EngineConfig, model_config: ModelConfig, folder: Path, tokenizer):
-    """For `LLM`: a pooler for the runner, and what takes the place of `InputProcessor`."""
-    if config.model_impl == "transformers":
-        from nanoserve.extras.encoder import make_pooler  # here: others need no transformers
-        return (pooler := make_pooler(config, model_config, folder, tokenizer)), partial(
-            PoolingInputs, pooler)
-    pooler = Pooler.of(config, model_config, folder, tokenizer)
-    return pooler, partial(PoolingInputs, pooler)
+class Pooling(Extra):
+    """What `LLM(runner="pooling")` adds: a pooler, and what takes the place of `InputProcessor`."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        make = Pooler.of
+        if plan.config.model_impl == "transformers":
+            from nanoserve.extras.encoder import make_pooler as make  # others need no transformers
+        pooler = make(plan.config, plan.model_config, plan.folder, plan.tokenizer)
+        return replace(plan, parts=replace(plan.parts, pooler=pooler),
+                       make_inputs=partial(PoolingInputs, pooler))
 
 
 class PoolingInputs(InputProcessor):

@@ -35,6 +35,7 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine import Extra, Plan
 from nanoserve.extras.fp8_linear import Fp8Linear, Fp8Rows, ScaledRows, check_device
 from nanoserve.extras.int4_linear import (
     Grouped,
@@ -44,6 +45,7 @@ from nanoserve.extras.int4_linear import (
     RoundedInt4Linear,
 )
 from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, Panels, Rows, library
+from nanoserve.frontend.metrics import say
 
 Parts = dict[str, torch.Tensor]  # the tensors of one matrix, by the last words of their names
 Tensors = Iterator[tuple[Path, str, torch.Tensor]]
@@ -74,9 +76,17 @@ class Format(NamedTuple):
     is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
 
 
+class Quantization(Extra):
+    """What `LLM(quantization=...)`, or a quantised checkpoint, adds."""
+
+    def prepare(self, plan: Plan) -> Plan:
+        config, layers = choose_layers(plan.config, plan.model_config, say)
+        return replace(plan, config=config, parts=replace(plan.parts, layers=layers))
+
+
 def choose_layers(config: EngineConfig, model_config: ModelConfig,
                   say: Callable[[str], None]) -> tuple[EngineConfig, dict[str, Any]]:
-    """For `LLM`: the config, with `quantization` filled in, and the entries of `Placement` that it
+    """The config, with `quantization` filled in, and the entries of `Placement` that it
     needs. Raises `ValueError` for what is not supported; a slow choice is reported."""
     stored, layers = model_config.quantization, {"unpack": unpack}
     if config.model_impl == "transformers":

@@ -34,7 +34,9 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
-from nanoserve.frontend.metrics import Counter
+from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.frontend.metrics import Counter, Metric, Observer, Vector, say
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
 
@@ -213,13 +215,9 @@ class NgramGuesser:
 class ModelGuesser:
     """A small network generates the drafts, for all rows of a step together."""
 
-    def __init__(self, asked: dict, llm):
+    def __init__(self, asked: dict, runner: ModelRunner, max_num_batched_tokens: int):
         self.num_drafts = asked["num_speculative_tokens"]
-        self.runner, self.max_num_batched_tokens = llm.runner, llm.config.max_num_batched_tokens
-        # A block may only be given back where neither network's window reaches it. The small one
-        # looks back from one token earlier: see `fill`.
-        windows = [llm.scheduler.window, llm.runner.networks[1].config.window]
-        llm.scheduler.window = None if None in windows else max(windows) + 1
+        self.runner, self.max_num_batched_tokens = runner, max_num_batched_tokens
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Placeholders: `fill` computes the tokens at launch, when the step has its blocks."""
@@ -275,39 +273,35 @@ class ModelGuesser:
 # ------------------------------------------------------------- beside the engine
 
 
-@dataclass
-class Vector:
-    """vLLM's type for counters that belong together: here, one for each place in a draft."""
+class Speculation(Extra, Observer):
+    """What `LLM(speculative_config=...)` adds: the scheduler asks it for drafts, it fills them in
+    before a step is launched, and it counts the accepted ones.
 
-    name: str
-    labels: dict[str, str]
-    values: list[int]
+    Other annexes may have proposed a draft, too (structured.py): then the guesser hears nothing of
+    how it fared.
+    """
 
+    def prepare(self, plan: Plan) -> Plan:
+        return replace(plan, config=check(plan.config, plan.model_config, plan.tokenizer, say))
 
-class Drafter:
-    """Connects a guesser to the engine: the scheduler asks it for drafts, steps are launched
-    through it, and as an observer it counts the accepted drafts."""
-
-    def __init__(self, llm):
-        self.runner, asked = llm.runner, llm.config.speculative_config
+    def attach(self, engine: LLMEngine) -> None:
+        config = engine.config
+        asked = config.speculative_config
         self.guesser = NgramGuesser(asked) if asked["method"] == "ngram" else (
-            ModelGuesser(asked, llm))
-        self.labels = {"model_name": llm.config.model, "engine": "0"}
+            ModelGuesser(asked, engine.runner, config.max_num_batched_tokens))
+        self.labels = {"model_name": config.model, "engine": "0"}
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
-        llm.scheduler.propose = self.guesser.propose
-        llm.observers.append(self)
+        self.guessed: set[Sequence] = set()  # whose drafts in the current step are the guesser's
+        engine.scheduler.proposers.append(self.propose)
+        engine.before_launch.append(self.guesser.fill)
+        engine.observers.append(self)
 
-    def launch(self, step: Step):
-        """`ModelRunner.launch`, with the drafts that were not known yet."""
-        self.guesser.fill(step)
-        return self.runner.launch(step)
-
-    def added(self, sequences, stats, prompt) -> None:
-        """Nothing to do: `propose` first sees a sequence when it decodes."""
-
-    def scheduled(self, step: Step) -> None:
-        """Nothing to do: the drafts are in the step."""
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        drafts = self.guesser.propose(seq, most)
+        if drafts:
+            self.guessed.add(seq)
+        return drafts
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         for seq, drafts in step.drafts.items():
@@ -321,7 +315,9 @@ class Drafter:
                 num_right += 1
             self.num_drafts += 1
             self.num_draft_tokens += len(drafts)
-            self.guesser.checked(seq, num_right)
+            if seq in self.guessed:
+                self.guesser.checked(seq, num_right)
+        self.guessed.clear()
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -331,7 +327,7 @@ class Drafter:
         """Drafts until now, and their accepted tokens."""
         return self.num_drafts, sum(self.num_accepted)
 
-    def read_metrics(self) -> list[Counter | Vector]:
+    def metrics(self) -> list[Metric]:
         """A snapshot in vLLM's names."""
         counters = dict(num_drafts=self.num_drafts, num_draft_tokens=self.num_draft_tokens,
                         num_accepted_tokens=sum(self.num_accepted))

@@ -32,14 +32,20 @@ import json
 import math
 import re
 import warnings
-from dataclasses import dataclass, fields
+import weakref
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nanoserve.sequence import Sequence, Step
+from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.frontend.metrics import Observer
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.request import Request
+from nanoserve.sequence import Sequence
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
@@ -122,13 +128,16 @@ def from_response_format(response_format: dict | None) -> StructuredOutputsParam
 
 class Grammars:
     """Compiles grammars for one tokenizer. Making this object is slow with a large vocabulary, so
-    an `InputProcessor` makes it for its first request of this kind.
+    it is made for the first request of this kind.
 
     vocab_size: the model's, which may be padded beyond the tokenizer's. Raises `ValueError`.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
         self.library, self.vocab_size = _import_library(), vocab_size
+        if tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer, and this engine has none: name "
+                             "one with tokenizer= (and without skip_tokenizer_init)")
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError("structured_outputs needs a tokenizer of the library `tokenizers`, "
@@ -256,12 +265,6 @@ class Grammar:
         """For another sequence. What was compiled is shared."""
         return Grammar(self.made_by, self.compiled, self.end_ids)
 
-    def attach(self, engine: Any) -> None:
-        """From now on this engine's forced tokens are drafts. To be called between two steps."""
-        proposer = getattr(engine.scheduler.propose, "__self__", None)
-        if not isinstance(proposer, ForcedTokens):
-            ForcedTokens(engine)
-
     def mask(self, seq: Sequence, drafts: list[int] | tuple, allowed: np.ndarray,
              banned: list[int]) -> np.ndarray:
         """Which tokens may come behind the sequence's and these drafts: a bit for each,
@@ -322,51 +325,67 @@ def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndar
     return np.packbits(kept, bitorder="little") if kept.any() else mask
 
 
-# ------------------------------------------------------------- forced tokens as drafts
+# ------------------------------------------------------------- beside the engine
 
 
-class ForcedTokens:
-    """Proposes tokens that a grammar forces. Where it forces none, it asks the drafter's guesser,
-    if there is one, whose place it takes. The scheduler calls it (`Scheduler.propose`).
+class StructuredOutput(Extra, Observer):
+    """Compiles what requests ask for, keeps each sequence's grammar until it ends, and proposes
+    tokens that a grammar forces as drafts.
 
     Drafts need buffers and rows of logits, which an engine has for `max_num_seqs` samples a step
     and for its drafter's drafts. So forced tokens use what the running sequences leave free: with
     `max_num_seqs` running there are none, but such a step is well used without them.
     """
 
-    def __init__(self, engine: Any):
-        self.scheduler, self.inner = engine.scheduler, None
-        self.num_drafts = engine.config.num_drafts
+    def __init__(self):
+        self.constraints: dict[Sequence, Grammar] = {}  # which rank 0's sampler reads, too
+        self.compiled: WeakKeyDictionary[Request, Grammar] = WeakKeyDictionary()  # of new requests
+        self.grammars: Grammars | None = None  # made for the first request of this kind
         self.step = self.num_free = -1
-        self.forced: set[Sequence] = set()  # those whose last drafts were
-        if engine.drafter is not None:
-            self.inner, engine.drafter.guesser = engine.drafter.guesser, self
-        self.scheduler.propose = self.propose
+
+    def prepare(self, plan: Plan) -> Plan:
+        self.tokenizer, self.vocab_size = plan.tokenizer, plan.model_config.vocab_size
+        return replace(plan, parts=replace(plan.parts, constraints=self.constraints))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.num_drafts = engine.config.num_drafts
+        self.scheduler = weakref.proxy(engine.scheduler)  # which calls `propose`
+        self.requests = engine.requests
+        engine.checks.append(self.check)
+        engine.observers.append(self)
+
+    def check(self, request: Request) -> None:
+        """Compile what the request asks for. Raises `ValueError` for what is not supported."""
+        params = request.params
+        if params.structured_outputs is None:
+            return
+        if self.grammars is None:
+            self.grammars = Grammars(self.tokenizer, self.vocab_size)
+        self.compiled[request] = self.grammars.compile(
+            params.structured_outputs, request.eos_ids.union(params.stop_token_ids))
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        grammar = self.compiled.pop(self.requests[sequences[0].request_id], None)
+        if grammar is not None:
+            if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
+                self.scheduler.proposers.insert(0, self.propose)
+            self.constraints.update({seq: grammar.fresh() for seq in sequences})
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            if self.constraints.pop(seq, None) is not None and not self.constraints:
+                self.scheduler.proposers.remove(self.propose)
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens, none where nothing is known."""
-        scheduler = self.scheduler
+        """Up to `most` tokens that have to follow, none where there is a choice."""
+        scheduler, grammar = self.scheduler, self.constraints.get(seq)
         if self.step != scheduler.num_steps:
             self.step = scheduler.num_steps
             self.num_free = scheduler.max_num_seqs - len(scheduler.running)
-        self.forced.discard(seq)
         limit = min(most, self.num_drafts or self.num_free)
-        if seq.grammar is not None and limit > 0 and (drafts := seq.grammar.forced(seq, limit)):
-            if self.inner is not None:
-                self.forced.add(seq)
-            self.num_free -= len(drafts)
-            return drafts
-        return self.inner.propose(seq, most) if self.inner is not None else []
-
-    # What a drafter asks of its guesser, passed on where the drafts were its own.
-
-    def fill(self, step: Step) -> None:
-        self.inner.fill(step)
-
-    def checked(self, seq: Sequence, num_right: int) -> None:
-        if seq not in self.forced:
-            self.inner.checked(seq, num_right)
-
-    def forget(self, seq: Sequence) -> None:
-        self.forced.discard(seq)
-        self.inner.forget(seq)
+        if grammar is None or limit <= 0:
+            return []
+        drafts = grammar.forced(seq, limit)
+        self.num_free -= len(drafts)
+        return drafts

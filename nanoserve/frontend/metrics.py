@@ -42,7 +42,7 @@ STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 class Observer(Protocol):
     """An object that is told what happens: `engine.observers.append(mine)`. It changes nothing but
-    what is its own; the store of blocks alone adds copies to a scheduled step.
+    what is its own.
 
     A request's life is `added`, then `scheduled` and `updated` once a step, then `ended` for each
     of its samples. With overlap a step that was in flight when a sequence ended is still `updated`
@@ -92,6 +92,18 @@ class Histogram:
     count: int
     sum: float
     buckets: dict[str, int]
+
+
+@dataclass
+class Vector:
+    """Counters that belong together."""
+
+    name: str
+    labels: dict[str, str]
+    values: list[int]
+
+
+Metric = Counter | Gauge | Histogram | Vector
 
 
 class EngineMetrics:
@@ -156,7 +168,7 @@ class EngineMetrics:
                 assert seq.finish_reason is not None, f"sequence {seq.name} has not ended"
                 self.num_finished[seq.finish_reason] += 1
 
-    def read(self, scheduler: Scheduler, model: str) -> list[Counter | Gauge | Histogram]:
+    def read(self, scheduler: Scheduler, model: str) -> list[Metric]:
         """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.
 
         "vllm:kv_cache_usage_perc" is a number from 0 to 1, in spite of its name; cached blocks that

@@ -17,7 +17,7 @@ what has been told to a caller is a fact about one request.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import xxhash
 
@@ -26,7 +26,13 @@ from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.logprobs import LogprobHistory
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
-from nanoserve.sequence import CoreRequest, Sequence
+from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
+
+
+class Inbox(Protocol):
+    """Where a request's outputs go: a list, or anything else with `append`."""
+
+    def append(self, output: RequestOutput, /) -> None: ...
 
 
 @dataclass(eq=False)
@@ -42,9 +48,10 @@ class Request:
     eos_ids: frozenset[int]  # tokens that end a sequence; empty with ignore_eos
     late_ids: frozenset[int]  # tokens not allowed before `min_tokens`
     bad_word_ids: list[list[int]]
-    grammar: Any  # the rules that the output must follow, or None: extras/structured.py
     tokenizer: Tokenizer | None  # None: no text is made
-    adapter: Any = None  # its LoRA adapter: extras/lora.py
+    lora_request: object = None  # the adapter that it names: extras/lora.py
+    adapter: int = 0  # the number of this adapter, 0 for none
+    root: CacheEntry | None = None  # parent of its first block
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
@@ -52,7 +59,11 @@ class Request:
     history: LogprobHistory = field(init=False)
     num_told_of_prompt: int = 0  # prompt logprobs that a DELTA has carried
     stats: RequestStateStats = field(default_factory=RequestStateStats)
-    inbox: list[RequestOutput] | None = None  # where outputs go: to step(), or to one stream
+    inbox: Inbox | None = None  # step()'s, or one stream's
+
+    def chain_from(self, root: CacheEntry, adapter: int) -> None:
+        """Have its blocks begin at `root`, so that only requests with the same root find them."""
+        self.root, self.adapter = root, adapter
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         """Make the sequences, one a sample. From here on they are independent; the prefix cache
@@ -66,16 +77,14 @@ class Request:
             self.request_id, params, arrival, self.priority, self.stats.arrival_time,
             self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
             eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter=self.adapter.slot if self.adapter else 0,
-            root=self.adapter.root if self.adapter else None)
+            adapter=self.adapter, root=self.root)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
             # Only the first sample scores the prompt, whose last position predicts an output token.
             scores = params.prompt_logprobs is not None and index == 0
             self.sequences.append(Sequence(
                 core, list(ids), index, xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
-                num_prompt_logprobs=len(ids) - 1 if scores else 0,
-                grammar=self.grammar and self.grammar.fresh()))
+                num_prompt_logprobs=len(ids) - 1 if scores else 0))
             if params.detokenize and self.tokenizer is not None:
                 self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))
         self.num_read = [len(ids)] * params.n

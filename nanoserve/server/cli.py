@@ -167,7 +167,7 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
     from nanoserve.extras.lora import LoRARequest  # here: an annexe that may be deleted
     adapters = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
     params = None
-    if llm.runner.pooler is not None:
+    if llm.config.runner == "pooling":
         from nanoserve.extras.pooling import PoolingParams
         params = PoolingParams()
     for adapter in adapters.values():

@@ -46,7 +46,7 @@ class Job:
 
     async def prepare(self, prompts: list, task: str, body: Body) -> list:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
-        if self.engine.llm.runner.pooler is None:
+        if self.engine.llm.config.runner != "pooling":
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),

@@ -37,6 +37,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nanoserve.engine import Extra, LLMEngine
+from nanoserve.frontend.metrics import Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
@@ -48,12 +50,23 @@ PROMPT_PREVIEW = 120  # characters
 NO_ROW = -1
 
 
-def attach(llm, path: str, say: Callable[[str], None]) -> "Trace":
-    """Add a trace to an engine. It is also written after an error, Ctrl-C or the script's end."""
-    trace = Trace(path, llm.scheduler, Path(llm.config.model).name, say)
-    llm.observers.append(trace)
-    weakref.finalize(llm, trace.close)
-    return trace
+class Recorder(Extra, Observer):
+    """What `LLM(trace=...)` adds. The file is written whenever no request is left, and also after
+    an error, Ctrl-C or the script's end."""
+
+    def attach(self, engine: LLMEngine) -> None:
+        config = engine.config
+        self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say)
+        engine.observers += [self.trace, self]
+        weakref.finalize(engine, self.trace.close)
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        """Called after each step, mostly with none."""
+        if not self.trace.scheduler.has_unfinished():
+            self.trace.write()
+
+    def close(self) -> None:
+        self.trace.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -92,8 +105,7 @@ class Trace:
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
-        next_in_line, blocks.on_evict = blocks.on_evict, self._evicted
-        self.next_in_line = next_in_line
+        blocks.on_evict.append(self._evicted)
 
     # ------------------------------------------------------ what it is told
 
@@ -209,8 +221,6 @@ class Trace:
         block_id = self.block_of.pop(entry.key, None)
         if block_id is not None:
             self._change(block_id, False)
-        if self.next_in_line is not None:
-            self.next_in_line(entry)
 
     def _change(self, block_id: int, findable: bool) -> None:
         """Twice in one frame is no change: committed, given back and taken by the next one."""
@@ -248,7 +258,8 @@ class Trace:
 
     def _finish_recording(self) -> None:
         self.closed = True
-        self.blocks.on_evict = self.next_in_line
+        if self._evicted in self.blocks.on_evict:
+            self.blocks.on_evict.remove(self._evicted)
         for state in (self.lanes, self.cruising):
             state.clear()
 

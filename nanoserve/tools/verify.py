@@ -43,6 +43,7 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
+from nanoserve.extras.block_store import BlockStorage
 from nanoserve.frontend.command import command
 from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
@@ -240,7 +241,8 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
                     traceback.print_exc()
                     what = f"failed: {type(error).__name__}: {error}"
                     row.differ.append(what.splitlines()[0][:96])
-                num_loaded = llm.store.num_loaded if llm.store is not None else None
+                storage = llm.extra(BlockStorage)
+                num_loaded = None if storage is None else storage.store.num_loaded
     if (mode.tiny and not row.num_preemptions) or num_loaded == 0:
         row.name += NEVER
     return row

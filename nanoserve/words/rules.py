@@ -19,6 +19,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+PACKAGE = Path(__file__).parent.parent
+
 
 class Rule(NamedTuple):
     """must: in words; keep: gives the value as it is kept, or raises `ValueError`."""
@@ -120,6 +122,12 @@ def numbers_by_id(low: float, high: float, remedy: str) -> Rule:
     return Rule(f"a dict of token ids and numbers in [{low}, {high}], none twice ({remedy})", keep)
 
 
+def of_annexe(file: str) -> Rule:
+    """Anything that the annexe takes: it checks the value itself, if it is there."""
+    return Rule(f"left out, because nanoserve/{file} was deleted",
+                lambda value: only_if((PACKAGE / file).exists(), value))
+
+
 # Rules that several fields share, or that say what they mean by their name.
 FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
 TOKEN_ID = SIZE = number(0, whole=True)
@@ -127,7 +135,6 @@ SHARE = number(0, 1, above=True)
 COUNT_OR_NONE = Rule(f"{COUNT.must}, or None for no limit",
                      lambda count: None if count is None else COUNT.keep(count))
 COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
-ANYTHING = Rule("", lambda value: value)  # checked by the annexe that it is for
 
 TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
 WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))

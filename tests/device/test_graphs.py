@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from nanoserve import LLM, SamplingParams, llm
 from nanoserve.device.graphs import DecodeGraphs, graph_sizes
+from nanoserve.extras.speculative import Speculation
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
 
@@ -314,7 +315,7 @@ def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
     if asked["method"] == "draft_model":
         asked = dict(asked, model=str(checkpoints["tiny"]))
     engine = start(checkpoints["tiny"], **options, speculative_config=asked)
-    turns, propose = iter(range(100)), engine.scheduler.propose
+    turns, [propose] = iter(range(100)), engine.scheduler.proposers
 
     def guess(seq, most: int) -> list[int]:
         """Every other time; in the place of n-grams two right tokens, and a wrong one."""
@@ -325,8 +326,8 @@ def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
         text = expected[prompts.index(seq.token_ids[:seq.num_prompt_tokens])]
         return [*text[len(seq.output_token_ids):][:2], 0][:most]
 
-    engine.scheduler.propose = guess
-    engine.drafter.guesser.checked = lambda seq, num_right: None
+    engine.scheduler.proposers[:] = [guess]
+    engine.extra(Speculation).guesser.checked = lambda seq, num_right: None
     recorded.clear()
     assert texts(engine) == expected
-    assert recorded and engine.drafter.num_draft_tokens > 4
+    assert recorded and engine.extra(Speculation).num_draft_tokens > 4

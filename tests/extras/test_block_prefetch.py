@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import sequence
+from helpers import sequence, storage
 from test_block_store import store_of
 from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
@@ -117,7 +117,7 @@ def test_a_disk_that_hangs_is_waited_for_once_and_not_for_ever(qwen3, expect, tm
             texts += ask(llm, prompts[1])
         assert num_loaded(llm) == 16 * num_quick and not slow_disk.go.is_set()
         slow_disk.go.set()
-        while not all(future.done() for future in llm.store.prefetcher.asked.values()):
+        while not all(future.done() for future in storage(llm).prefetcher.asked.values()):
             time.sleep(0.001)
         block_prefetch.PATIENCE = math.inf
         expect(prompts, texts + ask(llm, prompts[2]))
@@ -172,10 +172,10 @@ def test_a_queue_that_is_longer_than_the_pool_finds_all_of_its_blocks(qwen3, tmp
         found = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in found] == texts
         assert num_loaded(llm) == 12 * 96
-        llm.store.check()
-        llm.store.flush()
-        llm.store.plan(Step(0))  # takes what was written
-        assert not llm.store.slots.pins
+        storage(llm).check()
+        storage(llm).flush()
+        storage(llm).plan(Step(0))  # takes what was written
+        assert not storage(llm).slots.pins
 
 
 @pytest.fixture

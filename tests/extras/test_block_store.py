@@ -53,11 +53,10 @@ class StoredDrive(Drive):
     def __init__(self, workload: Workload, seen: Counter, num_slots: int = 16):
         super().__init__(workload, seen)
         scheduler = self.scheduler
-        self.store = scheduler.store = BlockStore(
-            SimpleNamespace(num_slots=num_slots), scheduler, b"", None, {})
+        self.store = BlockStore(SimpleNamespace(num_slots=num_slots), scheduler, b"", None, {})
+        scheduler.use(self.store)
         self.device = DeviceWithPool(scheduler.blocks, workload.window)
-        schedule, update = scheduler.schedule, scheduler.update
-        scheduler.schedule = lambda: self.tell(self.store.scheduled, schedule())
+        update = scheduler.update
         scheduler.update = lambda step, sampled: self.tell(
             lambda grown: self.store.updated(step, grown), update(step, sampled))
 
@@ -83,7 +82,7 @@ class StoredDrive(Drive):
         assert self.store.num_hits <= self.store.num_queries
         self.seen["saved"] += self.store.num_saved
         self.seen["lost"] += self.store.num_lost
-        self.store.scheduled(Step(-1))  # which finds out about a step that was dropped
+        self.store.complete(Step(-1))  # which finds out about a step that was dropped
         assert not self.store.slots.pins and not self.store.in_flight
 
 

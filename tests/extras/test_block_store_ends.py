@@ -11,6 +11,7 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from helpers import storage
 from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
 from nanoserve import LLM
@@ -31,7 +32,7 @@ def test_a_folder_that_can_not_be_reached_any_more_costs_time_alone(qwen3, expec
     """`submit` raised, and left the request in the queue."""
     with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
         expect([LONG], ask(llm, LONG))
-        llm.store.flush()
+        storage(llm).flush()
 
         def fail(path, *args, real=os.stat, **kwargs):
             if str(path).endswith(".kv"):
@@ -52,9 +53,9 @@ def test_an_error_that_no_folder_expects_is_said_once_and_costs_time_alone(
     monkeypatch.setattr(Folder, work, failing(MemoryError("none left")))
     with LLM(qwen3, **options) as llm:
         expect([LONG, LONG[1:], OTHER], ask(llm, LONG, LONG[1:], OTHER))
-        llm.store.flush()
-        llm.store.plan(Step(0))  # takes what was written
-        assert not llm.store.slots.pins
+        storage(llm).flush()
+        storage(llm).plan(Step(0))  # takes what was written
+        assert not storage(llm).slots.pins
         assert num_loaded(llm) == (0 if work == "read" else 192)
     assert capsys.readouterr().err.count("none left") == 1
 
@@ -84,7 +85,7 @@ def test_ctrl_c_ends_the_wait_for_a_disk_that_is_to_be_emptied(qwen3, expect, tm
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             llm.reset_prefix_cache()
-        assert not go.is_set() and not llm.store.slots.by_digest
+        assert not go.is_set() and not storage(llm).slots.by_digest
         expect([LONG, OTHER], ask(llm, LONG, OTHER))
         go.set()
         assert llm.reset_prefix_cache()
@@ -101,8 +102,8 @@ def test_the_last_output_does_not_wait_for_the_blocks_that_are_saved_behind_it(q
     """101 + 12 tokens: the last step fills a block of 16, which a step of its own saves."""
     events = []
     with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
-        save = llm.store.save_rest
-        monkeypatch.setattr(llm.store, "save_rest", lambda: (events.append("saves"), save()))
+        save = storage(llm).save_rest
+        monkeypatch.setattr(storage(llm), "save_rest", lambda: (events.append("saves"), save()))
         inbox = SimpleNamespace(append=lambda output: events.append("output"))
         llm.submit(llm.make_request("", LONG + [1], GREEDY), inbox)
         while llm.has_unfinished_requests():
@@ -120,20 +121,20 @@ def test_what_a_small_pool_has_no_room_for_is_saved_when_its_slots_are_written(
     monkeypatch.setattr(Folder, "write", lambda *args: go.wait(60) and write(*args))
     llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), kv_offload_bytes=2 * BLOCK_BYTES)
     llm.generate([LONG], GREEDY, use_tqdm=False)
-    assert llm.runner.pool.num_slots == 2 and len(llm.store.unsaved) == 4
+    assert llm.runner.copier.num_slots == 2 and len(storage(llm).unsaved) == 4
     go.set()
     if how == "failing":
         monkeypatch.setattr(llm.runner, "launch", failing(RuntimeError()))
     if how != "shut down":
-        llm.store.flush()
-        llm.store.check()
-        assert not llm.store.unsaved
+        storage(llm).flush()
+        storage(llm).check()
+        assert not storage(llm).unsaved
     llm.shutdown()
     assert len(list(tmp_path.glob("*.kv"))) == (2 if how == "failing" else 6)
 
 
 def memory_of(llm: LLM) -> list[weakref.ref]:
-    pool, caches = llm.runner.pool, llm.runner.kv_cache
+    pool, caches = llm.runner.copier, llm.runner.kv_cache
     return [weakref.ref(one) for one in (pool, pool.memory, pool.caches[0], *caches[0])]
 
 
@@ -156,8 +157,8 @@ def test_a_forgotten_engine_with_a_store_is_freed_at_once(qwen3, tmp_path, has_f
     llm = LLM(qwen3, **SMALL, kv_offload_bytes=2 ** 20, kv_store=str(tmp_path) if has_folder
               else None)
     ask(llm, LONG)
-    llm.store.flush()
-    held = memory_of(llm) + [weakref.ref(one) for one in (llm.runner, llm.scheduler, llm.store)]
+    storage(llm).flush()
+    held = memory_of(llm) + [weakref.ref(one) for one in (llm.runner, llm.scheduler, storage(llm))]
     gc.collect()
     gc.disable()
     try:
@@ -171,7 +172,7 @@ def test_ctrl_c_while_the_store_closes_leaves_no_memory_and_no_rank_behind(qwen3
                                                                            monkeypatch):
     llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path))
     runner, held = llm.runner, memory_of(llm)
-    monkeypatch.setattr(llm.store, "flush", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(storage(llm), "flush", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         llm.shutdown()
     assert runner.kv_cache == [] and llm.runner is None
@@ -189,18 +190,18 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     stream = llm.stream([LONG], GREEDY)
     for _ in range(num_outputs):
         next(stream)
-    assert len(llm.store.in_flight) == num_outputs - 1
-    llm.store.prefetcher.close()
-    llm.store.writer.shutdown()
+    assert len(storage(llm).in_flight) == num_outputs - 1
+    storage(llm).prefetcher.close()
+    storage(llm).writer.shutdown()
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     monkeypatch.setattr(llm.runner, "launch", None)
     stream.close()
     monkeypatch.undo()
     assert not llm.requests and not llm.scheduler.in_flight
     llm.scheduler.check()
-    llm.store.plan(Step(0))  # takes what was written
-    llm.store.check()
-    assert not llm.store.slots.pins
+    storage(llm).plan(Step(0))  # takes what was written
+    storage(llm).check()
+    assert not storage(llm).slots.pins
     llm.shutdown()
 
 

@@ -4,6 +4,7 @@ import json
 
 import engine_workloads as fuzz
 import pytest
+from helpers import storage
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
@@ -15,7 +16,7 @@ OTHER = [(41 * i + 7) % 251 for i in range(100)]
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    return {one.name.removeprefix("vllm:"): one.value for one in llm.store.read_metrics()}
+    return {one.name.removeprefix("vllm:"): one.value for one in storage(llm).read_metrics()}
 
 
 def num_loaded(llm: LLM) -> int:
@@ -27,9 +28,9 @@ def ask(llm: LLM, *prompts, **options) -> list[list[int]]:
     """The texts; and nothing may be lost behind them."""
     outputs = llm.generate(list(prompts), GREEDY, use_tqdm=False, **options)
     llm.scheduler.check()
-    llm.store.check()
+    storage(llm).check()
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
-    assert not llm.store.unsaved
+    assert not storage(llm).unsaved
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -58,7 +59,7 @@ def test_random_workloads_with_a_pool(checkpoints, references, tmp_path, monkeyp
     try:
         fuzz.run_random_workloads(checkpoints, references, name, [first], max_examples, enough=1)
         llm = fuzz.engines[checkpoints[name], first]
-        llm.store.check()
+        storage(llm).check()
         assert num_loaded(llm) >= least, counts(llm)
     finally:
         for key in [key for key in fuzz.engines if key[1] in (first, "plain")]:
@@ -107,7 +108,7 @@ def test_blocks_come_back_bit_for_bit(qwen3, tmp_path, dtype, kernels):
         with LLM(qwen3, **SMALL | dict(dtype=dtype), kernels=kernels,
                  kv_store=str(tmp_path)) as llm:
             ask(llm, LONG)
-            return {key: [bytes(cache[entry.block_id]) for cache in llm.runner.pool.caches]
+            return {key: [bytes(cache[entry.block_id]) for cache in llm.runner.copier.caches]
                     for key, entry in llm.scheduler.blocks.cached.items()}, num_loaded(llm)
 
     (before, none), (after, loaded) = run(), run()
@@ -163,7 +164,7 @@ def test_forgetting_the_prefixes_empties_pool_and_folder(qwen3, tmp_path):
 def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monkeypatch, overlap):
     """At the load, and at each step around it: what was lost is computed again."""
     with LLM(qwen3, **SMALL, kv_offload_bytes=2 ** 22, async_scheduling=overlap) as llm:
-        move, number = llm.runner.pool.move, 0
+        move, number = llm.runner.copier.move, 0
         for failing in range(12):
             texts = [ask(llm, prompt)[0] for prompt in (LONG, OTHER)]
             number = 0
@@ -175,7 +176,7 @@ def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monk
                     raise RuntimeError("a step fails")
                 move(host)
 
-            monkeypatch.setattr(llm.runner.pool, "move", fail)
+            monkeypatch.setattr(llm.runner.copier, "move", fail)
             llm.add_request("again", LONG, GREEDY)
             outputs = []
             while llm.has_unfinished_requests():
@@ -185,7 +186,7 @@ def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monk
                     pass
             monkeypatch.undo()
             llm.scheduler.check()
-            llm.store.check()
+            storage(llm).check()
             texts.append(outputs[-1].outputs[0].token_ids)
             expect([LONG, OTHER, LONG], texts)
         assert num_loaded(llm) > 200
@@ -209,13 +210,13 @@ def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
     options = SMALL | dict(kv_store=str(tmp_path), num_gpu_blocks_override=32, max_model_len=128)
     with LLM(qwen3, **options) as llm:
         ask(llm, LONG)
-        llm.store.flush()
+        storage(llm).flush()
         size = sum(one.stat().st_size for one in tmp_path.iterdir())
     with LLM(qwen3, **options | dict(kv_store_bytes=4 * size)) as llm:
         for i in range(8):
             ask(llm, LONG)
             ask(llm, [i] + OTHER[1:])
-            llm.store.flush()
+            storage(llm).flush()
     with LLM(qwen3, **options) as llm:
         ask(llm, LONG)
         assert num_loaded(llm) == 96

@@ -70,7 +70,7 @@ def test_damage_to_one_ranks_share_is_a_miss_for_the_block(qwen3, expect, tmp_pa
     options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path))
     with LLM(qwen3, **options) as llm:
         ask(llm, LONG)
-        share = llm.runner.pool.memory.shape[1] // 2
+        share = llm.runner.copier.memory.shape[1] // 2
     right = files_of(tmp_path)
     for name, data in right.items():
         if f'"tokens": {LONG[48:64]}'.encode() in data:  # block 3, where rank 1's share begins
@@ -131,7 +131,7 @@ def test_a_pool_that_is_too_small_for_a_prompt(qwen3, expect, tmp_path, in_threa
     options["kv_offload_bytes"] = 4 * 3 * 2 * 16 * 32 * 4  # layers, K and V, tokens, numbers, bytes
     for _ in range(2):
         with LLM(qwen3, **options) as llm:
-            assert llm.runner.pool.num_slots == 4
+            assert llm.runner.copier.num_slots == 4
             expect(prompts, [ask(llm, prompt)[0] for prompt in prompts])
             loaded = num_loaded(llm)
     assert loaded > 0

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoints import assert_same_text
+from helpers import storage
 
 from nanoserve import SamplingParams
 from nanoserve.extras import disaggregated
@@ -38,7 +39,7 @@ def test_the_second_engine_computes_only_the_rest_of_each_prompt(engines, refere
     check(references, outputs)
     full_blocks = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     assert [output.num_cached_tokens for output in outputs] == full_blocks
-    engines.decoder.store.check()
+    storage(engines.decoder).check()
 
 
 @pytest.mark.parametrize("when", ["before", "after the first call"])

@@ -20,6 +20,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve import llm as llm_module
 from nanoserve.extras.int4_linear import GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Panels, Rows
+from nanoserve.extras.speculative import Speculation
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -246,7 +247,7 @@ def test_a_draft_model_may_keep_4_bits_beside_a_rounded_model(checkpoints, tmp_p
     drafts = dict(method="draft_model", num_speculative_tokens=2, model=str(quantized))
     with LLM(dense, **INT4, speculative_config=drafts) as llm:
         drafted = greedy(llm, 16)
-        assert llm.drafter.counts()[0]
+        assert llm.extra(Speculation).counts()[0]
     assert text_of(dense, quantization="int4") == drafted
 
 

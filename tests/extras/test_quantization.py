@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from nanoserve import LLM
 from nanoserve import llm as llm_module
 from nanoserve.extras.quantization import read_format, unpack
+from nanoserve.extras.speculative import Speculation
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -103,7 +104,7 @@ def test_a_draft_model_may_be_quantised(checkpoints, tmp_path):
         LLM(dense, **SMALL, speculative_config=drafts)
     with LLM(dense, **SMALL, speculative_config=drafts, quantization="dequantize") as llm:
         drafted = greedy(llm, 16)
-        assert llm.drafter.counts()[0]
+        assert llm.extra(Speculation).counts()[0]
     with LLM(dense, **SMALL) as llm:
         assert greedy(llm, 16) == drafted
 

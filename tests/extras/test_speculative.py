@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.extras.speculative import NgramGuesser, NgramIndex
+from nanoserve.extras.speculative import NgramGuesser, NgramIndex, Speculation
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Step
@@ -86,7 +86,7 @@ def test_drafts_take_only_what_is_left():
     preempted for them."""
     def row(num_blocks: int, max_num_tokens: int = 40, **options) -> list[int]:
         s = scheduler(num_blocks, **options)
-        s.propose = lambda seq, most: [7] * min(most, 9)
+        s.proposers.append(lambda seq, most: [7] * min(most, 9))
         seqs = [sequence(str(i), [i, 1, 2], SamplingParams(), i, max_num_tokens=max_num_tokens)
                 for i in range(2)]
         for seq in seqs:
@@ -111,7 +111,7 @@ def test_a_block_of_wrong_drafts_is_never_found():
     """A block was hashed while it still held unverified draft tokens (BUGS.md 8): whoever asked for
     that text would have got the KV of it, written behind a token that never was."""
     s = scheduler(8)
-    s.propose = lambda seq, most: [7] * min(most, 9)
+    s.proposers.append(lambda seq, most: [7] * min(most, 9))
     s.add(sequence("0", [0, 1, 2], SamplingParams(), max_num_tokens=30))
     s.update(s.schedule(), [3])
     step = s.schedule()
@@ -258,9 +258,9 @@ def test_drawn_texts_have_the_exact_distribution(checkpoints, noisy, fields):
     llm = start(checkpoints["qwen3"], num_gpu_blocks_override=200, max_num_seqs=128,
                 speculative_config=dict(method="ngram", num_speculative_tokens=3))
     rng = random.Random(1)
-    llm.scheduler.propose = llm.drafter.guesser.propose = lambda seq, most: [
+    llm.extra(Speculation).guesser.propose = lambda seq, most: [
         rng.choice(ALLOWED) for _ in range(min(most, 3))]
-    llm.drafter.guesser.checked = lambda seq, num_right: None
+    llm.extra(Speculation).guesser.checked = lambda seq, num_right: None
     params = SamplingParams(n=n, seed=5, max_tokens=4, ignore_eos=True, detokenize=False,
                             allowed_token_ids=ALLOWED, **fields)
     output, = llm.generate(prompt, params, use_tqdm=False)

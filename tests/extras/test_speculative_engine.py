@@ -13,7 +13,7 @@ from guessing import NGRAM, PROMPTS, SMALL, count, start, told
 from helpers import write_json
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.tools.recorder import chrome_trace
+from nanoserve.tools.recorder import Recorder, chrome_trace
 
 # -------------------------------------------------------------- everything at once
 
@@ -91,7 +91,7 @@ def test_the_trace_shows_drafts_and_no_recomputation(tmp_path):
     """Positions of wrong drafts are computed a second time, but nothing was taken away."""
     with start(speculative_config=SMALL, trace=str(tmp_path / "run.json")) as llm:
         llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
-        rows = chrome_trace(llm.trace.stream())["traceEvents"]
+        rows = chrome_trace(llm.extra(Recorder).trace.stream())["traceEvents"]
         numbers = count(llm)
         count_wrong = numbers["num_draft_tokens"] - numbers["num_accepted_tokens"]
     json.loads((tmp_path / "run.json").read_text())
@@ -206,8 +206,9 @@ def test_no_guess_is_worse_for_a_step_without_guesses(qwen3):
     so whatever is guessed after it is right as well."""
     with start(qwen3, enable_prefix_caching=False, speculative_config=dict(
             SMALL, model=str(qwen3))) as llm:
-        propose, turns = llm.scheduler.propose, itertools.count()
-        llm.scheduler.propose = lambda seq, most: propose(seq, most) if next(turns) % 2 else []
+        [propose], turns = llm.scheduler.proposers, itertools.count()
+        llm.scheduler.proposers[:] = [
+            lambda seq, most: propose(seq, most) if next(turns) % 2 else []]
         llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
                      use_tqdm=False)
         numbers = count(llm)

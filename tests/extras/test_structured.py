@@ -43,14 +43,18 @@ def folder(tmp_path_factory):
     return padded_checkpoint(tmp_path_factory.mktemp("padded"))
 
 
+GRAMMARS = {}  # of sequences
+
+
 def sequence(grammar, output=(), prompt=(1, 2)) -> Sequence:
-    seq = helpers.sequence("r", list(prompt), grammar=grammar.fresh())
+    seq = helpers.sequence("r", list(prompt))
+    GRAMMARS[seq] = grammar.fresh()
     seq.token_ids += output
     return seq
 
 
 def allowed(seq: Sequence, drafts=(), only=NONE, never=()) -> set[int]:
-    mask = seq.grammar.mask(seq, list(drafts), only, list(never))
+    mask = GRAMMARS[seq].mask(seq, list(drafts), only, list(never))
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
 
 
@@ -99,7 +103,7 @@ def test_long_tokens_that_may_come_are_those_that_can_still_match(stories, patte
                     and regex.fullmatch(pattern, text + more, partial=True)}
         may_end = regex.fullmatch(pattern, text) is not None
         seq = sequence(grammar, output)
-        found, forced = allowed(seq), seq.grammar.forced(seq, 99)
+        found, forced = allowed(seq), GRAMMARS[seq].forced(seq, 99)
         assert (end in found) == may_end
         found = {i for i in found - {end} if texts[i].isascii()}
         if forced:
@@ -123,9 +127,9 @@ def test_a_mask_for_each_position_of_the_drafts():
         assert allowed(seq, drafts) == allowed(sequence(grammar, [a, *drafts])), drafts
     assert allowed(seq, [b, e]) >= set(range(PADDED)) and allowed(seq, [b, e, c]) >= ENDS
     assert allowed(seq, [b, EOS]) >= {a, b, c}, "a text may not end there"
-    assert allowed(seq) == {b} and seq.grammar.forced(seq, 9) == [b]
+    assert allowed(seq) == {b} and GRAMMARS[seq].forced(seq, 9) == [b]
     seq.token_ids += [b, d]
-    assert allowed(seq) == set(TOKENIZER.encode("0123456789")) and not seq.grammar.forced(seq, 9)
+    assert allowed(seq) == set(TOKENIZER.encode("0123456789")) and not GRAMMARS[seq].forced(seq, 9)
 
 
 @pytest.mark.parametrize("vocab_size", [256, 257, 259, 260, 261, 263, 264, 265])
@@ -190,13 +194,13 @@ def test_probabilities_are_renormalised_over_what_is_allowed():
     grammar = Grammars(TOKENIZER, PADDED).compile(asked, frozenset(ENDS))
     logits = torch.randn(PADDED, generator=torch.Generator().manual_seed(4))
     params = SamplingParams(structured_outputs=asked)
-    seqs = [helpers.sequence("r", [1, 2], params, seed=i * 7919 + 1, grammar=grammar.fresh())
+    seqs = [helpers.sequence("r", [1, 2], params, seed=i * 7919 + 1)
             for i in range(count)]
     for seq in seqs:
         seq.num_unknown_tokens = 1
     keep, expected = TOKENIZER.encode("abcdefghijklmnop"), np.zeros(PADDED)
     expected[keep] = logits[keep].softmax(0).numpy()
-    inputs = sampling_inputs(seqs, PADDED)
+    inputs = sampling_inputs(seqs, PADDED, {seq: grammar.fresh() for seq in seqs})
     drawn = sample(logits.expand(count, -1).clone(), inputs, ops).token_ids.numpy()
     assert_distributed(drawn, expected)
 

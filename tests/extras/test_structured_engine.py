@@ -23,8 +23,8 @@ from grammars import (
 )
 
 from nanoserve import SamplingParams, StructuredOutputsParams
-from nanoserve.extras.speculative import UNKNOWN
-from nanoserve.extras.structured import ForcedTokens, Grammar
+from nanoserve.extras.speculative import UNKNOWN, Speculation
+from nanoserve.extras.structured import Grammar, StructuredOutput
 
 MAX_TOKENS = 24
 REQUESTS = requests()
@@ -86,20 +86,23 @@ def test_every_mode_writes_the_naive_text(folder, expected, options):
         assert ask(llm) == expected
         if options.get("num_gpu_blocks_override"):
             assert llm.metrics.num_preemptions
-        assert not llm.scheduler.propose.__self__.forced, "who has ended is forgotten"
+        assert not llm.extra(StructuredOutput).constraints, "who has ended is forgotten"
 
 
 @pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["", "preempted"])
 def test_a_small_network_and_forced_tokens(folder, expected, pool, monkeypatch):
     """Both propose in the same steps, each for other rows."""
-    kept, propose = [], ForcedTokens.propose
+    kept = []
 
-    def spy(self, seq, most):
-        drafts = propose(self, seq, most)
-        kept.append(drafts[:])  # as proposed: the small network fills its own in
-        return drafts
+    def spied(propose):
+        def spy(self, seq, most):
+            drafts = propose(self, seq, most)
+            kept.append(drafts[:])  # as proposed: the small network fills its own in
+            return drafts
+        return spy
 
-    monkeypatch.setattr(ForcedTokens, "propose", spy)
+    for kind in (StructuredOutput, Speculation):
+        monkeypatch.setattr(kind, "propose", spied(kind.propose))
     asked = dict(method="draft_model", num_speculative_tokens=3, model=str(folder))
     with start(folder, speculative_config=asked, **pool) as llm:
         assert ask(llm) == expected
@@ -152,8 +155,7 @@ def test_forced_tokens_save_steps_and_change_nothing(folder, expected, monkeypat
     with start(folder, enable_prefix_caching=False) as llm:
         assert ask(llm) == expected
         with_drafts, before = llm.metrics.num_steps, llm.metrics.num_steps
-        monkeypatch.setattr(ForcedTokens, "propose", lambda self, seq, most: [])
-        llm.scheduler.propose = None
+        monkeypatch.setattr(StructuredOutput, "propose", lambda self, seq, most: [])
         assert ask(llm) == expected
         assert with_drafts < (llm.metrics.num_steps - before)
 
@@ -302,7 +304,7 @@ def test_a_parser_that_gives_up_ends_the_text_and_says_so(llm, monkeypatch):
     llm.add_request("r", [5, 6, 7], params)
     for _ in range(5):
         llm.step()
-    grammar = llm.requests["r"].sequences[0].grammar
+    grammar = llm.extra(StructuredOutput).constraints[llm.requests["r"].sequences[0]]
     assert not grammar.matcher.consume_token(TOKENIZER.encode("x")[0])
     with pytest.warns(UserWarning, match="llguidance gave up: .*doesn't satisfy the grammar"):
         while llm.has_unfinished_requests():

@@ -11,6 +11,7 @@ their own.
 import pytest
 import torch
 from checkpoints import CHECKPOINTS
+from helpers import storage
 
 pytest.importorskip("triton")
 
@@ -79,15 +80,15 @@ def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, re
     between the two stand in the step's own stream, in front of replays of graphs, too."""
     engine = start(checkpoints["qwen3"], num_gpu_blocks_override=9, max_model_len=128,
                    kv_offload_bytes=2 ** 24, async_scheduling=overlap)
-    assert engine.runner.pool.memory.is_pinned()
+    assert engine.runner.copier.memory.is_pinned()
     prompts = [[(37 * i + 11 * first) % 251 for i in range(100)] for first in range(3)]
     guard(engine)
     for _ in range(3):
         for prompt in prompts:
             assert_texts(engine.generate([prompt], GREEDY, use_tqdm=False), references, "qwen3",
                          "pool")
-    engine.store.check()
-    assert engine.store.num_hits >= 6 * 80
+    storage(engine).check()
+    assert storage(engine).num_hits >= 6 * 80
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from checkpoints import assert_same_text
+from helpers import storage
 from process_tools import PATIENCE, Script, in_children, looks_into_proc, run
 
 from nanoserve import LLM
@@ -21,10 +22,10 @@ def check(references):
     """The texts of `PROMPTS` are transformers'; returns them, and how many tokens were found."""
     def check(llm: LLM, prompts=PROMPTS) -> tuple[list[list[int]], int]:
         outputs = run(llm, prompts)
-        llm.store.check()
+        storage(llm).check()
         for prompt, output in zip(prompts, outputs, strict=True):
             assert_same_text(output.outputs[0].token_ids, *references("qwen3", prompt, 12), "store")
-        return [output.outputs[0].token_ids for output in outputs], 16 * llm.store.num_loaded
+        return [output.outputs[0].token_ids for output in outputs], 16 * storage(llm).num_loaded
     return check
 
 
@@ -72,4 +73,4 @@ def test_ranks_that_are_killed_while_blocks_are_written(qwen3, start, check, tmp
     assert f"rank 1 (process {others[1]}) died" in scripts[1].err
     with start(kv_store=str(folder)) as llm:
         _, loaded = check(llm)
-        assert loaded >= 96 and not llm.store.folder.is_damaged
+        assert loaded >= 96 and not storage(llm).folder.is_damaged

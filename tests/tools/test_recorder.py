@@ -114,12 +114,12 @@ def test_the_chrome_trace_has_the_same_tokens(tmp_path):
 def test_whoever_else_listens_for_evictions_still_hears_them(tmp_path):
     simulation = Simulation([Arrival(8, 2), Arrival(8, 2)], 8, 3, 4, 1)
     heard: list[bytes] = []
-    simulation.scheduler.blocks.on_evict = heard.append
+    simulation.scheduler.blocks.on_evict.append(heard.append)
     simulation.record(str(tmp_path / "run.html"))
     simulation.finish()
     assert heard
     simulation.close()
-    assert simulation.scheduler.blocks.on_evict == heard.append
+    assert simulation.scheduler.blocks.on_evict == [heard.append]
 
 
 def test_a_trace_that_is_full_says_so_and_the_engine_goes_on(tmp_path, monkeypatch):

@@ -11,10 +11,11 @@ from witness import Witness, read
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.tools import recorder
+from nanoserve.tools.recorder import Recorder
 
 
 def watch(llm: LLM) -> Witness:
-    witness = Witness(llm.trace, llm.scheduler)
+    witness = Witness(llm.extra(Recorder).trace, llm.scheduler)
     llm.observers.append(witness)
     return witness
 
@@ -59,7 +60,7 @@ def test_a_real_run_can_be_replayed(checkpoints, tmp_path, name, options):
         traced = llm.generate(prompts, params(stop), use_tqdm=False)
         assert path.exists()
         assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
-        witness.compare_stream(llm.trace.stream())
+        witness.compare_stream(llm.extra(Recorder).trace.stream())
     assert ("aborted", "abort") in {end[:2] for end in witness.ends}
     assert [[s.token_ids for s in out.outputs] for out in traced] == [
         [s.token_ids for s in out.outputs] for out in plain]
@@ -86,7 +87,7 @@ def test_a_run_that_fails_leaves_a_trace(checkpoints, tmp_path, capsys):
         assert [frame["d"] >= 0 for frame in frames] == [True, True, True, False, True]
         assert frames[-1]["f"] == [0, "abort", 3, 1, "abort", 3]
         llm.generate([7, 8, 9], SamplingParams(**PARAMS), use_tqdm=False)
-        witness.compare_stream(llm.trace.stream())
+        witness.compare_stream(llm.extra(Recorder).trace.stream())
     assert len(read(path)["frames"]) == 4 + 20 + 1
     assert f"24 steps of 3 requests in {path}" in capsys.readouterr().err
 
@@ -130,7 +131,7 @@ def test_an_abort_after_the_last_step_is_written(checkpoints, tmp_path):
              async_scheduling=False) as llm:
         llm.add_request("x", [1, 2, 3], SamplingParams(**PARAMS))
         llm.step()
-        llm.trace.write(always=True)
+        llm.extra(Recorder).trace.write(always=True)
         llm.abort_request("x")
     assert [frame.get("f") for frame in read(tmp_path / "run.html")["frames"]] == [
         None, [0, "abort", 1]]
@@ -160,7 +161,7 @@ def test_ctrl_c_while_the_last_trace_is_written_still_shuts_down(checkpoints, tm
     def interrupted():
         raise KeyboardInterrupt
 
-    llm.trace.close = interrupted
+    llm.extra(Recorder).trace.close = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.shutdown()
     assert llm.runner is None

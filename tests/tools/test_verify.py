@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from checkpoints import EOS, Reference
-from helpers import write_json
+from helpers import storage, write_json
 
 from nanoserve import LLM
 from nanoserve.checkpoint.hub import find_model
@@ -239,7 +239,7 @@ def test_a_row_that_loaded_no_block_says_so(capsys, monkeypatch, qwen3, mode, fi
     """A store that never finds anything passed as one that brings back the right blocks."""
     def fault(llm):
         if not finds:
-            monkeypatch.setattr(llm.store, "find", lambda *args: 0)
+            monkeypatch.setattr(storage(llm), "find", lambda *args: 0)
 
     use_modes(monkeypatch, mode)
     sabotage(monkeypatch, fault)
