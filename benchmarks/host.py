@@ -125,10 +125,10 @@ def bench_observers(model: list[str], num_prompts: int, input_len: int, output_l
     without, with_trace = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"{num_prompts} requests, {len(times)} steps in turns: {1e3 * without:.2f} ms "
           f"without a trace, {1e3 * with_trace:.2f} ms with one")
-    print(f"{'observer':10} {'µs per step':>12} {'of a step':>10}  medians")
-    for name, column in zip(("metrics", "trace"), zip(*inside, strict=True), strict=True):
-        seconds = statistics.median(column)
-        print(f"{name:10} {1e6 * seconds:12.1f} {seconds / with_trace:10.2%}")
+    print(f"{'observer':16} {'µs per step':>12} {'of a step':>10}  medians")
+    for observer, column in zip(timed, zip(*inside, strict=True), strict=True):
+        seconds, name = statistics.median(column), type(observer.observer).__name__
+        print(f"{name:16} {1e6 * seconds:12.1f} {seconds / with_trace:10.2%}")
     traced.shutdown()
     folder.cleanup()
 

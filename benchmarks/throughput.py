@@ -64,7 +64,7 @@ from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
 from nanoserve.frontend.command import command
 from nanoserve.llm import BUNDLED_MODEL, read_model
-from nanoserve.tools.recorder import Trace, attach
+from nanoserve.tools.recorder import Trace
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
 MIN_DEFAULT_REQUESTS = 4
@@ -320,7 +320,9 @@ class Bench:
         if not self.args.step_trace:
             return None
         llm.reset_prefix_cache()  # the run would do it, and its blocks would be seen to go
-        return attach(llm, self.args.step_trace, tqdm.write)
+        trace = Trace(self.args.step_trace, llm.scheduler, Path(llm.config.model).name, tqdm.write)
+        llm.observers.append(trace)
+        return trace
 
     def run(self, llm: LLM, requests: list[Request], label: str) -> dict:
         """One run, and its minimum on this machine. The minimum is that of the steps which the

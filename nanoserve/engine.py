@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import EngineMetrics, Metric, Observer
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
@@ -52,13 +52,13 @@ class Plan:
     model_config: ModelConfig
     folder: Path  # the checkpoint's
     tokenizer: Tokenizer | None
+    make_inputs: Callable  # what checks requests: `InputProcessor`, or what takes its place
     parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
-    make_inputs: Callable[..., InputProcessor] = InputProcessor
 
 
-class Extra:
-    """The shape of an annexe: `LLM` makes those that the options ask for. Each method does nothing
-    unless the annexe needs it. What it keeps for a sequence it keeps itself, until that ends."""
+class Extra(Protocol):
+    """The shape of an annexe: `LLM` makes those that the options ask for. A method that an annexe
+    inherits does nothing. What it keeps for a sequence it keeps itself, until that ends."""
 
     def prepare(self, plan: Plan) -> Plan:
         """Before weights are read: check the options. Raises `ValueError` with the remedy."""

@@ -29,6 +29,7 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
@@ -65,7 +66,7 @@ class LLM(LLMEngine):
             folder, config.tokenizer, optional=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code)
         extras += choose_extras(config, self.model_config)
-        plan = Plan(config, self.model_config, folder, self.tokenizer)
+        plan = Plan(config, self.model_config, folder, self.tokenizer, InputProcessor)
         for extra in extras:
             plan = extra.prepare(plan)
         config = plan.config

@@ -42,13 +42,14 @@ MAY_IMPORT = {
                      "layers", "model", "controls", "sampler"],
     "frontend/*": ["config", "sequence", "scheduler", "checkpoint/*", "words/*", "frontend/*"],
     "engine": ["scheduler", "model_runner", "frontend/metrics", "frontend/outputs",
-               "frontend/prompts", "frontend/request", "config", "sequence", "parallel/turns"],
+               "frontend/prompts", "frontend/request", "checkpoint/model_config",
+               "checkpoint/tokenizers", "config", "sequence", "parallel/turns"],
     "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
             "device/*", "words/*", "config", "sequence"],
 }
 # Late, inside a function, because only who asks for it needs it.
 LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
-        "llm": ["extras/*", "tools/recorder"], "frontend/inputs": ["extras/structured"]}
+        "llm": ["extras/*", "tools/recorder"]}
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",

@@ -366,7 +366,7 @@ class StructuredOutput(Extra, Observer):
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:
-        grammar = self.compiled.pop(self.requests[sequences[0].request_id], None)
+        grammar = self.compiled.pop(self.requests[sequences[0].request.request_id], None)
         if grammar is not None:
             if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
                 self.scheduler.proposers.insert(0, self.propose)

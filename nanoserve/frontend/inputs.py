@@ -18,7 +18,6 @@ too large, as some servers do; the caller would get an answer to another questio
 import time
 from collections import UserDict
 from dataclasses import replace
-from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
@@ -37,7 +36,6 @@ class InputProcessor:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.grammars: Any = None  # compiles them; made when one is asked for
 
     def check_generates(self) -> None:
         """Raises `ValueError` where requests don't become text (extras/pooling)."""
@@ -73,9 +71,8 @@ class InputProcessor:
         _check_something_is_left(params, vocab_size, late_ids, bad_word_ids)
         longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
-        grammar = self._grammar(params, eos_ids) if params.structured_outputs is not None else None
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
-                       bad_word_ids, grammar, self.tokenizer,
+                       bad_word_ids, self.tokenizer,
                        stats=RequestStateStats(arrival_time=time.time()))
 
     def check_envelope(self, request_id: str, priority: int) -> None:
@@ -117,15 +114,6 @@ class InputProcessor:
             if spaced[-len(bare):] != bare:
                 found.append(spaced)
         return found
-
-    def _grammar(self, params: SamplingParams, eos_ids: frozenset[int]) -> Any:
-        """The compiled grammar that the output must follow."""
-        if self.grammars is None:
-            from nanoserve.extras.structured import Grammars  # here: the core runs without extras
-            self.grammars = Grammars(self.tokenizer_for("structured_outputs"),
-                                     self.model_config.vocab_size)
-        return self.grammars.compile(params.structured_outputs,
-                                     eos_ids.union(params.stop_token_ids))
 
     def default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""

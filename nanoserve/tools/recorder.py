@@ -37,7 +37,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoserve.engine import Extra, LLMEngine
 from nanoserve.frontend.metrics import Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
@@ -50,11 +49,21 @@ PROMPT_PREVIEW = 120  # characters
 NO_ROW = -1
 
 
-class Recorder(Extra, Observer):
-    """What `LLM(trace=...)` adds. The file is written whenever no request is left, and also after
-    an error, Ctrl-C or the script's end."""
+class Recorder(Observer):
+    """What `LLM(trace=...)` adds: an `engine.Extra`, which it doesn't inherit from, because this
+    file needs no torch. The trace is written whenever no request is left, and also after an error,
+    Ctrl-C or the script's end."""
 
-    def attach(self, engine: LLMEngine) -> None:
+    def prepare(self, plan):
+        return plan
+
+    def metrics(self) -> list:
+        return []
+
+    def reset(self) -> None:
+        """Nothing is forgotten: what was seen has happened."""
+
+    def attach(self, engine) -> None:
         config = engine.config
         self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say)
         engine.observers += [self.trace, self]
