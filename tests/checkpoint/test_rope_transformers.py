@@ -81,15 +81,6 @@ def test_scaled_frequencies_and_turns_equal_transformers(scaling, head_dim, thet
     assert_close(sin, their_sin[0], rtol=1e-4, atol=1e-4)
 
 
-def test_the_scalings_differ():
-    """Otherwise an entry that is ignored would pass the test above."""
-    names = [name for name in SCALINGS if name not in ("yarn, factor null", "linear, factor 1",
-             "yarn, factor 1", "yarn, half of mscale", "yarn, mscale 0", "yarn, truncated")]
-    ropes = [ModelConfig.from_dict(LLAMA | dict(rope_parameters=SCALINGS[n])).rope for n in names]
-    found = [(*rope_frequencies(128, rope).tolist(), rope.attention_factor) for rope in ropes]
-    assert len(set(found)) == len(names)
-
-
 @pytest.mark.parametrize("name", ["linear", "yarn from 32", "yarn, not truncated"])
 def test_gemma_3s_two_ropes_equal_transformers(name):
     """transformers looks for `truncate` beside the two objects, and so doesn't find one in them."""

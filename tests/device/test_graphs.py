@@ -258,24 +258,6 @@ def test_no_memory_for_graphs_is_an_error_with_a_remedy(checkpoints, recorded, m
         start(checkpoints["tiny"], max_num_seqs=1)
 
 
-def test_a_frozen_number_shows(checkpoints, references, recorded):
-    """A longest length, say, handed over as a Python integer is the recording's for ever, which
-    halved a model's accuracy (transformers #45323). Here: positions as the host has them, right in
-    every step that is launched, and the recording's own in every one that is replayed."""
-    engine = start(checkpoints["tiny"], max_num_seqs=1, enforce_eager=True)
-    model, forward = engine.runner.model, engine.runner.model.forward
-    model.forward = lambda ids, positions, kv_cache, batch, wanted=None: forward(
-        ids, torch.tensor(batch.host["positions"].tolist()), kv_cache, batch, wanted)
-    expected, _ = references("tiny", [10, 20, 30], 12)
-    for enforce_eager in (True, False):
-        object.__setattr__(engine.runner.config, "enforce_eager", enforce_eager)
-        engine.runner.allocate_kv_cache(48, 256)
-        engine.runner.record_graphs()
-        output, = engine.generate([[10, 20, 30]], SamplingParams(temperature=0, max_tokens=5),
-                                  use_tqdm=False)
-        assert (output.outputs[0].token_ids == expected[:5]) == enforce_eager
-
-
 # ------------------------------------------------------------------- memory
 
 

@@ -6,7 +6,6 @@ bounds: so tensors are views into larger ones, whose other parts are poisoned an
 read nor written. What the compiler makes of these kernels: tests/benchmarks/test_kernels.py.
 """
 
-import inspect
 
 import numpy as np
 import pytest
@@ -78,14 +77,6 @@ def assert_rounded_alike(got: torch.Tensor, expected: torch.Tensor, share: float
     assert_same(got, expected)
     flips, allowed = int((got != expected).sum()), max(1, (1 - share) * got.numel())
     assert got.dtype == torch.float32 or flips <= allowed
-
-
-def test_layers_can_be_given_either_module():
-    """The same functions with the same arguments, by name, place and type."""
-    assert namespace.__all__ == ops.__all__
-    for name in ops.__all__:
-        fast, slow = (str(inspect.signature(getattr(module, name))) for module in (namespace, ops))
-        assert fast == slow, name
 
 
 def test_every_architecture_has_a_line_in_every_table():
@@ -290,22 +281,6 @@ def test_ties_go_to_the_lowest_id_and_broken_rows_end_no_batch():
         assert got[2:6].tolist() == [0, 10007, 0, 30]
         if heat == 0:
             assert got.tolist() == [4, 9001, 0, 10007, 0, 30, 0] == logits.argmax(-1).tolist()
-
-
-def test_a_draw_depends_on_nothing_but_its_row():
-    """The same seed and position give the same token in any batch, as any row of it."""
-    logits = random_tensor(6, 9001)
-    heat, (seeds, positions) = torch.ones(6, device=DEVICE), a_batch(6)
-    together = kernels.draw(logits, heat, seeds, positions)
-    for rows in ([0], [5], [3, 1], [5, 4, 3, 2, 1, 0]):
-        alone = kernels.draw(logits[rows], heat[rows], seeds[rows], positions[rows])
-        assert torch.equal(alone, together[rows])
-    same = logits[:1].expand(6, -1)  # one distribution, six draws
-    draws = kernels.draw(same, heat, seeds[:1].repeat(6), torch.arange(6, device=DEVICE))
-    assert len(set(draws.tolist())) > 1
-    here = positions[:1].repeat(6)
-    draws = kernels.draw(same, heat, torch.arange(6, device=DEVICE), here)
-    assert len(set(draws.tolist())) > 1
 
 
 @pytest.mark.parametrize("stream", ["positions of one seed", "seeds at one position"])

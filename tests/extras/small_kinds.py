@@ -5,6 +5,7 @@ each. Where there is a GPU, the kernel has tests of its own (tests/gpu).
 """
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,12 +16,21 @@ try:
 except ImportError:
     INTERPRETED, quantized_triton = False, None
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
+                                    reason="needs g++")
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+# Relative to the largest result. Compiled, 16 bits of an activation are left, in blocks.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 # Kernels, and the checkpoint that an engine runs with them.
 ENGINES = [(kernels, name) for kernels in ("torch", "onednn", "cpu")
            if kernels != "cpu" or shutil.which("g++")
            for name in ("qwen3", "qwen3-tied", "llama-bias")]
 ENGINES.append(pytest.param("triton", "tiny", marks=needs_interpreter))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (got.double() - expected).abs().max() / expected.abs().max()
+    assert error <= TOLERANCE[got.dtype], f"{error:.1e}"
 
 
 def triton_kind(name: str):

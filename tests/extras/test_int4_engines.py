@@ -4,19 +4,17 @@ The oracle of a text is an engine on a dense checkpoint whose matrices packing.p
 rounded, number for number. An LM head, where nothing else is said, is 8 bits by row.
 """
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, by_definition, groups_by_definition, pack, write
+from packing import FORMATS, by_definition, pack, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
-from small_kinds import ENGINES, needs_interpreter
+from small_kinds import needs_interpreter
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM
 from nanoserve import llm as llm_module
 from nanoserve.extras.int4_linear import GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Panels, Rows
@@ -28,49 +26,18 @@ INT4 = SMALL | dict(quantization="int4")
 FOUR_BITS = ["pack-quantized", "pack-quantized, zeros", "gptq", "gptq_v2", "awq"]
 
 
-def change(folder: Path, new: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """The checkpoint's matrices, but for an embedding that is no head, become others."""
+def head_rounded(folder: Path) -> Path:
+    """The checkpoint's LM head, or the embedding that is one, becomes what 8 bits leave of it."""
     tensors = stored_tensors(folder)
-    for key in tensors:
-        if key.endswith("_proj.weight") or key == "lm_head.weight" or (
-                "embed_tokens" in key and "lm_head.weight" not in tensors):
-            tensors[key] = new(key, tensors[key]).float().contiguous()
+    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    tensors[head] = by_definition(tensors[head]).float()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def head_rounded(folder: Path) -> Path:
-    return change(folder, lambda key, one: one if "_proj" in key else by_definition(one))
-
-
-@pytest.fixture
-def rounded(checkpoints, tmp_path):
-    """A dense checkpoint of the rounded matrices. shares: of columns, each rounded by itself, as
-    ranks do it with those matrices whose columns they share."""
-    def make(name: str, shares: int = 1) -> Path:
-        def new(key, tensor):
-            if "_proj" not in key:
-                return by_definition(tensor)
-            parts = shares if key.endswith(("o_proj.weight", "down_proj.weight")) else 1
-            return torch.cat([groups_by_definition(part) for part in tensor.chunk(parts, 1)], 1)
-
-        return change(Path(shutil.copytree(checkpoints[name], tmp_path / f"{name}-rounded")), new)
-
-    return make
-
-
-@pytest.fixture
-def two_ranks(monkeypatch):
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
-    return dict(tensor_parallel_size=2)
 
 
 def text_of(model: Path, **options) -> list:
     with LLM(model, **SMALL | options) as llm:
         return greedy(llm, 16)
-
-
-KINDS = {"cpu": "GroupedPanels", "triton": "TritonGroups"}
 
 
 # ---------------------------------------------------------------------------- kept
@@ -111,12 +78,13 @@ def test_a_product_of_an_engine_is_near_that_of_the_unpacked_weights(dtype, kern
     assert (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
 
 
-def test_ranks_keep_their_shares(checkpoints, tmp_path, two_ranks):
+def test_ranks_keep_their_shares(checkpoints, tmp_path, monkeypatch):
     """A share of 48 columns ends within a group of 32."""
+    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     quantized, dense = write(checkpoints["qwen3"], tmp_path,
                              lambda *of: pack(*of, symmetric=False, size=32))
     expected = text_of(head_rounded(dense))
-    assert text_of(quantized, quantization="int4", **two_ranks) == expected
+    assert text_of(quantized, quantization="int4", tensor_parallel_size=2) == expected
 
 
 def test_a_lm_head_of_4_bits_stays_so(checkpoints, tmp_path):
@@ -181,50 +149,9 @@ def test_an_embedding_of_4_bits_is_unpacked(checkpoints, tmp_path):
 # ------------------------------------------------------------------------------ rounded
 
 
-@pytest.mark.parametrize("kernels, name", ENGINES)
-def test_the_text_is_that_of_the_rounded_weights(name, kernels, checkpoints, rounded, capfd):
-    expected = text_of(rounded(name))
-    capfd.readouterr()
-    with LLM(checkpoints[name], **INT4, kernels=kernels) as llm:
-        assert greedy(llm, 16) == expected
-        assert {type(one).__name__ for one in small_ones(llm).values()} == {
-            KINDS.get(kernels, "GroupedRows")}
-    said = capfd.readouterr().err
-    assert "float32, quantization='int4'" in said
-    assert ("saves memory and costs time" in said) == (kernels not in KINDS)
-
-
-def test_ranks_round_their_own_shares(checkpoints, rounded, two_ranks):
-    expected = text_of(rounded("qwen3-tied", shares=2))
-    assert text_of(checkpoints["qwen3-tied"], quantization="int4", **two_ranks) == expected
-
-
 def test_8_bits_of_a_checkpoint_are_rounded_once_more(checkpoints, tmp_path):
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["int-quantized"])
     assert text_of(quantized, quantization="int4") == text_of(dense, quantization="int4")
-
-
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_no_more_than_two_matrices_wait_unrounded(load_format, checkpoints, monkeypatch):
-    most, waiting = 0, set()
-    make_room, finish = Int4Linear.make_room, Int4Linear.finish_loading
-
-    def counted(self):
-        nonlocal most
-        make_room(self)
-        waiting.add(self)
-        most = max(most, len(waiting))
-
-    def finished(self):
-        finish(self)
-        waiting.discard(self)
-        assert self.weight is None and not self.pieces
-
-    monkeypatch.setattr(Int4Linear, "make_room", counted)
-    monkeypatch.setattr(Int4Linear, "finish_loading", finished)
-    with LLM(checkpoints["qwen3"], **INT4, load_format=load_format) as llm:
-        assert greedy(llm, 4) and not waiting
-        assert len(small_ones(llm)) == 4 * 3 and most == (2 if load_format == "auto" else 1)
 
 
 def test_kept_numbers_never_have_room_as_a_dense_matrix(checkpoints, tmp_path, monkeypatch):
@@ -249,31 +176,3 @@ def test_a_draft_model_may_keep_4_bits_beside_a_rounded_model(checkpoints, tmp_p
         drafted = greedy(llm, 16)
         assert llm.extra(Speculation).counts()[0]
     assert text_of(dense, quantization="int4") == drafted
-
-
-def test_a_pooling_model_keeps_its_embedding(checkpoints):
-    vectors = []
-    for options in (SMALL, INT4):
-        with LLM(checkpoints["qwen3-tied"], **options, runner="pooling") as llm:
-            assert llm.runner.model.embed_tokens.weight is not None
-            vectors.append(torch.tensor(llm.embed([[*range(9)]])[0].outputs.embedding))
-    assert not torch.equal(*vectors) and torch.dot(*vectors) > 0.9
-
-
-def test_experts_are_refused(checkpoints):
-    with pytest.raises(ValueError, match="quantization='int4', but Mixtral.* has experts"):
-        LLM(checkpoints["mixtral"], **INT4)
-
-
-def test_the_bundled_model_loses_little():
-    """On a few lines of ours; the held-out text's figure is in docs/quantization.md."""
-    text = ("The old woman put the kettle on the fire, and the two children sat down at the table. "
-            "\"Have you come far?\" she asked. \"From the other side of the wood,\" said the boy, "
-            "\"and we have not eaten since yesterday.\" So she gave them bread and milk, and when "
-            "they had finished she told them of the king who lost his shadow.")
-    params, losses = SamplingParams(max_tokens=1, prompt_logprobs=0), []
-    for options in ({}, {"quantization": "int4"}):
-        with LLM(max_model_len=256, num_gpu_blocks_override=32, device="cpu", **options) as llm:
-            scored = llm.generate(text, params, use_tqdm=False)[0].prompt_logprobs[1:]
-        losses.append(-sum(one.logprob for each in scored for one in each.values()) / len(scored))
-    assert losses[0] < 4 and abs(losses[1] - losses[0]) < 0.05  # nats: 5% of the perplexity

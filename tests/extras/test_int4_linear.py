@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from packing import Drawn, groups_by_definition
-from small_kinds import row_counts, triton_kind
+from small_kinds import TOLERANCE, close, needs_compiler, row_counts, triton_kind
 
-from nanoserve.device import build
-from nanoserve.device.library import functions_of
 from nanoserve.extras import int4_linear, quantized_linear
 from nanoserve.extras.int4_linear import (
     Grouped,
@@ -27,17 +25,7 @@ from nanoserve.extras.int4_linear import (
 )
 from nanoserve.parallel.ranks import Span
 
-# Relative to the largest result. Of the compiled product 16 bits of an activation are left.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
-CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2"}
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
-                                    reason="needs g++")
-
-
-def close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    error = (got.double() - expected).abs().max() / expected.abs().max()
-    assert error <= TOLERANCE[got.dtype], f"{error:.1e}"
 
 
 @pytest.fixture(params=[GroupedRows, pytest.param(GroupedPanels, marks=needs_compiler),
@@ -94,20 +82,6 @@ def test_the_numbers_are_kept_to_the_last_bit():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CPU_FLAGS)
-def test_every_cpus_loop_is_right(name, monkeypatch):
-    """Compiled for this machine as if it had less, and without a warning."""
-    monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
-    found = functions_of(build.load(Path(quantized_linear.__file__).with_suffix(".cpp")))
-    monkeypatch.setattr(int4_linear, "library", lambda: found)
-    one, dense = grouped((70, 1100), 64)
-    small = packed(GroupedPanels, one)
-    for n in (1, 5, 19, 50):
-        x = torch.randn(n, 1100)
-        close(small.linear(x, None), x.double() @ dense.double().T)
-
-
-@needs_compiler
 def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
     """Of 8 bits and of 4; see test_build.py's test of the same name. A process of its own, which a
     sanitiser or a page without rights may end."""
@@ -122,25 +96,6 @@ def test_nothing_undefined_happens_and_no_buffer_is_overrun(tmp_path):
                               [str(root), *(str(root / path) for path in paths)])})
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert "guarded: product" in result.stdout
-
-
-@needs_compiler
-def test_a_row_does_not_depend_on_the_others():
-    small, x = packed(GroupedPanels, grouped((50, 700), 32)[0]), torch.randn(40, 700)
-    together = small.linear(x, None)
-    for i in (0, 16, 39):
-        assert torch.equal(small.linear(x[i:i + 1], None)[0], together[i])
-
-
-@needs_compiler
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_number_that_is_none_stays_one_in_its_own_row(bad):
-    small, x = packed(GroupedPanels, grouped((20, 600), 32)[0]), torch.randn(17, 600)
-    expected = small.linear(x, None)
-    x[3, 590] = bad
-    got = small.linear(x, None)
-    assert got[3].isnan().all()
-    assert torch.equal(got[torch.arange(17) != 3], expected[torch.arange(17) != 3])
 
 
 # -------------------------------------------------------------------------- rounding

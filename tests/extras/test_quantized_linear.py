@@ -3,31 +3,25 @@
 Engines that are made of such weights are test_quantized_engines.py's business.
 """
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from packing import by_definition
-from small_kinds import row_counts, triton_kind
+from packing import by_definition, groups_by_definition
+from small_kinds import TOLERANCE, close, needs_compiler, row_counts, triton_kind
 
 from nanoserve.device import build
 from nanoserve.device.library import functions_of
-from nanoserve.extras import quantized_linear
+from nanoserve.extras import int4_linear, quantized_linear
 from nanoserve.extras.int4_linear import GroupedPanels, round_groups
 from nanoserve.extras.quantized_linear import Panels, Rows, round_rows
 
-# Relative to the largest result. Compiled, 16 bits of an activation are left, in blocks.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 CPU_FLAGS = {"the machine's": "", "AVX2": "-mno-avx512f", "plain C++": "-mno-avx512f -mno-avx2"}
-needs_compiler = pytest.mark.skipif(not shutil.which("g++") or sys.platform != "linux",
-                                    reason="needs g++")
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
-    error = (got.double() - expected).abs().max() / expected.abs().max()
-    assert error <= factor * TOLERANCE[got.dtype], f"{error:.1e}"
+def four_bits(weight: torch.Tensor) -> GroupedPanels:
+    return GroupedPanels.of(tuple(weight.shape), 32, lambda some: round_groups(weight[some]),
+                            torch.device("cpu"))
 
 
 @pytest.fixture(params=[Rows, pytest.param(Panels, marks=needs_compiler),
@@ -63,16 +57,18 @@ def test_it_is_near_the_product_of_the_weight_itself(kind):
 @needs_compiler
 @pytest.mark.parametrize("name", CPU_FLAGS)
 def test_every_cpus_loop_is_right(name, monkeypatch):
-    """Compiled for this machine as if it had less, and without a warning."""
+    """Of 8 bits and of 4: compiled for this machine as if it had less, and without a warning."""
     monkeypatch.setenv("CXXFLAGS", f"{CPU_FLAGS[name]} -Wall -Wextra -Werror -O1")
     found = functions_of(build.load(Path(quantized_linear.__file__).with_suffix(".cpp")))
-    monkeypatch.setattr(quantized_linear, "library", lambda: found)
+    for module in (quantized_linear, int4_linear):
+        monkeypatch.setattr(module, "library", lambda: found)
     weight = torch.randn(70, 1100)
     packed, rounded = Panels.of(weight), by_definition(weight)
     torch.testing.assert_close(packed.rows(torch.arange(70)).double(), rounded)
     for n in (1, 5, 19, 50):
         x = torch.randn(n, 1100)
         close(packed.linear(x, None), x.double() @ rounded.T)
+        close(four_bits(weight).linear(x, None), x.double() @ groups_by_definition(weight).T)
 
 
 def test_a_row_does_not_depend_on_the_others(kind):
@@ -90,8 +86,7 @@ def test_a_row_does_not_depend_on_the_others(kind):
 def test_numbers_do_not_depend_on_the_threads():
     """To the last bit; of 8 bits and of 4."""
     x, weight = torch.randn(70, 512), torch.randn(600, 512)
-    small = [Panels.of(weight), GroupedPanels.of((600, 512), 32, lambda some: round_groups(
-        weight[some]), torch.device("cpu"))]
+    small = [Panels.of(weight), four_bits(weight)]
     expected, before = [one.linear(x, None) for one in small], torch.get_num_threads()
     torch.set_num_threads(4)
     try:
@@ -118,9 +113,12 @@ def test_one_large_activation_spoils_no_other_block():
 
 @needs_compiler
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_number_that_is_none_stays_one_in_its_own_row(bad):
-    packed, x = Panels.of(torch.randn(20, 600)), torch.randn(17, 600)
+@pytest.mark.parametrize("pack", [Panels.of, four_bits], ids=["8 bits", "4 bits"])
+def test_a_number_that_is_none_stays_one_in_its_own_row(pack, bad):
+    packed, x = pack(torch.randn(20, 600)), torch.randn(17, 600)
     expected = packed.linear(x, None)
+    for i in (0, 16):
+        assert torch.equal(packed.linear(x[i:i + 1], None)[0], expected[i])
     x[3, 590] = bad
     got = packed.linear(x, None)
     assert got[3].isnan().all()

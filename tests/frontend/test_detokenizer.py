@@ -6,16 +6,13 @@ anew after every token and looks for stop strings in the whole text.
 
 import pytest
 from checkpoints import BOS, END_OF_TURN, EOS, byte_tokenizer
-from helpers import assert_grows, cut
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from helpers import assert_grows
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoserve.config import SamplingParams
 from nanoserve.frontend.detokenizer import Detokenizer
 
-no_clock = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 UNFINISHED = "\ufffd"
 # How byte-level tokenizers write a byte as a character: printable ones as themselves.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -73,28 +70,6 @@ def test_characters_are_shown_whole_or_not_at_all(text):
         assert visible == raw[:n].decode(errors="ignore")
 
 
-@no_clock
-@given(prompt=st.text(max_size=8), text=st.text(max_size=30),
-       sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_any_text_in_any_chunks(prompt, text, sizes):
-    """Several tokens at once, as speculative decoding brings them, cut anywhere."""
-    seen = stream(BYTES, byte_ids(prompt), cut(byte_ids(text), sizes))
-    assert seen[-1] == text
-    assert_grows(seen)
-    assert all(UNFINISHED in text or UNFINISHED not in visible for visible in seen)
-
-
-@no_clock
-@given(raw=st.binary(max_size=30), prompt=st.sampled_from([b"", b"Hi ", "é".encode()]),
-       sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_invalid_bytes_are_decoded_as_the_tokenizer_does(raw, prompt, sizes):
-    """A model may well write bytes that are no UTF-8; streaming must not change what they read."""
-    prompt, ids = byte_ids(prompt), byte_ids(raw)
-    seen = stream(BYTES, prompt, cut(ids, sizes))
-    assert seen[-1] == truth(BYTES, prompt, ids)
-    assert_grows(seen)
-
-
 def test_an_unfinished_character_at_the_end_is_flushed():
     """The length limit may fall into the middle of a character: then it reads U+FFFD, once."""
     seen = stream(BYTES, [], [[i] for i in byte_ids("ab" + "😀")[:-1]])
@@ -138,62 +113,6 @@ def test_a_token_costs_the_same_in_a_long_text(monkeypatch):
 
 
 # -------------------------------------------------- other kinds of tokenizer
-
-
-WORDS = ["Hello", "▁Hello", "▁world", "▁the", "▁", ".", ",", "!", "a", "b", "c", "'", "t", "▁do"]
-
-
-def like_llama_2() -> PreTrainedTokenizerFast:
-    """SentencePiece as Llama 2 has it: "▁" for a space, one put in front of the text and stripped
-    again, and bytes for whatever is not in the vocabulary."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
-    tokenizer = Tokenizer(models.Unigram([(piece, -float(i > 258)) for i, piece in
-                                          enumerate(pieces)], unk_id=0, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>",
-                                   unk_token="<unk>")
-
-
-LLAMA_2 = like_llama_2()
-
-
-@pytest.mark.parametrize("prompt", ["Hello", "Hello world. Hello the world", "你", "Hello 😀",
-                                    "你好", "Hello 😀😀", "b\ufffd the"])
-@pytest.mark.parametrize("output", ["▁world", "▁ ▁ ▁Hello", ". 你 好 ▁the", "b ▁ 😀 . ▁",
-                                    "▁do n ' t ▁Hello"])
-def test_sentencepiece_keeps_the_space_between_prompt_and_output(prompt, output):
-    """Its decoder strips the first space of whatever it is given: a window that begins with the
-    output, or with a later word, would lose it. Some prompts here end in more byte tokens than the
-    context holds, which then begins in the middle of a character, and one quotes a broken text."""
-    prompt_ids = [1, *LLAMA_2.encode(prompt, add_special_tokens=False)]
-    output_ids = []
-    for piece in output.split(" "):
-        known = LLAMA_2.convert_tokens_to_ids(piece)
-        bytes_of = [LLAMA_2.convert_tokens_to_ids(f"<0x{b:02X}>") for b in piece.encode()]
-        output_ids += [known] if known else bytes_of
-    seen = stream(LLAMA_2, prompt_ids, [[i] for i in output_ids])
-    expected = output.replace(" ", "").replace("▁", " ")
-    assert seen[-1] == expected == truth(LLAMA_2, prompt_ids, output_ids)
-    assert not any(UNFINISHED in visible for visible in seen)
-    assert_grows(seen)
-
-
-@no_clock
-@given(text=st.text(st.sampled_from("Hello world. the b'😀é你"), min_size=1, max_size=25),
-       split=st.integers(0, 25), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_sentencepiece_text_cut_into_prompt_and_output(text, split, sizes):
-    """Any text, cut after any word piece that ends a character: the halves make the whole."""
-    ids = LLAMA_2.encode(text, add_special_tokens=False)
-    prompt, output = ids[:split], ids[split:]
-    whole = LLAMA_2.decode(ids)
-    first = LLAMA_2.decode(prompt)
-    if whole.startswith(first) and not first.endswith(UNFINISHED):
-        assert stream(LLAMA_2, prompt, cut(output, sizes))[-1] == whole[len(first):]
 
 
 def with_merged(*tokens: bytes) -> PreTrainedTokenizerFast:
@@ -264,51 +183,6 @@ def test_several_stop_strings_in_one_token():
     tokenizer = with_merged(b"one, two, three")
     seen = stream(tokenizer, [], [[256]], stop=["three", "two", "never"])
     assert seen == ["one, "]
-
-
-def naive(ids: list[int], stops: list[str], include: bool) -> tuple[list[str], str, str | None]:
-    """Decode everything after every token; returns what is visible, the final text, the stop."""
-    visible = []
-    for n in range(1, len(ids) + 1):
-        text = BYTES.decode(ids[:n])
-        text = text[:-1] if text.endswith(UNFINISHED) else text  # half a character
-        hits = [(text.find(stop), stop) for stop in stops if stop in text]
-        if hits:
-            at, stop = min(hits)
-            return visible, text[:at + len(stop)] if include else text[:at], stop
-        held = max((h for stop in stops for h in range(len(stop)) if text.endswith(stop[:h])),
-                   default=0)
-        visible.append(text[:len(text) - held])
-    return visible, BYTES.decode(ids), None
-
-
-FEW = st.text(st.sampled_from("ab#😀"), max_size=14)  # so few that stop strings do occur
-
-
-@no_clock
-@given(text=FEW, stops=st.lists(FEW.filter(bool), max_size=3), include=st.booleans())
-def test_stop_strings_against_the_naive_twin(text, stops, include):
-    ids = byte_ids(text)
-    visible, final, stop = naive(ids, stops, include)
-    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
-    detokenizer = Detokenizer(BYTES, params, [])
-    for n, token_id in enumerate(ids):
-        found = detokenizer.add([token_id])
-        if found is not None:
-            assert (n, found) == (len(visible), stop)
-            break
-        assert detokenizer.visible_text == visible[n]
-    detokenizer.flush()
-    assert (detokenizer.text, detokenizer.stop_string) == (final, stop)
-
-
-@no_clock
-@given(text=FEW, stops=st.lists(FEW.filter(bool), min_size=1, max_size=3),
-       sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4))
-def test_nothing_shown_is_taken_back_whatever_the_chunks(text, stops, sizes):
-    seen = stream(BYTES, byte_ids("ab"), cut(byte_ids(text), sizes), stop=stops)
-    assert_grows(seen)
-    assert not any(stop in seen[-1] for stop in stops)
 
 
 def test_a_stop_string_that_only_the_flush_reveals_is_told():

@@ -46,16 +46,6 @@ def test_any_simulated_run_can_be_replayed(tmp_path, seed):
     witness.compare_stream(trace.stream())
 
 
-def test_the_runs_above_reach_what_they_are_meant_to_reach(tmp_path):
-    """Every kind of event does occur in them, or the test would be blind."""
-    kinds: set[str] = set()
-    for seed in range(12):
-        simulation = tight(seed, tmp_path)
-        simulation.finish()
-        kinds.update(*simulation.observers[-1].frames)
-    assert kinds >= set("qfhpxcgbke")
-
-
 # ------------------------------------------------------------ the files
 
 

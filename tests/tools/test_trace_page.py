@@ -452,17 +452,6 @@ def test_a_question_mark_shows_the_keys(browser, runs):
     assert not browser.js(is_open)
 
 
-def test_numbers_in_lanes_have_labels(browser, runs):
-    """Above the lanes stands what the number beside a name is, and, where cells are wide enough
-    for numbers, what those are."""
-    browser.open(runs["demo"][0], "#1")
-    assert words(browser, "#prompts") == "prompt tokens"
-    assert words(browser, "#cells") == (
-        "in a cell: the position of its token, or + how many tokens")
-    browser.open(runs["busy"][0], "#1")
-    assert (words(browser, "#prompts"), words(browser, "#cells")) == ("prompt tokens", "")
-
-
 def test_zooming_keeps_the_step_in_sight(browser, runs):
     browser.open(runs["busy"][0], "#70")
     for _ in range(4):
