@@ -62,9 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def steps_table(model: str, rounds: int) -> str:
     """One request at a time, greedy, in an engine without room for drafts and in one with."""
-    one, many = (LLM(model, dtype="float32", max_num_seqs=seats, max_num_batched_tokens=256,
+    one, many = (LLM(model, dtype="float32", max_num_seqs=rows, max_num_batched_tokens=256,
                      max_model_len=512, num_gpu_blocks_override=32, enable_prefix_caching=False)
-                 for seats in (1, 64))
+                 for rows in (1, 64))
     lines = [f"{'one request':27}{'tokens':>7}{'steps':>7}{'with drafts':>13}{'gain':>7}"]
     for name, asked in WISHES.items():
         params = SamplingParams(temperature=0, max_tokens=200, structured_outputs=asked)

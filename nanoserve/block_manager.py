@@ -252,7 +252,7 @@ class BlockManager:
     # ------------------------------------------------------------- the audit
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Audit everything against the sequences that may hold blocks. O(pool): for tests."""
+        """Audit everything against the sequences that may hold blocks. O(blocks): for tests."""
         sequences = list(sequences)  # gone through twice: an iterator would be empty by then
         holders: dict[int, list[str]] = {}
         for seq in sequences:

@@ -18,7 +18,7 @@ def compute(blocks: BlockManager, tokens, name="s", share=True) -> Sequence:
     seq = sequence(tokens, name)
     if share:
         blocks.share(seq, blocks.find_prefix(seq))
-    assert blocks.allocate(seq, len(seq.token_ids)), "the test's pool is too small"
+    assert blocks.allocate(seq, len(seq.token_ids)), "the test's cache is too small"
     seq.num_computed_tokens = len(seq.token_ids)
     blocks.commit(seq)
     return seq

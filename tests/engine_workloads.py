@@ -1,8 +1,8 @@
 """Random workloads of the engine on a small checkpoint, whose oracle is transformers.
 
 Greedy requests get transformers' text; seeded samples are those of the same request alone in a
-plain engine. Arrivals, lengths, shared prefixes, priorities, several samples, aborts and tiny pools
-are random, and what happened in the workloads is counted.
+plain engine. Arrivals, lengths, shared prefixes, priorities, several samples, aborts and small
+caches are random, and what happened in the workloads is counted.
 """
 
 from collections import Counter

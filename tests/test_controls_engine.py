@@ -96,8 +96,8 @@ MODES = {
     "overlap": dict(async_scheduling=True),
     "blocks of 3, no cache": dict(block_size=3, num_gpu_blocks_override=300,
                                   enable_prefix_caching=False),
-    "a tiny pool": dict(num_gpu_blocks_override=9, max_num_batched_tokens=40),
-    "a tiny pool, chunks, overlap": dict(num_gpu_blocks_override=9, max_num_batched_tokens=16,
+    "a tiny cache": dict(num_gpu_blocks_override=9, max_num_batched_tokens=40),
+    "a tiny cache, chunks, overlap": dict(num_gpu_blocks_override=9, max_num_batched_tokens=16,
                                          max_num_seqs=8, async_scheduling=True),
 }
 
@@ -112,7 +112,7 @@ def test_controls_equal_the_naive_loop(qwen3, cases, mode):
     outs = llm.generate([PROMPT] * len(cases), [params for params, _, _ in cases], use_tqdm=False)
     for out, (params, text, gaps) in zip(outs, cases, strict=True):
         assert_same_text(out.outputs[0].token_ids, text, gaps, f"{mode}, {params}")
-    assert any(step.preempted for step in steps) == ("tiny pool" in mode)
+    assert any(step.preempted for step in steps) == ("tiny cache" in mode)
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
 
 

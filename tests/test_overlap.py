@@ -182,7 +182,7 @@ def test_batch_buffers_alternate(qwen3, references, monkeypatch):
     (dict(num_gpu_blocks_override=8, max_num_batched_tokens=32, max_num_seqs=8), True),
     (dict(num_gpu_blocks_override=30, block_size=3, max_num_seqs=5, enable_prefix_caching=False),
      True),
-], ids=["plain", "chunks", "blocks of 3", "no cache", "tiny pool", "tiny pool, no cache"])
+], ids=["plain", "chunks", "blocks of 3", "no cache", "tiny cache", "tiny cache, no cache"])
 def test_greedy_tokens_equal_transformers(qwen3, references, prompts, monkeypatch, options,
                                           preempts):
     llm = start(qwen3, **options)

@@ -24,7 +24,7 @@ GREEDY_OF_3 = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=MAX_TOKEN
 
 
 def start(folder, **options) -> LLM:
-    """An engine with a pool of 64 blocks whose every slot is NaN until it is written: reading one
+    """An engine with a cache of 64 blocks whose every slot is NaN until it is written: reading one
     too many is then a wrong text and not a zero."""
     llm = LLM(folder, **dict(num_gpu_blocks_override=64) | options)
     for kv in llm.runner.kv_cache:
@@ -103,7 +103,7 @@ def test_greedy_tokens_equal_transformers_in_every_mode(qwen3, prompts, referenc
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, reference_of, name):
     """One prompt at a time (two of them where a family has nothing else for a single row), all
-    together, in chunks, and then everything at once: chunks, hits and preemption in a small pool of
+    together, in chunks, and then everything at once: chunks, hits and preemption in a cache of few
     small blocks while a step is in flight; and all of that again with three samples of each.
     llama-bias has biases everywhere: they were added once a rank, or not loaded (nano-vllm #125,
     #203)."""
@@ -149,7 +149,7 @@ def test_windows_in_blocks_of_any_size(checkpoints, prompts, reference_of, name,
 @pytest.mark.parametrize("options", [{}, dict(async_scheduling=True, max_num_batched_tokens=9)],
                          ids=str)
 def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references, options):
-    """Texts of up to 180 tokens, 45 blocks of 4 each, in a pool of 64 for all: a window of 13
+    """Texts of up to 180 tokens, 45 blocks of 4 each, in a cache of 64 for all: a window of 13
     needs 5 of each, and one or two more while a step runs. Nobody is preempted."""
     llm = start(checkpoints["mistral"], block_size=4, num_gpu_blocks_override=64, **options)
     preempted, schedule, most = count_preemptions(llm), llm.scheduler.schedule, 0
@@ -205,7 +205,7 @@ def test_preempted_in_a_tiny_pool(qwen3, prompts, reference_of, options):
     llm = start(qwen3, num_gpu_blocks_override=6, **options)
     preempted = count_preemptions(llm)
     assert_parity(run(llm, prompts), prompts, reference_of("qwen3"), f"preempted, {options}")
-    assert len(preempted) > 3, "the pool was not tiny enough"
+    assert len(preempted) > 3, "the cache was not tiny enough"
     assert llm.scheduler.blocks.num_free_blocks == 6
 
 
@@ -404,7 +404,7 @@ def bundled():
 
 
 @pytest.mark.parametrize("mode", ["batched", "budget 1", "budget 7", "overlap", "blocks of 5",
-                                  "tiny pool"])
+                                  "tiny cache"])
 def test_the_bundled_model_equals_transformers(bundled, mode):
     tokenizer, prompts, reference = bundled
     options = MODES.get(mode, dict(num_gpu_blocks_override=4, async_scheduling=True))
@@ -417,7 +417,7 @@ def test_the_bundled_model_equals_transformers(bundled, mode):
             sample = output.outputs[0]
             text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             assert sample.text == text
-    assert bool(preempted) == (mode == "tiny pool")
+    assert bool(preempted) == (mode == "tiny cache")
 
 
 def test_the_bundled_model_is_what_llm_without_a_model_uses(bundled):

@@ -7,7 +7,7 @@ tokens, as on a real device, and the naive twin (a list, no blocks) tells. `engi
 the same with the real engine.
 
 Random here means arrivals, lengths, shared prefixes, priorities, several samples, aborts, stop
-strings, failed steps, tiny pools, budgets, block sizes, guessed tokens, right and wrong ones, and
+strings, failed steps, tiny caches, budgets, block sizes, guessed tokens, right and wrong ones, and
 results that arrive a step late. Each test also counts what happened in its workloads: a workload
 without preemptions proves nothing.
 """
@@ -312,7 +312,7 @@ def run(*asks: Ask, seen: Counter | None = None, **workload) -> Counter:
 
 def test_a_prompt_that_was_evicted_and_comes_back():
     """A block was reused while its old hash still pointed at it: a later request read another
-    request's KV (nano-vllm #163). Fill the pool, evict, ask again, with the cache on and off."""
+    request's KV (nano-vllm #163). Fill the cache, evict, ask again, with the cache on and off."""
     first, filler = FAMILIES[0][:15], [10] * 14
     for caching in (True, False):
         seen = run(Ask(first, 4), Ask(first, 4, arrival=8), Ask(filler, 4, arrival=16),

@@ -37,8 +37,8 @@ SURROUNDINGS = {
     "chunks": dict(max_num_batched_tokens=7, max_num_seqs=7),
     "a token a step": dict(max_num_batched_tokens=1),
     "overlap": dict(async_scheduling=True),
-    "a tiny pool": dict(num_gpu_blocks_override=9),
-    "a tiny pool, chunks, overlap": dict(num_gpu_blocks_override=9, max_num_batched_tokens=16,
+    "a tiny cache": dict(num_gpu_blocks_override=9),
+    "a tiny cache, chunks, overlap": dict(num_gpu_blocks_override=9, max_num_batched_tokens=16,
                                          max_num_seqs=16, async_scheduling=True),
     "no prefix cache": dict(enable_prefix_caching=False, seed=99),
 }
@@ -55,7 +55,7 @@ def test_a_seeded_request_draws_the_same_whatever_surrounds_it(qwen3, alone, whe
         [prompt(50), *[prompt(i) for i in range(5)], prompt(51)], [unseeded, *SEEDED, unseeded],
         use_tqdm=False)
     assert [out.outputs[0].token_ids for out in outs[1:-1]] == alone
-    assert any(step.preempted for step in steps) == ("tiny pool" in where)
+    assert any(step.preempted for step in steps) == ("tiny cache" in where)
 
 
 def test_different_seeds_and_samples_differ(qwen3):

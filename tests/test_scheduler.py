@@ -202,7 +202,7 @@ def test_the_share_is_computed_after_the_hit():
 
 
 def test_nobody_is_admitted_to_the_blocks_that_somebody_waits_for():
-    """In the step that preempts B, neither C, which has been waiting for a seat and would fit, nor
+    """In the step that preempts B, neither C, which has been waiting for a row and would fit, nor
     B itself may take the blocks that were just given back."""
     scheduler = make(num_blocks=4, seqs=2, scheduling_policy="priority")
     add(scheduler, 7, 5, priority=0), add(scheduler, 7, 5, priority=2)
@@ -271,7 +271,7 @@ def test_admission_asks_for_room_for_the_whole_prompt():
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 9])
 @pytest.mark.parametrize("caching", [True, False])
 def test_nothing_starves_in_a_tiny_pool(num_blocks, caching):
-    """Twenty sequences, each of which could fill the smallest pool alone; all end, with the right
+    """Twenty sequences, each of which could fill the smallest cache alone; all end, with the right
     tokens, and the order of arrival is the order of the first token."""
     scheduler = make(num_blocks, budget=6, seqs=6, enable_prefix_caching=caching)
     seqs = [add(scheduler, 1 + i * 5 % 9, 17 - (1 + i * 5 % 9)) for i in range(20)]

@@ -75,7 +75,7 @@ def first_tokens(scheduler) -> dict[str, int]:
 
 
 def test_shortest_is_the_best_of_all_orders_when_all_are_there():
-    """Six prompts, one seat, 4 tokens a step, one token to generate: a prompt of 9 takes 3 steps.
+    """Six prompts, one row, 4 tokens a step, one token to generate: a prompt of 9 takes 3 steps.
     The mean time to the first token is the least of all 720 orders."""
     lengths = [17, 4, 30, 9, 12, 1]
     waits = {order: sum(accumulate(-(-n // 4) for n in order)) for order in permutations(lengths)}
@@ -119,7 +119,7 @@ def test_shortest_orders_those_that_run_as_well():
 
 
 def test_who_lacks_a_seat_takes_that_of_the_last():
-    """B comes while A decodes in the only seat. It is computed in the next step, and A goes on
+    """B comes while A decodes in the only row. It is computed in the next step, and A goes on
     behind it, with its tokens."""
     scheduler = make(seqs=1, scheduling_policy="priority")
     first = add(scheduler, 6, 6, priority=1)
@@ -167,7 +167,7 @@ def test_nobody_makes_way_where_there_is_room():
 
 def test_one_that_is_in_flight_leaves_when_its_step_is_back():
     """With overlap A is being computed when B comes. It gets no share of the step after that, so
-    that the one after that can take its seat."""
+    that the one after that can take its row."""
     scheduler = make(seqs=2, scheduling_policy="priority")
     keeps, leaves = add(scheduler, 6, 9, priority=0), add(scheduler, 6, 9, priority=5)
     run_step(scheduler)

@@ -14,7 +14,7 @@ anew. A compiler is called without a shell and with a time limit. If several pro
 once, one builds and the others wait.
 
 Threads are OpenMP's. torch has loaded an OpenMP library already, and a second one would be a second
-pool of threads that fights the first for the cores, so this library is linked to torch's own file.
+set of threads that fights the first for the cores, so this library is linked to torch's own file.
 
 `CXX` names another compiler, `CXXFLAGS` adds flags. Not known here: what the functions do.
 """

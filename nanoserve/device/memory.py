@@ -153,8 +153,9 @@ def take_device(name: str, local_rank: int | None) -> torch.device:
     """The device of an engine, prepared. local_rank: this rank's GPU; None for an only rank, which
     takes the user's current GPU.
 
-    Memory that an earlier engine left in torch's pool goes back to the GPU: otherwise torch would
-    put small weights into that engine's large KV caches, and the rest of each would stay unused.
+    Memory that an earlier engine left in torch's own cache goes back to the GPU: otherwise torch
+    would put small weights into that engine's large KV caches, and the rest of each would stay
+    unused.
     """
     if name != "cuda":
         keep_freed_memory()

@@ -24,7 +24,7 @@ requests are half a million rows, and a file of about a megabyte.
 Invariant: replaying g, b, k and e gives the block manager's own reference counts and cache after
 every `schedule()` (the tests replay them with a ledger of their own). Only changes are looked at,
 and the reasons of waiting requests: a step costs O(running + its new blocks + those of the next in
-line), never O(pool) or O(waiting). Known limit: the trace grows with the run, so it stops after
+line), never O(blocks) or O(waiting). Known limit: the trace grows with the run, so it stops after
 `MAX_STEPS` steps, and says so. Not known here: torch, the browser.
 """
 

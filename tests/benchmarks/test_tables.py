@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("known_machine")
 
 
 def test_the_tables_come_from_a_measurement(toy, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("NANOSERVE_CHECK")  # nine in ten seconds would go to audits of a large pool
+    monkeypatch.delenv("NANOSERVE_CHECK")  # nine in ten seconds would go to audits of a large cache
     script = tmp_path / "peer.py"
     script.write_text(PEER)
     data = {}

@@ -104,7 +104,7 @@ def test_a_checkpoint_keeps_its_tokenizer(speaker):
 
 
 def test_conversations_and_their_answers(speaker):
-    """More conversations than there are seats: each prompt is transformers', each answer its own.
+    """More conversations than there are rows: each prompt is transformers', each answer its own.
     """
     name, conversations = speaker.name, CONVERSATIONS + CONVERSATIONS[:2]
     end = ids_of(name, ENDS[name][-1])

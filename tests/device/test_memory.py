@@ -112,7 +112,7 @@ class FakeGpu:
                 return value() if value else None
             monkeypatch.setattr(torch.cuda, name, answer)
 
-        held = [0.5]  # GiB in torch's pool that nobody uses
+        held = [0.5]  # GiB in torch's cache that nobody uses
         say("empty_cache", lambda: held.__setitem__(0, 0))
         say("reset_peak_memory_stats")
         say("synchronize")

@@ -42,9 +42,9 @@ MODES = {
     "budget 33": dict(max_num_batched_tokens=33),
     "two at a time": dict(max_num_seqs=2),
     "blocks of 5": dict(block_size=5, max_num_batched_tokens=16),
-    "tiny pool": dict(num_gpu_blocks_override=6, max_num_batched_tokens=16),
+    "tiny cache": dict(num_gpu_blocks_override=6, max_num_batched_tokens=16),
     "overlap": dict(async_scheduling=True, max_num_batched_tokens=9),
-    "overlap, tiny pool": dict(async_scheduling=True, num_gpu_blocks_override=20, block_size=5,
+    "overlap, tiny cache": dict(async_scheduling=True, num_gpu_blocks_override=20, block_size=5,
                                max_num_batched_tokens=33),
 }
 

@@ -29,7 +29,7 @@ GUESSERS = dict(
 def test_random_workloads_with_drafts(checkpoints, references, noisy, name, how, max_examples,
                                       ranks):
     """The engine's random workloads, their engines and their oracles, now with guesses: chunks,
-    tiny pools, prefix hits, preemption, priorities, several samples, controls, logprobs, aborts.
+    tiny caches, prefix hits, preemption, priorities, several samples, controls, logprobs, aborts.
     A draft model without a window keeps the blocks that the model's own window has left. On two
     ranks one engine meets all workloads."""
     asked = dict(GUESSERS[how])

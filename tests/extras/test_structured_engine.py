@@ -29,7 +29,7 @@ from nanoserve.extras.structured import Grammar, StructuredOutput
 MAX_TOKENS = 24
 REQUESTS = requests()
 LENGTHS = [MAX_TOKENS, MAX_TOKENS, MAX_TOKENS, MAX_TOKENS, 10, 40, 12, MAX_TOKENS]
-SMALL_POOL = dict(num_gpu_blocks_override=9, block_size=8, max_model_len=72,
+SMALL_CACHE = dict(num_gpu_blocks_override=9, block_size=8, max_model_len=72,
                   max_num_batched_tokens=40)
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
 
@@ -73,9 +73,9 @@ def text_of(llm, params, prompt=(5, 6, 7)) -> str:
 @pytest.mark.parametrize("options", [
     dict(), dict(async_scheduling=True), dict(max_num_seqs=2), dict(max_num_batched_tokens=7,
                                                                   max_num_seqs=7),
-    SMALL_POOL, SMALL_POOL | dict(async_scheduling=True),
+    SMALL_CACHE, SMALL_CACHE | dict(async_scheduling=True),
     dict(kernels="torch"), dict(speculative_config=NGRAM),
-    dict(speculative_config=NGRAM, **SMALL_POOL)], ids=str)
+    dict(speculative_config=NGRAM, **SMALL_CACHE)], ids=str)
 def test_every_mode_writes_the_naive_text(folder, expected, options):
     with start(folder, **options) as llm:
         assert ask(llm) == expected
@@ -84,8 +84,8 @@ def test_every_mode_writes_the_naive_text(folder, expected, options):
         assert not llm.extra(StructuredOutput).constraints, "who has ended is forgotten"
 
 
-@pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["", "preempted"])
-def test_a_small_network_and_forced_tokens(folder, expected, pool, monkeypatch):
+@pytest.mark.parametrize("cache", [{}, SMALL_CACHE], ids=["", "preempted"])
+def test_a_small_network_and_forced_tokens(folder, expected, cache, monkeypatch):
     """Both propose in the same steps, each for other rows."""
     kept = []
 
@@ -99,7 +99,7 @@ def test_a_small_network_and_forced_tokens(folder, expected, pool, monkeypatch):
     for kind in (StructuredOutput, Speculation):
         monkeypatch.setattr(kind, "propose", spied(kind.propose))
     asked = dict(method="draft_model", num_speculative_tokens=3, model=str(folder))
-    with start(folder, speculative_config=asked, **pool) as llm:
+    with start(folder, speculative_config=asked, **cache) as llm:
         assert ask(llm) == expected
     assert sum(UNKNOWN in drafts for drafts in kept) > 5
     assert sum(bool(drafts) and UNKNOWN not in drafts for drafts in kept) > 5
@@ -136,7 +136,7 @@ def test_samples_are_those_of_one_request_alone(folder, llm):
     """n samples of one grammar each have a parser of their own; seeds decide, not the batch."""
     params = params_of("[a-e]{4}(x|yz)", 12, temperature=1, n=5, seed=3)
     alone = llm.generate([5, 6, 7], params, use_tqdm=False)[0]
-    with start(folder, async_scheduling=True, **SMALL_POOL) as other:
+    with start(folder, async_scheduling=True, **SMALL_CACHE) as other:
         together = other.generate([[5, 6, 7], [9] * 30, [8] * 30], [
             params, params_of("[ab]{20}", 30), params], use_tqdm=False)[0]
     assert [one.token_ids for one in together.outputs] == [one.token_ids for one in alone.outputs]
@@ -158,13 +158,13 @@ def test_forced_tokens_save_steps_and_change_nothing(folder, expected, monkeypat
 def test_forced_tokens_take_free_seats_alone(folder, llm):
     """A step has buffers for max_num_seqs samples. Alone in an engine of 4, 3 tokens are guessed at
     a time; alone in an engine of 1, none."""
-    for seats, num_steps in ((4, 1 + 4 + 1), (2, 1 + 8), (1, 17)):
-        with start(folder, max_num_seqs=seats, max_num_batched_tokens=64) as other:
+    for num_rows, num_steps in ((4, 1 + 4 + 1), (2, 1 + 8), (1, 17)):
+        with start(folder, max_num_seqs=num_rows, max_num_batched_tokens=64) as other:
             sizes, launch = [], other.runner.launch
             other.runner.launch = lambda step, go=launch, to=sizes: (
                 to.append(len(step.samples())) or go(step))
             assert text_of(other, params_of("abcdefghijklmnop", 30)) == "abcdefghijklmnop"
-            assert max(sizes) <= seats and abs(len(sizes) - num_steps) <= 1, (seats, sizes)
+            assert max(sizes) <= num_rows and abs(len(sizes) - num_steps) <= 1, (num_rows, sizes)
 
 
 def test_a_full_house_with_little_budget(folder):

@@ -104,9 +104,9 @@ MODES = {
     "blocks of 3": dict(block_size=3, num_gpu_blocks_override=300),
     "no prefix cache": dict(enable_prefix_caching=False),
     "no chunks": dict(enable_chunked_prefill=False),
-    "a tiny pool": dict(num_gpu_blocks_override=20, block_size=4, max_num_batched_tokens=24,
+    "a tiny cache": dict(num_gpu_blocks_override=20, block_size=4, max_num_batched_tokens=24,
                         max_num_seqs=8),
-    "a tiny pool, chunks, overlap": dict(
+    "a tiny cache, chunks, overlap": dict(
         num_gpu_blocks_override=20, block_size=4, max_num_batched_tokens=9, max_num_seqs=8,
         async_scheduling=True),
 }
@@ -129,7 +129,7 @@ def test_logprobs_equal_transformers(qwen3, log_softmax, mode):
         outs = llm.generate(PROMPTS, params, use_tqdm=False)
         for i, (out, asked) in enumerate(zip(outs, params, strict=True)):
             check(out, asked, log_softmax, f"{mode}, {turn}, request {i}")
-    assert any(step.preempted for step in steps) == ("tiny pool" in mode)
+    assert any(step.preempted for step in steps) == ("tiny cache" in mode)
     blocks = llm.scheduler.blocks
     assert blocks.num_free_blocks == blocks.num_blocks
 
@@ -186,7 +186,7 @@ def test_preempted_in_the_middle_of_the_prompt(qwen3, log_softmax, async_schedul
     assert len(positions) > len(set(positions)) == len(SHARED) - 1
 
 
-@pytest.mark.parametrize("mode", ["plain", "chunks", "overlap", "a tiny pool, chunks, overlap"])
+@pytest.mark.parametrize("mode", ["plain", "chunks", "overlap", "a tiny cache, chunks, overlap"])
 def test_deltas_put_together_are_the_whole(qwen3, log_softmax, mode):
     """DELTA carries each entry once, the prompt's with the first output; the sum is over all."""
     llm, _ = start(qwen3, **MODES[mode])

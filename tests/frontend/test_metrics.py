@@ -87,7 +87,7 @@ def test_the_engines_numbers_are_the_steps(qwen3, overlap):
 
 
 def test_gauges_are_of_this_moment(qwen3):
-    """Three requests of 8 tokens, two seats: 2 run with 2 blocks of 4 each, then 3 in 16."""
+    """Three requests of 8 tokens, two rows: 2 run with 2 blocks of 4 each, then 3 in 16."""
     with LLM(qwen3, block_size=4, num_gpu_blocks_override=16, max_num_seqs=2) as llm:
         def gauges():
             return [m.value for m in llm.get_metrics() if isinstance(m, Gauge)]

@@ -20,7 +20,7 @@ pytestmark = needs_gpu
 
 
 def used() -> int:
-    """Bytes of the GPU, by the driver; torch's pool has given back what it need not keep."""
+    """Bytes of the GPU, by the driver; torch's own cache has given back what it need not keep."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -66,7 +66,7 @@ def test_engines_leave_no_memory_behind(large):
 
 @alone
 def test_an_engine_after_a_forgotten_one_finds_all_memory(large):
-    """Nothing is collected or emptied in between: what the first one left in torch's pool must
+    """Nothing is collected or emptied in between: what the first one left in torch's own cache must
     neither be counted as others' nor be of no use in pieces."""
     engine = start_large(large, 0.8)
     blocks = engine.scheduler.blocks.num_blocks
@@ -121,7 +121,7 @@ def test_no_room_is_said_with_the_numbers(large):
 
 @alone
 def test_graphs_find_room_beside_a_cache_of_the_usual_size(large):
-    """They share one pool and keep no logits: what they take is far less than what is kept free."""
+    """They share memory and keep no logits: what they take is far less than what is kept free."""
     engine = start_large(large, 0.9)
     graphs, total = engine.runner.graphs, torch.cuda.mem_get_info()[1]
     assert 0 < graphs.memory < 400 * MB, f"{graphs.memory / MB:.0f} MB"

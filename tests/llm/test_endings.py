@@ -123,7 +123,7 @@ def test_samples_that_end_at_different_times(qwen3, monkeypatch):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_lower_priorities_are_served_first(qwen3, expected, by_hand):
-    """One seat: the requests end in the order of priority, then of arrival."""
+    """One row: the requests end in the order of priority, then of arrival."""
     llm = make(qwen3, scheduling_policy="priority", max_num_seqs=1)
     prompts, priorities = ["a", "b", "c", "d", "e"], [2, 0, 1, 0, -1]
     params = greedy(3, output_kind=RequestOutputKind.FINAL_ONLY)

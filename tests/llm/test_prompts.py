@@ -62,7 +62,7 @@ def test_the_fields_of_an_output(llm, expected):
 
 
 def test_results_come_in_the_order_of_the_prompts(llm, expected):
-    """More requests than seats, and the first are the longest: they finish in another order."""
+    """More requests than rows, and the first are the longest: they finish in another order."""
     prompts = [random.Random(i).choices(range(256), k=3 + 5 * (i % 4)) for i in range(9)]
     lengths = [24 - 2 * i for i in range(9)]
     outs = run(llm, prompts, [greedy(n) for n in lengths])

@@ -45,7 +45,7 @@ def test_a_request_id_is_used_once_at_a_time(llm):
 
 @pytest.mark.parametrize("victim", ["long", "short", "late"])
 def test_aborting_in_every_state(llm, expected, victim):
-    """Two seats for three requests, and a prompt of several chunks: after each number of steps the
+    """Two rows for three requests, and a prompt of several chunks: after each number of steps the
     victim waits, is prefilled, decodes, is in flight or has finished. It gives its blocks back, and
     the others go on as if nothing had happened."""
     requests = {"long": (list(range(50)), 9), "short": ([9, 8, 7], 6), "late": ([5] * 20, 7)}

@@ -1,7 +1,7 @@
 """Why somebody waits: sentences worked out by hand, and a second opinion on random runs.
 
 The second opinion does not read the scheduler's rules. It takes the sentence at its word: a copy of
-the scheduler, made before the step, is given what the sentence says is missing (blocks, a seat, a
+the scheduler, made before the step, is given what the sentence says is missing (blocks, a row, a
 larger budget), and in the copy's step that reason has to be gone.
 """
 
@@ -44,7 +44,7 @@ def test_blocks_that_are_missing_are_counted():
 
 
 def test_blocks_of_a_hit_that_are_free_are_counted_on_both_sides():
-    """The pool has 5 blocks. A's prompt leaves 2 full blocks behind that can be found. B holds 2
+    """The cache has 5 blocks. A's prompt leaves 2 full blocks behind that can be found. B holds 2
     blocks and 3 are free: A's 2 and a blank one. C begins as A did and needs 4 blocks for its 14
     tokens, 2 of which are the free ones with A's content."""
     scheduler = make(num_blocks=5)
@@ -64,8 +64,8 @@ def test_no_seat():
 
 
 def test_blocks_that_another_one_is_computing():
-    """B, C and D begin like A. They sit out the step, each on a seat that is kept for it: with 4
-    seats there is none for E."""
+    """B, C and D begin like A. They sit out the step, each on a row that is kept for it: with 4
+    rows there is none for E."""
     scheduler = make(seqs=4)
     for tail in range(4):
         add(scheduler, [1, 2, 3, 4, 5, 6, 7, 8, 9, tail])
@@ -233,7 +233,7 @@ def kind_of(reason: str) -> str:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_what_a_sentence_says_is_missing_is_what_was_missing(depth):
-    """Small pools, budgets and few seats, common beginnings, priorities; with a step in flight."""
+    """Small caches, budgets and few rows, common beginnings, priorities; with a step in flight."""
     seen: Counter = Counter()
     for seed in range(4):
         rng = random.Random(seed)

@@ -44,7 +44,7 @@ def test_preemption_is_shown():
 
 
 def test_below_a_step_stands_who_waits_and_why():
-    """One seat, by hand: B is next, and C and D wait for nothing but B. When A has gone, B runs."""
+    """One row, by hand: B is next, and C and D wait for nothing but B. When A has gone, B runs."""
     lines = trace(["3:1", "3:1", "3:1", "3:1"], 8, 10, 4, 1).splitlines()
     assert [line.strip() for line in lines if not line[0].isdigit()][1:] == [
         "B has no seat: max_num_seqs=1", "C, D stand behind B",
@@ -161,7 +161,7 @@ def test_requests_beside_a_csv_arrive_first(tmp_path):
 @pytest.mark.parametrize("policy, order", [
     ("fcfs", "ABCD"), ("shortest", "ACBD"), ("priority", "ADBC")])
 def test_the_policy_is_the_schedulers(tmp_path, policy, order):
-    """One seat. B, C and D come while A runs: C is the shortest, D takes A's seat if it may."""
+    """One row. B, C and D come while A runs: C is the shortest, D takes A's row if it may."""
     (tmp_path / "a.csv").write_text("seconds,prompt,output,priority\n0,12,3,1\n.001,9,1,1\n"
                                     ".001,4,1,1\n.006,5,1,0\n")
     simulation = Simulation(read_csv(tmp_path / "a.csv"), 12, 9, 4, 1, policy=policy)

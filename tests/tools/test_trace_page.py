@@ -64,7 +64,7 @@ class Truth:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Name -> (file, truth). "demo" is the README's; "busy" has all there is, over two keyframes;
-    "queue" has one seat; in "alone" the last one preempts itself; "evil" brings markup along;
+    "queue" has one row; in "alone" the last one preempts itself; "evil" brings markup along;
     "empty" has no step at all."""
     folder, made = tmp_path_factory.mktemp("pages"), {}
     arrivals = [Arrival(30 + 7 * i % 40, 8 + 5 * i % 30, 16, i / 40) for i in range(20)]
@@ -273,7 +273,7 @@ def words(browser, selector: str) -> str:
 
 
 def test_the_page_says_who_waits_and_why(browser, runs):
-    """The README's demo, whose table says the same; and four requests on one seat, of which the
+    """The README's demo, whose table says the same; and four requests on one row, of which the
     last two stand behind the second."""
     browser.open(runs["demo"][0], "#0")
     assert words(browser, "#why") == (
