@@ -31,7 +31,7 @@ from nanoserve.words.rules import Rule, choice, number, option
 from nanoserve.words.vllm import takes_vllms_words
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KERNELS = ("auto", "triton", "cpu", "onednn", "torch")
+KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
 MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once

@@ -48,7 +48,7 @@ MAY_IMPORT = {
             "device/*", "words/*", "config", "sequence"],
 }
 # Late, inside a function, because only who asks for it needs it.
-LATE = {"device/choice": ["device/kernels", "device/cpu", "device/onednn"],
+LATE = {"device/choice": ["device/kernels", "device/cpu"],
         "llm": ["extras/*", "tools/recorder"]}
 
 # Can be read, run and tested without torch, in seconds.

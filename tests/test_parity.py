@@ -81,7 +81,6 @@ MODES = {
     "blocks of 4": dict(block_size=4, num_gpu_blocks_override=200),
     "blocks of 5": dict(block_size=5, max_num_batched_tokens=16),
     "blocks of 32": dict(block_size=32),
-    "onednn": dict(kernels="onednn", max_num_batched_tokens=33, async_scheduling=True),
 }
 
 

@@ -136,7 +136,7 @@ def find_openmp() -> Path:
     found = re.findall(r"/.*/lib(?:g|i)?omp[-\d.][^/\s]*$", text, re.M)
     if not found:
         raise BuildError("torch has no OpenMP library whose threads could be shared: install "
-                         "another build of torch, or use kernels='onednn'")
+                         "another build of torch, or use kernels='torch'")
     return Path(min(found, key=lambda path: not path.startswith((f"{folder}/", f"{folder}.libs/"))))
 
 

@@ -6,7 +6,7 @@
     kernels="auto"   a GPU from 8.0 on, and triton    "triton"
                      another GPU, or no triton        "torch", the specification itself
                      a CPU and a compiler             "cpu", the compiled twin
-                     a CPU without a compiler         "onednn", `ops` with packed products
+                     a CPU without a compiler         "torch", which is slower
 
 Invariant: a slow path is never silent. A slower choice that the user left open is reported on
 standard error; a choice that the user made and the machine lacks is an error with the remedy.
@@ -44,9 +44,6 @@ def namespace(kernels: str) -> ModuleType:
     if kernels == "cpu":
         from nanoserve.device import cpu
         return cpu
-    if kernels == "onednn":
-        from nanoserve.device import onednn
-        return onednn
     return ops
 
 
@@ -80,9 +77,7 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
         try:
             namespace("cpu")
         except ImportError as error:
-            return str(error), "onednn"
-    if config.kernels == "onednn" and on_gpu:
-        return "oneDNN is for CPUs and the device is a GPU", "triton"
+            return str(error), "torch"
     if config.kernels != "triton":
         return "", ""
     try:

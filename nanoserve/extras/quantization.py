@@ -111,7 +111,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
                 library()  # compiled before the weights are read, and not in the first step
             except ImportError as error:
                 raise ValueError(f"quantization={config.quantization!r} with kernels='cpu', but "
-                                 f"{error}: mend that, or use kernels='onednn'") from error
+                                 f"{error}: mend that, or use kernels='torch'") from error
         is_fp8_on_cpu = config.quantization == "fp8" and config.device == "cpu"
         if config.kernels not in ("cpu", "triton") or is_fp8_on_cpu:
             say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "

@@ -267,7 +267,7 @@ def test_where_it_can_not_be_built_the_engine_says_so_and_runs(tmp_path):
     broken = run(script, CXX="false", XDG_CACHE_HOME=str(tmp_path))
     lines = [line for line in broken.stderr.splitlines() if "compiler" in line]
     assert broken.returncode == 0 and len(lines) == 1, broken.stderr
-    assert "kernels='onednn' takes its place, which is slower" in lines[0]
+    assert "kernels='torch' takes its place, which is slower" in lines[0]
     assert broken.stdout == run(script).stdout
 
 
@@ -277,7 +277,7 @@ def test_by_name_it_is_an_error(monkeypatch):
 
     monkeypatch.setattr("nanoserve.device.choice.namespace", fail)
     config = EngineConfig(model="m", kernels="cpu", device="cpu", dtype="float32")
-    with pytest.raises(ValueError, match=r"kernels='cpu', but .* words of its own: .*'onednn'"):
+    with pytest.raises(ValueError, match=r"kernels='cpu', but .* words of its own: .*'torch'"):
         fit_to_device(config, config)
 
 

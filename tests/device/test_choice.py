@@ -87,7 +87,6 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
 
 @pytest.mark.parametrize("device, kernels, reason, instead", [
     ("cuda", "cpu", "these kernels are for CPUs", "triton"),
-    ("cuda", "onednn", "oneDNN is for CPUs", "triton"),
     ("cpu", "triton", "there is no GPU .*TRITON_INTERPRET=1", "cpu")])
 def test_kernels_for_another_device_are_refused(dummy, monkeypatch, device, kernels, reason,
                                                 instead):

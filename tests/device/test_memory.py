@@ -30,7 +30,7 @@ def test_kv_cache_memory_bytes_is_met_to_the_block(dummy):
     assert half.scheduler.blocks.num_blocks == 20  # half the bytes a number, half the tokens
 
 
-@pytest.mark.parametrize("kernels", ["torch", "onednn", "cpu"])
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
 def test_a_cache_has_no_block_too_many(dummy, kernels):
     """A namespace may fill a cache up to whole pieces of its own: the compiled one's are of 16
     slots, which five blocks of 3 almost fill. Blocks are counted by what they take in the end."""

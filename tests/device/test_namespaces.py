@@ -66,7 +66,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_where_there_is_a_compiler_the_compiled_twin_is_tested():
     """Otherwise all of this would pass without it, by a library that no longer compiles: then this
     raises the compiler's words."""
-    namespace("cpu"), namespace("onednn")
+    namespace("cpu")
 
 
 def test_a_namespace_has_all_names_and_no_others(ops):

@@ -22,7 +22,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's i
 # Relative to the largest result. Compiled, 16 bits of an activation are left, in blocks.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 # Kernels, and the checkpoint that an engine runs with them.
-ENGINES = [(kernels, name) for kernels in ("torch", "onednn", "cpu")
+ENGINES = [(kernels, name) for kernels in ("torch", "cpu")
            if kernels != "cpu" or shutil.which("g++")
            for name in ("qwen3", "qwen3-tied", "llama-bias")]
 ENGINES.append(pytest.param("triton", "tiny", marks=needs_interpreter))

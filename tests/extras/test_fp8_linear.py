@@ -186,7 +186,7 @@ def in_shares(name: str, tensor: torch.Tensor, shares: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name, kernels", [("qwen3", "torch"), ("qwen3-tied", "auto"),
-                                           ("llama-bias", "onednn")])
+                                           ("llama-bias", "torch")])
 def test_the_text_is_that_of_the_rounded_numbers(name, kernels, checkpoints, rounded_text, capfd):
     expected = rounded_text(name)
     capfd.readouterr()
