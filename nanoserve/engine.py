@@ -28,6 +28,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -98,7 +99,7 @@ class LLMEngine:
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step
-        self.num_arrived = self.num_named = 0
+        self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
             extra.attach(self)
@@ -128,8 +129,9 @@ class LLMEngine:
         `ValueError`, and queues nothing, if its id is in use."""
         with self.turns:
             self.check_open()
-            if not request.request_id:
-                request.request_id = self._unused_id()
+            if not request.request_id:  # chosen here: a stream may start long after it was made
+                unused = (name for name in map(str, self.names) if name not in self.requests)
+                request.request_id = next(unused)
             if request.request_id in self.requests:
                 raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
             sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
@@ -140,14 +142,6 @@ class LLMEngine:
                 self.scheduler.add(seq)
             for observer in self.observers:
                 observer.added(sequences, request.stats, request.prompt)
-
-    def _unused_id(self) -> str:
-        """A number that no request has as its id. It's chosen when a request is submitted: a stream
-        may start long after it was made."""
-        self.num_named += 1
-        while str(self.num_named) in self.requests:
-            self.num_named += 1
-        return str(self.num_named)
 
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
@@ -224,8 +218,11 @@ class LLMEngine:
             else:
                 assert step.num_new_tokens or step.sitting_out or not self.requests, (
                     f"stuck: nothing can be scheduled for {list(self.requests)}")
-        except BaseException:
-            self._drop_in_flight()
+        except BaseException:  # no request is lost: the tokens of these steps are scheduled again
+            try:
+                self.runner.synchronize()
+            finally:
+                self.scheduler.drop_in_flight()
             raise
 
     def _take_result(self) -> None:
@@ -281,13 +278,6 @@ class LLMEngine:
         if errors:
             raise errors[0]
 
-    def _drop_in_flight(self) -> None:
-        """Forget the launched steps. No request is lost: their tokens are scheduled again."""
-        try:
-            self.runner.synchronize()
-        finally:
-            self.scheduler.drop_in_flight()
-
     # ------------------------------------------------------------------- ends
 
     def abort(self, request_ids: list[str]) -> None:
@@ -311,18 +301,14 @@ class LLMEngine:
             for observer in self.observers:
                 observer.ended(request.sequences)
             request.inbox.append(request.output())
-        if not self.requests:
-            self._rest()
+        try:
+            while self.scheduler.in_flight and not self.requests:
+                self._advance()  # which schedules nothing, and takes one step's result
+        except BaseException:
+            self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
+            raise
         if errors:
             raise errors[0]
-
-    def _rest(self) -> None:
-        """No request is left: end the steps in flight."""
-        try:
-            while self.scheduler.in_flight:
-                self._advance()  # which schedules nothing, and takes one step's result
-        finally:
-            self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; a second call is harmless.

@@ -1,5 +1,7 @@
 """Driving the engine by hand, aborting, and calls that share an engine."""
 
+from copy import copy
+
 import pytest
 from small_engine import (
     HELLO,
@@ -130,7 +132,8 @@ def test_requests_by_hand_survive_generate(llm, expected):
 def test_finished_outputs_wait_for_step_under_any_name(llm, expected, kind):
     """Requests by hand may be called "1", "2", ..., as the engine calls its own. One that finishes
     during a `generate` is not the next `generate`'s result, however their ids collide."""
-    names = [str(llm.num_named + 2 * i) for i in range(1, 8)]
+    next_name = next(copy(llm.names))
+    names = [str(next_name + 2 * i) for i in range(7)]
     for i, name in enumerate(names):
         llm.add_request(name, [i] * 3, greedy(2, output_kind=kind))
     for i in range(12):
@@ -147,7 +150,8 @@ def test_a_stream_that_has_not_started_takes_nothing_from_others(llm, expected):
     """Streams are submitted when they are first asked; until then their ids are only promised."""
     one, other = llm.stream("Hello", greedy(4)), llm.stream("world", greedy(4))
     assert_serves(llm, expected)
-    for number in range(llm.num_named - 6, llm.num_named + 3):
+    next_name = next(copy(llm.names))
+    for number in range(next_name - 7, next_name + 2):
         llm.add_request(str(number), [1, 2, 3], greedy(5))
     assert tokens(list(one)[-1:]) == [expected("Hello", 4)]
     assert tokens(list(other)[-1:]) == [expected("world", 4)]
