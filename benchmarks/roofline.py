@@ -253,7 +253,7 @@ class Watch:
         machine = measure(self.device, self.dtype)
         steps = [Work.of(step, self.config.windows) for step in self.steps]
         least = sum(run_seconds(steps, self.config, machine, self.dtype.itemsize).values())
-        return (f"{least / seconds:.1%} of it, {least:.2f} s of {seconds:.2f} "
+        return (f"{least / seconds:.1%}, as the steps took {seconds:.2f} s and need {least:.2f} "
                 f"(copy {machine.bandwidth / 1e9:,.1f} GB/s, matrix product "
                 f"{machine.matrix_rate / 1e9:,.0f} GFLOP/s)")
 

@@ -24,9 +24,9 @@ def test_it_prints_vllms_line_and_the_share_of_the_roofline(toy, monkeypatch, ca
         throughput).groups())
     assert total / requests == pytest.approx(12, rel=0.01)
     assert output / requests == pytest.approx(5, rel=0.01)
-    share, least, took = map(float, re.match(
-        r"Roofline: ([\d.]+)% of it, ([\d.]+) s of ([\d.]+) \(copy 30.0 GB/s, matrix product 400 "
-        r"GFLOP/s\)$", roofline).groups())
+    share, took, least = map(float, re.match(
+        r"Roofline: ([\d.]+)%, as the steps took ([\d.]+) s and need ([\d.]+) \(copy 30.0 GB/s, "
+        r"matrix product 400 GFLOP/s\)$", roofline).groups())
     assert 0 <= share <= 100 and least <= took
 
 
