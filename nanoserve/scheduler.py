@@ -334,10 +334,11 @@ class Scheduler:
 
         num_tokens: how many tokens it keeps, if a step brought more. If its last token has ended it
         and also completes a stop string, the reason becomes "stop": the text is cut at the string.
+        And it becomes "length" where that token came because a parser had given up.
         """
         del seq.token_ids[num_tokens or len(seq.token_ids):]
         if seq.finish_reason is not None:
-            if reason == "stop" and seq.finish_reason != "abort":
+            if "abort" not in (reason, seq.finish_reason):
                 seq.finish_reason, seq.stop_reason = reason, stop_reason
             return
         seq.finish_reason, seq.stop_reason = reason, stop_reason

@@ -42,15 +42,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.extras.structured_schema import tidy
 from nanoserve.frontend.metrics import Observer
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import Sequence, Step
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
 MAX_MULTIPLE = 10_000  # of JSON's multipleOf: compiling takes the square of it
 NUM_PROBED = 64  # forced tokens that are read when a grammar is compiled, to see whether it works
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
 # small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
 ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=": ")
@@ -61,21 +63,25 @@ ONE_LINE = dict(whitespace_flexible=False, item_separator=", ", key_separator=":
 
 @dataclass
 class StructuredOutputsParams:
-    """What the output must be: exactly one of these. The names are vLLM's. Raises `ValueError`."""
+    """What the output must be: exactly one of these, and what a schema may leave open. The names
+    are vLLM's. Raises `ValueError`."""
 
     json: str | dict | None = None  # a JSON schema
     regex: str | None = None  # which the whole output matches
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark's notation, with llguidance's extensions
     json_object: bool | None = None  # any JSON object
+    disable_additional_properties: bool = True  # False: a schema's objects may have any other keys
 
     def __post_init__(self):
         # json_object=False asks for nothing, as None does; an empty schema allows any JSON value.
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            raise ValueError("structured_outputs must have exactly one of "
-                             f"{', '.join(f.name for f in fields(self))}, got "
+            raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}, got "
                              f"{' and '.join(given) or 'none of them'}")
+        if not isinstance(self.disable_additional_properties, bool):
+            raise ValueError("structured_outputs: disable_additional_properties must be True or "
+                             f"False, got {self.disable_additional_properties!r:.100}")
         right = dict(
             json=isinstance(self.json, (str, dict)), regex=isinstance(self.regex, str),
             grammar=isinstance(self.grammar, str), json_object=self.json_object is True,
@@ -95,7 +101,7 @@ class StructuredOutputsParams:
         if isinstance(asked, dict):
             names = [f.name for f in fields(cls)]
             if unknown := [str(key) for key in asked if key not in names]:
-                raise ValueError(f"structured_outputs takes one of {', '.join(names)}, got "
+                raise ValueError(f"structured_outputs takes one of {', '.join(KINDS)}, got "
                                  f"{', '.join(unknown)}")
             return cls(**asked)
         if not isinstance(asked, cls):
@@ -207,10 +213,26 @@ class Grammars:
         schema = {"type": "object"} if asked.json is None else asked.json
         try:  # as text: a dict that holds itself, handed to the library, ends the process
             text = schema if isinstance(schema, str) else json.dumps(schema)
+            text = json.dumps(tidy(json.loads(text), asked.disable_additional_properties,
+                                   self._is_dead))
             return to.grammar_from_json_schema(text, defaults=ONE_LINE)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError, re.error) as error:
             raise ValueError(f"structured_outputs: json is no JSON schema: {error!s:.500}"
                              ) from error
+
+
+    def _is_dead(self, keys: list[str], patterns: list[str]) -> bool:
+        """Whether no key is left for these patterns: whether the parser, when it has read an object
+        of all keys and the comma behind it, finds no way to go on."""
+        probe = dict(type="object", properties=dict.fromkeys(keys, {}), required=keys,
+                     patternProperties=dict.fromkeys(patterns, {}), additionalProperties=False)
+        matcher = self.library.LLMatcher(
+            self.tokenizer, self.library.LLMatcher.grammar_from_json_schema(
+                json.dumps(probe), defaults=ONE_LINE), log_level=0)
+        text = json.dumps(dict.fromkeys(keys), ensure_ascii=False)[:-1] + ", "
+        matcher.consume_tokens(self.tokenizer.tokenize_str(text))
+        matcher.compute_bitmask()
+        return matcher.get_error().startswith("NoExtension")
 
 
 def _in_words(error: str) -> str:
@@ -258,6 +280,7 @@ class Grammar:
     def __init__(self, made_by: Grammars, compiled: Any, end_ids: frozenset[int]):
         self.made_by, self.compiled, self.end_ids = made_by, compiled, end_ids
         self.matcher: Any = None
+        self.gave_up = False  # the text ends where it may not: then it doesn't say "stop"
         self.num_read: int | None = None  # tokens of the sequence, its prompt among them; None: ...
         # ... the matcher has to begin anew
 
@@ -298,10 +321,12 @@ class Grammar:
         self.num_read = len(seq.token_ids)
 
     def _mask_here(self) -> np.ndarray:
-        """A matcher that has failed allows END alone: the text ends there, and a warning says why.
-        (It fails where a grammar is so ambiguous that the library's limits are met.)"""
+        """A matcher that has failed allows END alone. The text ends there, a warning says why, and
+        its `finish_reason` is "length". (It fails where a grammar is so ambiguous that the
+        library's limits are met, or where it leads into a place that it can't leave.)"""
         every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         if self.matcher.is_error():
+            self.gave_up = True
             warnings.warn("structured_outputs: a text ends early, because llguidance gave up: "
                           + self.matcher.get_error().partition("\n")[0], stacklevel=2)
         vocab_size, (byte, bit) = self.made_by.vocab_size, divmod(self.made_by.end_id, 8)
@@ -371,6 +396,11 @@ class StructuredOutput(Extra, Observer):
             if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
                 self.scheduler.proposers.insert(0, self.propose)
             self.constraints.update({seq: grammar.fresh() for seq in sequences})
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        for seq in grown.keys() & self.constraints.keys():
+            if seq.finish_reason == "stop" and self.constraints[seq].gave_up:
+                self.scheduler.finish(seq, "length")
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:

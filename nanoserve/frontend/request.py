@@ -113,7 +113,8 @@ class Request:
             self.history.decode()
             ended = seq.finish_reason if self.num_read[index] == len(seq.token_ids) else None
             # The token that ended it, EOS say, is no text, unless the caller wants to see it.
-            hidden = ended == "stop" and not self.params.include_stop_str_in_output
+            hidden = (ended is not None and token_id in seq.request.stop_ids
+                      and not self.params.include_stop_str_in_output)
             stop_string = self.detokenizers[index].add([] if hidden else [token_id])
             if ended is not None:
                 stop_string = self.detokenizers[index].flush() or stop_string

@@ -1,0 +1,131 @@
+"""What a schema leaves open, and patterns without a key.
+
+Oracles: texts that are right or wrong by hand, `jsonschema`, and a model of noise, which tries
+everything that is allowed.
+"""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from grammars import ENDS, TOKENIZER, padded_checkpoint, start
+from helpers import sequence
+
+from nanoserve import SamplingParams
+from nanoserve.extras.structured import Grammars
+
+NUMBER, TEXT = {"type": "integer"}, {"type": "string"}
+AB = {"a": NUMBER, "b": TEXT}
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(TOKENIZER, len(TOKENIZER))
+
+
+def is_text(grammars, text: str, **asked) -> bool:
+    """Whether the masks let all of the text pass, and an end behind it."""
+    grammar = grammars.compile(asked, frozenset(ENDS))
+    seq = sequence("r", [1])
+    for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), min(ENDS)]:
+        mask = grammar.mask(seq, [], np.array((), dtype=np.int64), [])
+        if not mask[token_id // 8] >> token_id % 8 & 1:
+            return False
+        seq.token_ids.append(token_id)
+    return True
+
+
+PERSON = {"properties": {"a": NUMBER, "more": {"$ref": "#/$defs/more"}},
+          "$defs": {"more": {"type": "object", "properties": AB}}}
+PARTS = {"allOf": [{"properties": {"a": NUMBER}}, {"$ref": "#/$defs/more"}],
+         "$defs": PERSON["$defs"]}
+
+
+@pytest.mark.parametrize(("schema", "closed", "always"), [
+    (dict(properties=AB), ['{"x": 1}', '{"a": 1, "x": 1}'], ['{"a": 1, "b": "c"}', "{}"]),
+    (dict(properties={"in": dict(properties=AB)}), ['{"in": {"x": 1}}'], ['{"in": {"a": 1}}']),
+    (dict(type="array", items=dict(properties=AB)), ['[{"x": 1}]'], ['[{"a": 1}]']),
+    (dict(anyOf=[dict(properties={"a": NUMBER}), dict(properties={"b": TEXT})]),
+     ['{"a": 1, "x": 1}'], ['{"a": 1}', '{"b": "c"}']),
+    (PERSON, ['{"more": {"x": 1}}'], ['{"a": 1, "more": {"a": 1, "b": "c"}}']),
+    (dict(patternProperties={"^x": NUMBER}), ['{"y": 1}'], ['{"x": 1, "xy": 2}', "{}"]),
+    (dict(properties={"properties": NUMBER, "items": NUMBER}), ['{"a": 1}'],
+     ['{"properties": 1, "items": 2}']),
+    (dict(properties=AB, additionalProperties=True), [], ['{"a": 1, "x": 1}']),
+    (dict(properties=AB, additionalProperties=NUMBER), [], ['{"a": 1, "x": 1}']),
+    (dict(properties=AB, allOf=[{"description": "one part"}], title="x"), [], ["{}"]),
+    (dict(properties={"a": dict(allOf=[{"$ref": "#/$defs/more"}], title="x")},
+          **{"$defs": PERSON["$defs"]}), ['{"a": {"x": 1}}'], ['{"a": {"a": 1}}']),
+    (dict(properties=AB, required=["a", "x"]), [], ['{"a": 1, "x": 1}']),
+    (dict(type="object"), [], ['{"a": 1}']),
+    (dict(enum=[{"properties": {"a": 1}}]), [], ['{"properties": {"a": 1}}']),
+    (PARTS, [], ['{"a": 1, "b": "c", "x": 1}']),
+    (dict(properties={"a": NUMBER}, anyOf=[dict(properties={"b": TEXT}, required=["b"])]), [],
+     ['{"a": 1, "b": "c"}', '{"b": "c", "x": 1}']),
+], ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "")
+def test_an_object_that_lists_its_keys_has_no_others_unless_it_is_opened(grammars, schema, closed,
+                                                                         always):
+    """A small model writes keys of its own for ever where it may: vLLM closes such objects. An
+    object that is put together from parts stays open: each part would forbid the others' keys."""
+    schema = dict({"type": "object"} if schema.get("type") != "array" and "enum" not in schema else
+                  {}, **schema)
+    for text in [*closed, *always]:
+        jsonschema.validate(json.loads(text), schema)
+        assert is_text(grammars, text, json=schema) == (text in always), text
+        assert is_text(grammars, text, json=json.dumps(schema),
+                       disable_additional_properties=False), text
+
+
+@pytest.mark.parametrize(("properties", "patterns", "more"), [
+    ({"a": NUMBER}, {"^a$": NUMBER}, None), ({"a": NUMBER}, {"^[a]$": {"maximum": 5}}, None),
+    ({"a": NUMBER, "b": NUMBER}, {"^(a|b)$": {"minimum": 3}}, None),
+    ({"": NUMBER}, {"^$": {}}, None),
+    ({"é": NUMBER, 'q"': TEXT}, {"^é$": {}, '^q"$': {"maxLength": 1}}, None),
+    ({"a": NUMBER}, {"^a$": NUMBER, "^x": NUMBER}, "x"), ({"a": NUMBER}, {"a": NUMBER}, "ba"),
+    ({"a": NUMBER}, {".*": NUMBER}, "y")], ids=repr)
+@pytest.mark.parametrize("more_properties", [None, False, True])
+def test_a_pattern_of_listed_keys_alone_is_no_way_on(grammars, properties, patterns, more,
+                                                     more_properties):
+    """The compiler takes listed keys out of a pattern. `{"a": 1, ` was allowed, and then nothing:
+    the text ended there, as invalid JSON, with finish_reason "stop"."""
+    schema = dict(type="object", properties=properties, patternProperties=patterns)
+    if more_properties is not None:
+        schema["additionalProperties"] = more_properties
+    whole = {key: 4 if value is NUMBER else "x" for key, value in properties.items()}
+    text = json.dumps(whole, ensure_ascii=False)
+    assert is_text(grammars, text, json=schema)
+    grammar, seq = grammars.compile(dict(json=schema), frozenset(ENDS)), sequence("r", [1])
+    seq.token_ids += TOKENIZER.encode(text[:-1], add_special_tokens=False)
+    mask = grammar.mask(seq, [], np.array((), dtype=np.int64), [])
+    comma, = TOKENIZER.encode(",", add_special_tokens=False)
+    assert bool(mask[comma // 8] >> comma % 8 & 1) == bool(more or more_properties)
+    if more:
+        assert is_text(grammars, json.dumps(whole | {more: 4}, ensure_ascii=False), json=schema)
+    for key, wrong in ((key, wrong) for key in whole for wrong in (2, 99, "xyz")):
+        other = whole | {key: wrong}
+        assert is_text(grammars, json.dumps(other, ensure_ascii=False), json=schema) == (
+            not list(jsonschema.Draft202012Validator(schema).iter_errors(other)))
+
+
+def test_texts_that_stop_are_valid_and_others_say_length(tmp_path):
+    schema = {"type": "object", "required": ["a"], "properties": {
+        "a": {"enum": [1, 2]}, "b": {"type": "object", "properties": {"c": {"type": "boolean"}},
+                                     "patternProperties": {"^c$": {}}}}}
+    with start(padded_checkpoint(tmp_path)) as llm:
+        outs = llm.generate([[5, 6, i] for i in range(12)], SamplingParams(
+            seed=1, max_tokens=60, temperature=1.5, structured_outputs={"json": schema}))
+    for out in outs:
+        assert out.outputs[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(out.outputs[0].text), schema)
+        assert set(json.loads(out.outputs[0].text)) <= {"a", "b"}
+
+
+@pytest.mark.parametrize("schema", [
+    dict(properties=5), dict(properties=["a"]), dict(patternProperties="a"), dict(allOf=5),
+    dict(properties=AB, required=5), dict(properties=AB, required=[["a"]]), 5, [AB], "x",
+    dict(properties={"a": NUMBER}, patternProperties={"(": NUMBER}),
+    dict(properties={"é": NUMBER}, patternProperties={r"^(?<x>é)$": NUMBER})], ids=str)
+def test_what_is_no_schema_is_refused_in_words(grammars, schema):
+    with pytest.raises(ValueError, match="structured_outputs: "):
+        grammars.compile(dict(json=json.dumps(schema)), frozenset(ENDS))
