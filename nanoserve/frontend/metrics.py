@@ -115,7 +115,6 @@ class EngineMetrics:
         self.prefix_caching, self.clock, self.wall = prefix_caching, clock, wall
         self.stats: dict[Sequence, RequestStateStats] = {}  # of all that have not ended
         self.num_steps = 0
-        self.num_step_tokens = 0
         self.step_sizes = [0] * (len(STEP_BUCKETS) + 1)  # the last: larger than all of them
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_queries = self.num_hits = 0  # tokens looked up in the prefix cache, and found
@@ -134,11 +133,7 @@ class EngineMetrics:
         A look-up after a preemption is not counted: the sequence looks for blocks that it has
         filled itself. (vLLM counts such look-ups separately.)
         """
-        if step.num_new_tokens:
-            num_tokens = step.num_tokens
-            self.num_steps += 1
-            self.num_step_tokens += num_tokens
-            self.step_sizes[bisect_left(STEP_BUCKETS, num_tokens)] += 1
+        self.num_steps += bool(step.num_new_tokens)
         self.num_preemptions += len(step.preempted)
         for seq in step.admitted:
             if seq.num_preemptions == 0:
@@ -150,8 +145,13 @@ class EngineMetrics:
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         """A step has finished. grown: the new tokens of each sequence, none where it was pooled; a
-        stop string may still remove the last ones."""
+        stop string may still remove the last ones.
+
+        A step's size is vLLM's: its new tokens, first ones included, and the whole prompts that
+        they follow, however many steps computed them. A chunk alone makes no observation.
+        """
         now, stats = self.clock(), self.stats
+        before = self.num_prompt_tokens + self.num_generation_tokens
         self.num_generation_tokens += sum(map(len, grown.values()))
         for seq in grown:
             request = stats[seq]
@@ -160,6 +160,9 @@ class EngineMetrics:
                 request.first_token_ts = now
                 request.first_token_latency = self.wall() - request.arrival_time
                 self.num_prompt_tokens += seq.num_prompt_tokens
+        if grown:
+            size = self.num_prompt_tokens + self.num_generation_tokens - before
+            self.step_sizes[bisect_left(STEP_BUCKETS, size)] += 1
 
     def ended(self, sequences: list[Sequence]) -> None:
         """These sequences have a `finish_reason`. A second call is harmless."""
@@ -189,8 +192,8 @@ class EngineMetrics:
                 *(Counter(name(key), labels, value) for key, value in counters.items()),
                 *(Counter(name("request_success"), labels | {"finished_reason": reason}, count)
                   for reason, count in self.num_finished.items()),
-                Histogram(name("iteration_tokens_total"), labels, self.num_steps,
-                          float(self.num_step_tokens), buckets)]
+                Histogram(name("iteration_tokens_total"), labels, running, float(
+                    self.num_prompt_tokens + self.num_generation_tokens), buckets)]
 
 
 # ------------------------------------------------------------ for a reader

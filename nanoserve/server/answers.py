@@ -168,8 +168,7 @@ class CompletionAnswer(Answer):
             entry = (entries or {}).get(token_id)
             tokens.append(self.text_of(token_id) if entry is None else token_text(token_id, entry))
             values.append(None if entry is None else clamp(entry))
-            tops.append(None if entries is None else {
-                token_text(one, entry): clamp(entry) for one, entry in entries.items()})
+            tops.append(None if entries is None else top_logprobs(entries))
             offsets.append(offset)
             offset += len(tokens[-1])
         return dict(tokens=tokens, token_logprobs=values, top_logprobs=tops,
@@ -226,6 +225,15 @@ def entry_object(token_id: int, entry: Logprob) -> dict:
 
 def token_text(token_id: int, entry: Logprob) -> str:
     return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+
+
+def top_logprobs(entries: dict[int, Logprob]) -> dict[str, float]:
+    """By text. Where several tokens have one text, the first stays: the token itself, which is the
+    first of `entries`, or else the likeliest."""
+    tops: dict[str, float] = {}
+    for token_id, entry in entries.items():
+        tops.setdefault(token_text(token_id, entry), clamp(entry))
+    return tops
 
 
 def clamp(entry: Logprob) -> float:

@@ -145,11 +145,12 @@ def main(argv: list[str] | None = None) -> int:
         listening = listen(args.host, args.port)  # before a model is loaded for minutes
         if args.skip_tokenizer_init and args.runner != "pooling":
             raise ValueError("--skip-tokenizer-init leaves a generator without text: leave it out")
+        names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
+        check_names([*names, *(name for name, _ in args.lora_modules or ())])
         llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
         adapters = load_adapters(llm, args.lora_modules)
     except (ValueError, OSError) as error:
         parser.exit(2, f"nanoserve: {error}\n")
-    names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
     keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
     app = create_app(AsyncLLM(llm), names, template, adapters, api_keys=keys,
                      max_requests=args.max_requests, max_body_bytes=args.max_body_bytes)
@@ -157,6 +158,13 @@ def main(argv: list[str] | None = None) -> int:
                             log_level=args.log_level)
     run(Door(config, greeting(names[0], listening, keys)), listening)
     return 0
+
+
+def check_names(names: list[str]) -> None:
+    """Of two models with one name a client would get either. Raises `ValueError`."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two models have the name {twice[0]!r}: choose another one for the "
+                         "adapter (--lora-modules), or for the model (--served-model-name)")
 
 
 def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:

@@ -19,14 +19,16 @@ class Steps:
         llm.observers.append(self)
 
     def scheduled(self, step) -> None:
-        if step.num_new_tokens:
-            self.sizes.append(step.num_tokens)
         self.preempted += [seq.name for seq in step.preempted]
         self.admitted += [(seq.name, seq.num_prompt_tokens, start) for seq, start in zip(
             step.num_new_tokens, step.starts, strict=True) if seq in step.admitted]
 
     def updated(self, step, grown) -> None:
+        firsts = {seq.request.request_id: seq.num_prompt_tokens for seq in grown
+                  if seq.request.request_id not in self.grown}
         self.grown += [seq.request.request_id for seq in grown]
+        if grown:  # as vLLM's IterationStats: whole prompts, with their first tokens
+            self.sizes.append(len(grown) + sum(firsts.values()))
 
     def added(self, *args) -> None:
         pass

@@ -76,3 +76,15 @@ def test_an_adapter_without_enable_lora_says_what_is_missing(voices, capsys):
         cli.main([str(voices.base), "--port", "0", "--num-gpu-blocks-override", "16",
                   "--lora-modules", f"one={voices.root / 'adapter-1'}"])
     assert "enable_lora=True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("names", "modules"), [
+    (["a"], ["b", "a"]), (["a", "b"], ["b"]), (["m"], ["a", "a"]), (["a", "a"], [])])
+def test_two_models_of_one_name_are_refused_before_anything_is_loaded(names, modules, capsys):
+    """An adapter named like the model answered in its place, and /v1/models had the name twice."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--port", "0", "--enable-lora", "--served-model-name", *names, "--lora-modules",
+                  *(f"{name}=/nowhere" for name in modules)] if modules else
+                 ["--port", "0", "--served-model-name", *names])
+    assert ended.value.code == 2
+    assert f"two models have the name {'b' if 'b' in names else 'a'!r}" in capsys.readouterr().err
