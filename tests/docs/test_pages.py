@@ -61,7 +61,7 @@ def test_files_named_in_the_text_exist():
 
 def test_modules_named_in_commands_exist():
     for page in set(PAGES) - {"docs/LOG.md"}:
-        for name in re.findall(r"python -m ((?:nanoserve|benchmarks)[\w.]*\w)", read(page)):
+        for name in re.findall(r"python -m\s+((?:nanoserve|benchmarks)[\w.]*\w)", read(page)):
             path = ROOT / name.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: python -m {name}"
 
