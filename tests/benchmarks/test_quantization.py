@@ -7,13 +7,11 @@ from checkpoints import Reference
 
 from benchmarks import quantization
 from benchmarks.quantization import (
-    held_out_tokens,
     loss,
     measure_memory,
     perplexity_table,
     speed_table,
 )
-from nanoserve.llm import BUNDLED_MODEL
 
 TOKENS = [(7 * i * i + 3) % 250 for i in range(50)]
 
@@ -28,15 +26,6 @@ def test_the_loss_is_that_of_transformers(checkpoints):
         nats += float(F.cross_entropy(logits, window[1:], reduction="sum"))
     got = loss(TOKENS, checkpoints["qwen3"], 20, dtype="float32", device="cpu")
     assert got == pytest.approx(nats / 49, rel=1e-4)
-
-
-def test_what_was_held_out_is_found_again(tmp_path):
-    """Every 50th piece of 8 KB, from the 26th on; the 14th paragraph completes the second one."""
-    paragraphs = [f"Paragraph {i:04}. {'word ' * 120}".strip() for i in range(30 * 13)]
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n\n".join(paragraphs))
-    tokens = held_out_tokens(corpus, BUNDLED_MODEL)
-    assert 1000 < len(tokens) < 4000
 
 
 def test_the_tables_have_a_line_for_each_case(checkpoints, toy, monkeypatch):

@@ -7,26 +7,14 @@ import json
 import re
 
 import pytest
-from bench_runs import PEER, run
+from bench_runs import run
 from witness import read
 
 from benchmarks import meter, roofline, throughput, workloads
-from benchmarks.roofline import Machine
 from benchmarks.workloads import SMALL
 from nanoserve import LLM
 
 pytestmark = pytest.mark.usefixtures("known_machine")
-
-
-@pytest.mark.parametrize("machine, model, count", [
-    (Machine(1e12, 1e14), "Qwen3-0.6B", 16), (Machine(3e10, 1.5e11), "Qwen3-0.6B", None),
-    (Machine(1e9, 1e10), "storyteller", 16)])
-def test_without_a_model_a_cpu_gets_what_it_can_do(monkeypatch, machine, model, count):
-    monkeypatch.setattr(roofline, "measure", lambda device, dtype: machine)
-    monkeypatch.setattr(throughput, "free_cpu_memory", lambda: 2 ** 40)
-    with throughput.Bench(throughput.make_parser().parse_args(["--set", "device=cpu"])) as found:
-        assert found.folder.name == model
-        assert len(found.requests) == count if count else 4 <= len(found.requests) < 16
 
 
 def test_a_run_prints_its_throughput_and_its_share_of_the_roofline(toy, tmp_path, capsys):
@@ -80,31 +68,6 @@ def test_ctrl_c_prints_what_was_measured(toy, tmp_path, capsys, monkeypatch):
     assert 0 < result["result"]["num_output_tokens"] < result["workload"]["num_output_tokens"]
 
 
-def test_the_ladder_shows_of_each_row_the_run_in_the_middle(toy, tmp_path, capsys, monkeypatch):
-    path = tmp_path / "ladder.json"
-    seconds = iter([5, 1, 1, 1, 1, 3, 2, 2, 2, 2, 4, 3, 3, 3, 3])  # of a run, row after row
-    real = throughput.serve
-
-    def serve(llm, requests, temperature, label=None):
-        run, meter = real(llm, requests, temperature, label)
-        warms_up = label is None
-        return (run if warms_up else dict(run, seconds=next(seconds))), meter
-
-    monkeypatch.setattr(throughput, "serve", serve)
-    code, out, _ = run(capsys, toy, "--ladder", "--output-len", "3", "6", "--num-prompts", "8",
-                       "--output-json", str(path))
-    assert code == 0 and next(seconds, None) is None  # three rounds by default
-    result = json.loads(path.read_text())
-    names = [row["name"] for row in result["rows"]]
-    assert names == ["one request at a time", "+ continuous batching", "+ chunked prefill",
-                     "+ prefix caching", "+ compiled kernels"]
-    assert all(out.count(name) == 4 for name in names) and "medians of 3" in out
-    assert [row["seconds"] for row in result["rows"]] == [4, 2, 2, 2, 2]
-    assert {row["num_output_tokens"] for row in result["rows"]} == {
-        result["workload"]["num_output_tokens"]}
-    assert result["workload"]["name"] == "mixed"
-
-
 def test_against_transformers(toy, tmp_path, capsys):
     path = tmp_path / "against.json"
     code, out, _ = run(capsys, toy, "--against", "hf", "--rounds", "2", "--num-prompts", "3",
@@ -120,40 +83,13 @@ def test_against_transformers(toy, tmp_path, capsys):
     assert re.search(r"transformers [\d.]+, static batch: .*times as good", out)
 
 
-def test_any_script_can_be_a_peer_also_of_single_tokens(toy, tmp_path, capsys):
-    script, path = tmp_path / "peer.py", tmp_path / "out.json"
-    script.write_text(PEER)
-    common = ["--against", str(script), "--workload", "single", "--rounds", "1"]
-    code, _, _ = run(capsys, toy, *common, "--input-len", "9", "--output-len", "4",
-                     "--output-json", str(path))
-    [theirs] = json.loads(path.read_text())["rounds"]["single"]["another engine"]
-    assert code == 0 and theirs["ttft"]["mean"] == 0.5 and theirs["decode_tok_s"] == 3 / 1.5
-    code, out, _ = run(capsys, toy, *common, "--input-len", "8", "--output-len", "1")
-    assert code == 0 and "decode tok/s nan" in out
-    with pytest.raises(SystemExit):
-        run(capsys, toy, *common, "--input-len", "13")
-    assert "the peer ended: out of luck" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("args, says", [
     (["--model", "Qwen3-0.5B"], "Qwen3-0.5B is neither a folder"),
-    (["--num-prompts", "0"], "--num-prompts must be at least 1"),
-    (["--min-seconds", "5"], "--min-seconds goes with --against"),
     (["--input-len", "9", "8"], "--input-len takes one number"),
-    (["--output-len", "50000"], "the longest request has"),
     (["--set", "block_size"], "write OPTION=VALUE"),
-    (["--set", "device=gpu"], "device must be one of"),
     (["--set", "colour=blue"], "the engine has no option colour"),
-    (["--set", "dtype=bfloat16"], "write --dtype bfloat16"),
-    (["--request-rate", "nan"], "--request-rate must be above 0"),
     (["--arrivals", "nowhere.csv"], "nowhere.csv can't be read"),
-    (["--step-trace", "run.txt"], "--step-trace: trace must be a file"),
-    (["--step-trace", "run.html", "--ladder"], "--step-trace is about one run of one engine"),
-    (["--ladder", "--request-rate", "3"], "submit everything at once"),
-    (["--arrivals", "a.csv", "--num-prompts", "3"], "--arrivals says how many"),
-    (["--against", "hf", "--temperature", "0.5"], "--against compares greedy decoding"),
     (["--against", "vlm"], "neither a file nor one of hf"),
-    (["--output-json", "nowhere/out.json"], "the folder of nowhere/out.json"),
 ])
 def test_wrong_use_is_refused_before_any_work(args, says, toy, capsys, monkeypatch):
     monkeypatch.setattr(meter, "serve", None)

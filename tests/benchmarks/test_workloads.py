@@ -3,14 +3,12 @@
 Oracles: nano-vllm's own lines for the community workload, and sums done by hand.
 """
 
-import math
 import random
-from itertools import pairwise
 
 import pytest
 
 from benchmarks import workloads
-from benchmarks.workloads import SMALL, Request
+from benchmarks.workloads import SMALL
 
 pytestmark = pytest.mark.floor
 
@@ -46,18 +44,6 @@ def test_workloads_have_the_shape_they_say(name):
         assert all(r.prompt[shape.period:] == r.prompt[:-shape.period] for r in requests)
 
 
-def test_poisson_arrivals_are_independent_of_each_other():
-    requests = [Request([i], 1) for i in range(5000)]
-    timed = workloads.poisson(requests, rate=8.0, seed=3)
-    assert [r.prompt for r in timed] == [r.prompt for r in requests]
-    gaps = [b.arrival - a.arrival for a, b in pairwise(timed)]
-    assert min(gaps) > 0
-    # Exponential: mean 1 / 8, and e^-1 of all gaps are longer than that.
-    assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
-    assert sum(gap > 1 / 8 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), rel=0.05)
-    assert timed == workloads.poisson(requests, rate=8.0, seed=3)
-
-
 def test_a_trace_is_replayed(tmp_path):
     path = tmp_path / "arrivals.csv"
     path.write_text("seconds,prompt,output,shared\n1.5,20,4,16\n0.25,18,3,16\n")
@@ -65,17 +51,6 @@ def test_a_trace_is_replayed(tmp_path):
     assert [(r.arrival, len(r.prompt), r.max_tokens) for r in requests] == [
         (0.25, 18, 3), (1.5, 20, 4)]
     assert requests[0].prompt[:16] == requests[1].prompt[:16]
-
-
-@pytest.mark.parametrize("text, says", [
-    ("", "holds no requests"), ("0.5,10\n", "request 1"), ("0,5,3\n1,x,3\n", "request 2"),
-    ("0,5,3\n-1,4,3\n", "request 2"), ("0,0,3\n", "request 1"), ("nan,1,3\n", "nan"),
-    ("0,4,1\ninf,4,1\n", "inf"), ("when,prompt,output\n0,1,2\n", "header")])
-def test_a_bad_file_of_arrivals_is_refused(tmp_path, text, says):
-    path = tmp_path / "arrivals.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=says):
-        workloads.replay(path, 300)
 
 
 def test_spread_and_summary_by_hand():
