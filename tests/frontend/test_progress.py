@@ -68,12 +68,3 @@ def test_a_line_does_not_cut_through_a_bar():
     assert bar.startswith("Processed prompts: 100%|") and "2/2" in bar and "tok/s" in bar
     assert summary.startswith("nanoserve: 2 requests in ")
     assert behind == "nanoserve: behind the bar"
-
-
-def test_in_a_file_there_are_lines_alone():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, check=True)
-    assert done.stdout == b"" and b"\r" not in done.stderr
-    lines = done.stderr.decode().splitlines()
-    assert lines[:3] == ["nanoserve: before the bar", "nanoserve: in the middle",
-                         "nanoserve: and another line"]
-    assert len(lines) == 5 and lines[-1] == "nanoserve: behind the bar"

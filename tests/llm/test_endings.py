@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from checkpoints import END_OF_TURN, EOS
+from checkpoints import EOS
 from small_engine import (
     MAX_MODEL_LEN,
     TOKENIZER,
@@ -32,12 +32,6 @@ def test_a_text_ends_at_the_models_maximum(llm, expected, max_tokens):
     assert out.outputs[0].finish_reason == "length"
 
 
-def test_max_tokens_of_one(llm, expected):
-    [out] = run(llm, "Hello", greedy(1))
-    assert (out.outputs[0].token_ids, out.outputs[0].finish_reason) == (expected("Hello", 1),
-                                                                        "length")
-
-
 @pytest.mark.parametrize(("said", "params", "text", "num_tokens", "reason"), [
     ("Hi", dict(), "Hi", 3, ("stop", None)),  # EOS counts as a token, and is no text
     ("Hi", dict(ignore_eos=True, max_tokens=9), "Hi", 9, ("length", None)),
@@ -62,13 +56,6 @@ def test_how_a_text_ends(llm, say, said, params, text, num_tokens, reason):
     sample = out.outputs[0]
     assert (sample.text, len(sample.token_ids)) == (text, num_tokens)
     assert (sample.finish_reason, sample.stop_reason) == reason
-
-
-def test_special_tokens_are_skipped_or_shown(llm, say):
-    say([*ids_of("a"), END_OF_TURN, *ids_of("b")])
-    for skip, text in ((True, "ab"), (False, "a<|end|>b")):
-        [out] = run(llm, "Say: ", greedy(skip_special_tokens=skip))
-        assert out.outputs[0].text == text
 
 
 def test_without_detokenizing_there_are_tokens_only(llm, say):

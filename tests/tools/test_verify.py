@@ -291,17 +291,6 @@ def test_prompts_from_a_file(capsys, monkeypatch, qwen3, tmp_path):
     assert "prompt 1 has 260 tokens, and the model has room for 232" in capsys.readouterr().err
 
 
-def test_made_prompts_fit_and_are_of_all_lengths(qwen3):
-    tokenizer = LLM(qwen3, num_gpu_blocks_override=4).tokenizer
-    for prompts in (verify.make_prompts(tokenizer, 260, 14, 250),
-                    verify.make_prompts(None, 260, 14, 250)):
-        assert sorted(map(len, prompts)) == sorted([1, 15, 16, 17, 41, 31, 32, 48, 33, 64, 48, 70,
-                                                    1, 15])
-        assert prompts[4][:40] == prompts[7][:40] == prompts[9][:40] and prompts[7] != prompts[10]
-        assert prompts[5][:16] != prompts[6][:16]
-    assert max(map(len, verify.make_prompts(None, 260, 14, 20))) == 20
-
-
 def test_without_a_tokenizer_the_prompts_are_random(capsys, monkeypatch, qwen3, tmp_path):
     use_modes(monkeypatch, "batched")
     folder = tmp_path / "model"
@@ -327,13 +316,6 @@ def test_a_model_that_cant_be_loaded(capsys, qwen3, tmp_path, change, message):
     captured = capsys.readouterr()
     assert "verify: error: " in captured.err and message in captured.err
     assert captured.out == ""
-
-
-@pytest.mark.parametrize("argv", [["--dtype", "int8"], ["--max-tokens", "x"], ["--nope"]], ids=str)
-def test_wrong_use(capsys, qwen3, argv):
-    with pytest.raises(SystemExit) as error:
-        main([str(qwen3), *argv])
-    assert error.value.code == 2
 
 
 def test_without_a_model_it_is_the_bundled_one(monkeypatch):
