@@ -79,7 +79,8 @@ class Meter:
     def calls(self) -> list[tuple[str, object, str]]:
         """(part, owner, name) of the calls that are timed.
 
-        Some lie in others (`linear` and `attention` in `forward`), which `parts` takes apart. On a
+        Some lie in others (`linear` and `attention` in `forward`, `head` in `sampling`), which
+        `parts` takes apart. On a
         GPU a call only queues work and returns at once; of the device's time only the host's wait
         for samples can be seen.
         """
@@ -120,8 +121,8 @@ class Meter:
         s = self.seconds
         return dict(
             found, linear=s["linear"], head=s["head"], attention=s["attention"],
-            other=s["forward"] - s["linear"] - s["attention"], sampling=s["sampling"],
-            host=total - s["forward"] - s["head"] - s["sampling"])
+            other=s["forward"] - s["linear"] - s["attention"], sampling=s["sampling"] - s["head"],
+            host=total - s["forward"] - s["sampling"])
 
 
 def serve(llm: LLM, requests: list[Request], temperature: float = 0.0, label: str = "",

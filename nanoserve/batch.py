@@ -30,7 +30,7 @@ copying every table in every step would be the most expensive part.
 Not known here: the model, how a token is chosen, whose turn it is.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -40,7 +40,6 @@ import torch
 from nanoserve.sequence import Sequence, Step
 
 MAX_MOVES = 2 ** 12  # blocks that a step saves, or loads, at most
-MIN_BUFFER = 2 ** 13  # a buffer's first part, which a broadcast sends before the length is known
 AGAIN = "again"  # padding that repeats the last number
 
 
@@ -139,14 +138,13 @@ class BatchBuilder:
                 "start": max_num_seqs + 1,  # of each row, and the end of the last
                 "block": max_num_seqs * width,
                 "sample": num_samples, "params": num_samples,  # its sequence's, in every step
-                "move": 4 * MAX_MOVES}  # two numbers; with this a buffer is longer than MIN_BUFFER
+                "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
         size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4 for one in SECTIONS.values())
         pin = device.type == "cuda"
         self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
                         for _ in range(num_buffers)]
         self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device) if (
             pin or staged) else None
-        self.device_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32, device=device)
         self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
         self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
@@ -174,18 +172,11 @@ class BatchBuilder:
         """
         device = buffer
         if self.device_buffer is not None:
-            length = packed_length(buffer)
+            length = int(buffer[0])
             device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
         return Batch.unpack(buffer.numpy(), device)
-
-    def fix_tables(self, batch: Batch) -> Batch:
-        """The same batch with block tables whose address and stride are always the same, too."""
-        num_rows, width = batch.block_tables.shape
-        fixed = self.device_tables[:num_rows]
-        fixed[:, :width].copy_(batch.block_tables)
-        return replace(batch, block_tables=fixed)
 
     def pack(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
         """Fill the buffer. num_rows: what a step of decodes is padded to, for a graph."""
@@ -290,11 +281,6 @@ class BatchBuilder:
                 self.tables[row, known:len(table)] = table[known:]
                 self.table_lens[row] = len(table)
         return np.array([seq.row for seq in seqs], dtype=np.int64)
-
-
-def packed_length(buffer: torch.Tensor) -> int:
-    """How many numbers of a packed buffer are in use, by its header."""
-    return int(buffer[0])
 
 
 def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, int]:

@@ -19,6 +19,7 @@ change one import only. What is not supported raises; nothing is accepted and ig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,9 +35,10 @@ from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.frontend.request import Request
-from nanoserve.model_runner import LAST_WORD, ModelRunner
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import check_shares
+from nanoserve.parallel.serving import LAST_WORD
 from nanoserve.words.vllm import missing_method, takes_vllms_words
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
@@ -70,13 +72,13 @@ class LLM(LLMEngine):
         for extra in extras:
             plan = extra.prepare(plan)
         config = plan.config
+        make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
         ranks = start_ranks(config.tensor_parallel_size, config.device,
-                            "nanoserve.model_runner:serve_rank",
-                            (config, folder, plan.parts))
+                            "nanoserve.parallel.serving:serve_rank", make_runner)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
-            runner = ModelRunner(config, self.model_config, folder, ranks, plan.parts)
+            runner = make_runner(ranks=ranks)
             num_blocks = runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)

@@ -31,7 +31,6 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding, as_span
 
-MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see `ops.new_cache`
 
 

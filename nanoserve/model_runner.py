@@ -4,8 +4,7 @@
          integers        KV cache: read and written                        stay on the device
 
 The runner owns device memory. It loads the weights, finds out what is left (device/memory.py), and
-*returns* how many KV blocks fit; `LLM` decides on that number and hands it back to
-`allocate_kv_cache`.
+*returns* how many KV blocks fit; `LLM` decides on that number and hands it back to `start`.
 
 Invariants: only the runner touches KV bytes, and `launch` never waits for the device. It queues a
 step and the copy of its tokens to the host; the engine waits for these tokens in `fetch`. With
@@ -16,8 +15,9 @@ the step reads them from `last_tokens`, on the device:
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
 
 **One forward on all ranks.** With tensor parallelism rank 0 packs a step and broadcasts it, and
-then every rank runs `_run` on the batch that it received, each with its share of the weights. Only
-rank 0 gets logits and chooses tokens; nothing else differs.
+then every rank runs `run` on the numbers that it received, each with its share of the weights. Only
+rank 0 gets logits and chooses tokens; nothing else differs. (How the others serve:
+parallel/serving.py.)
 
 On a GPU a step of nothing but decodes is a replay of a CUDA graph (device/graphs.py), from the
 embedding to the chosen tokens. A second network, which drafts for the first (extras/speculative),
@@ -34,23 +34,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from nanoserve.batch import MIN_BUFFER, Batch, BatchBuilder, packed_length
+from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import load_dummy_weights, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import CudaGraph, DecodeGraphs
+from nanoserve.device.graphs import CudaGraph, DecodeGraphs, wants_graphs
 from nanoserve.device.memory import count_kv_blocks, largest_step, memory_for, take_device
 from nanoserve.layers import Placement
-from nanoserve.model import MAX_PROMPT_LOGPROB_ROWS, Decoder, KVCache, Network
+from nanoserve.model import Decoder, KVCache, Network
 from nanoserve.parallel.ranks import SOLO, Ranks
-from nanoserve.sampler import Logprobs, SamplerOutput, SamplingInputs, choose_plain, sample, score
+from nanoserve.parallel.serving import LAST_WORD, broadcast
+from nanoserve.sampler import SamplerOutput, choose_plain, sample
 from nanoserve.sequence import Step
-
-STOP = -1  # as the first number of a buffer, else a length: no more steps will come
-LAST_WORD = torch.full((MIN_BUFFER,), STOP, dtype=torch.int32)  # what ends the other ranks
 
 
 class Pooler(Protocol):
@@ -122,7 +120,7 @@ class ModelRunner:
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
-        self.graphs: DecodeGraphs | None = None  # see record_graphs
+        self.graphs: DecodeGraphs | None = None  # see `start`
         make = self.parts.make_adapters
         self.adapters = None if make is None else make(self)
         self.copier: BlockCopier | None = None  # see `start`
@@ -174,16 +172,15 @@ class ModelRunner:
         step = largest_step(self.config)
         for network in range(len(self.networks)):  # a draft network may be the wider one
             with self.ranks.waiting():
-                if self.ranks.rank == 0:
-                    self.launch(replace(step, network=network)).tolist()
-                else:
-                    self.serve_one()
+                self.launch(replace(step, network=network)).tolist()
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
     def start(self, num_blocks: int, max_model_len: int) -> None:
-        """The cache has its size: make what needs it. Then steps may come."""
+        """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
+        memory that it has left over; raises `ValueError` when that is too little."""
         self.allocate_kv_cache(num_blocks, max_model_len)
-        self.record_graphs()
+        if wants_graphs(self.config, self.graph_class):
+            self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
         if self.parts.make_copier is not None:
             self.copier = self.parts.make_copier(self)
 
@@ -198,7 +195,8 @@ class ModelRunner:
                         f"{config.max_num_seqs:,}"):
             self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
                                         max_model_len, config.block_size, self.device,
-                                        staged=self.wants_graphs, num_drafts=config.num_drafts)
+                                        staged=wants_graphs(config, self.graph_class),
+                                        num_drafts=config.num_drafts)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(
             config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -210,96 +208,62 @@ class ModelRunner:
         windows = [network.config.window for network in self.networks]
         return None if None in windows else max(windows) + len(windows) - 1
 
-    @property
-    def wants_graphs(self) -> bool:
-        """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
-        the host, and not with several ranks: collectives in a graph have not been tried."""
-        return (not self.config.enforce_eager and self.pooler is None
-                and self.config.kernels == "triton" and self.ranks.size == 1
-                and self.config.model_impl != "transformers" and not self.config.enable_lora
-                and (self.device.type == "cuda" or self.graph_class is not CudaGraph))
-
-    @torch.inference_mode()
-    def record_graphs(self) -> None:
-        """Record decode steps of all sizes, if `wants_graphs`. Graphs use the memory that the KV
-        cache has left over; raises `ValueError` when that is too little."""
-        if self.wants_graphs:
-            self.graphs = DecodeGraphs(
-                self.config.max_num_seqs, lambda size: self.builder.fix_tables(
-                    self.builder.build(Step(0), num_rows=size)), self._decode, self.graph_class)
-
     # ------------------------------------------------------------------ step
 
     @torch.inference_mode()
     def launch(self, step: Step) -> SamplerOutput:
         """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
         wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
-        size = None
-        only_decodes = len(step.sampling) == step.num_tokens
-        if self.graphs is not None and only_decodes and step.sampling and not step.network:
-            size = self.graphs.size_for(len(step.sampling))
-        buffer = self.builder.take_buffer()
-        self.builder.pack(step, buffer, size)
+        size = None if self.graphs is None else self.graphs.size_for(step)
+        message = self.builder.take_buffer()
+        self.builder.pack(step, message, size)
         with self.ranks.together():
             if self.adapters is not None:
                 self.adapters.send()
-            batch = self._receive(buffer)
-            inputs = None if self.pooler is not None else (
-                SamplingInputs.of(step, batch, self.model_config.vocab_size,
-                                  self.parts.constraints))
-            output = (self._run(batch, inputs) if size is None
-                      else self._replay(batch, inputs, size))
+            broadcast(self.ranks, message)
+            output = self.run(message, step, size)
         return output.to_host()
 
-    @torch.inference_mode()
-    def serve_one(self) -> bool:
-        """A rank above 0: take part in one launch of rank 0. False: there will be no more."""
-        buffer = self.builder.take_buffer()
-        with self.ranks.together():
-            batch = self._receive(buffer)
-            if batch is None:
-                return buffer[0] != STOP and self.adapters.receive(buffer)
-            self._run(batch, None)
-        return True
-
-    def _receive(self, buffer: torch.Tensor) -> Batch | None:
-        """Broadcast rank 0's packed step, unpack it, and save and load its blocks before it reads
-        or writes any; None if rank 0 sent something else. A long step takes a second broadcast,
-        since its length is in its header; most fit into the first one's `MIN_BUFFER` numbers."""
-        if self.ranks.size > 1:
-            self.ranks.broadcast_host(buffer[:MIN_BUFFER])
-            if buffer[0] < 0:
-                return None
-            if packed_length(buffer) > MIN_BUFFER:
-                self.ranks.broadcast_host(buffer[MIN_BUFFER:packed_length(buffer)])
-        batch = self.builder.unpack(buffer)
-        if self.copier is not None:
+    def run(self, message: torch.Tensor, step: Step | None = None,
+            size: int | None = None) -> SamplerOutput:
+        """Compute a packed step, on every rank. step: the same, as only rank 0 knows it; what the
+        others return is a stand-in for rank 0's tokens. size: of the graph that is replayed."""
+        batch = self.builder.unpack(message)
+        if self.copier is not None:  # before the step reads or writes a block
             self.copier.move(batch.host)
-        return batch
-
-    def _run(self, batch: Batch, inputs: SamplingInputs | None) -> SamplerOutput:
-        """What a step computes, on every rank. inputs: what the rows ask of the sampler, which only
-        rank 0 knows; the others' output is a stand-in for rank 0's tokens."""
         if not batch.num_tokens:  # it only saved blocks
             return SamplerOutput(batch.logits_indices.long())
-        model, kv_cache = self.networks[batch.network], self.kv_cache
-        if batch.network:
-            kv_cache = kv_cache[len(self.model.kv_shapes):]
+        model, chosen = self.networks[batch.network], None
+        if size is None:
+            hidden = self._forward(model, batch)
+        else:
+            hidden, chosen = self.graphs.replay(batch)
+        if self.pooler is not None:
+            return self.pooler.pool(hidden, len(batch.logits_indices))
+        output = sample(step, batch, hidden, model.compute_logits, self.ops,
+                        self.parts.constraints, chosen)
+        if output.token_ids is not chosen and (self.config.async_scheduling or batch.network):
+            self._remember(batch, output.token_ids)
+        if size is not None:
+            output.token_ids = output.token_ids[:len(step.sampling)]  # without the padding's
+        return output
+
+    def _forward(self, model: Network, batch: Batch) -> torch.Tensor:
+        """Hidden states of the tokens that sample, then of those that score a prompt."""
         wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
-        ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
         if self.adapters is not None:
             self.adapters.choose(batch, wanted)
-        hidden = model(ids, batch.positions, kv_cache, batch, wanted)
-        num_samples = len(batch.logits_indices)
-        if self.pooler is not None:
-            return self.pooler.pool(hidden, num_samples)
-        logits = model.compute_logits(hidden[:num_samples])
-        output = SamplerOutput(batch.logits_indices.long()) if inputs is None else (
-            sample(logits, inputs, self.ops))
-        output.prompt_logprobs = self._score_prompts(hidden[num_samples:], inputs)
-        if self.config.async_scheduling or batch.network:
-            self._remember(batch, output.token_ids)
-        return output
+        ids = self._known(batch.input_ids) if batch.num_unknown else batch.input_ids
+        kv_cache = self.kv_cache[len(self.model.kv_shapes):] if batch.network else self.kv_cache
+        return model(ids, batch.positions, kv_cache, batch, wanted)
+
+    def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What graphs record: each row computes one token and chooses the next, without edits."""
+        ids = self._known(batch.input_ids)
+        hidden = self.model(ids, batch.positions, self.kv_cache, batch)
+        token_ids = choose_plain(self.model.compute_logits(hidden), batch, self.ops)
+        self._remember(batch, token_ids)
+        return hidden, token_ids
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """Put the last token of row r in the place of -1 - r."""
@@ -309,45 +273,6 @@ class ModelRunner:
         """Keep sampled tokens on the device: the next step's input, not yet known to the host."""
         self.ranks.broadcast(token_ids)
         self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)
-
-    def _score_prompts(self, hidden: torch.Tensor,
-                       inputs: SamplingInputs | None) -> list[Logprobs]:
-        """Each position's logits are about the token that follows it. In portions: the logits of a
-        whole prompt would be larger than the model. Ranks above 0 compute their share of them."""
-        scored = []
-        for some in range(0, len(hidden), MAX_PROMPT_LOGPROB_ROWS):
-            logits = self.model.compute_logits(hidden[some:some + MAX_PROMPT_LOGPROB_ROWS])
-            if inputs is not None:
-                following = inputs.prompt_targets[some:some + MAX_PROMPT_LOGPROB_ROWS]
-                scored.append(score(logits, following, inputs.num_prompt_logprobs))
-        return scored
-
-    def _decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is recorded: a step in which each row computes one token and samples the next. Here
-        nothing may depend on what the host knows of the batch, but for its size.
-
-        It returns hidden states, not logits: a recording keeps the memory of what it returns, and
-        logits of 20 sizes and 152,000 tokens would be 0.7 GB. A batch with edits or logprobs
-        multiplies with the LM head once more.
-        """
-        ids = self._known(batch.input_ids)
-        hidden = self.model(ids, batch.positions, self.kv_cache, batch)
-        token_ids = choose_plain(self.model.compute_logits(hidden), batch, self.ops)
-        self._remember(batch, token_ids)
-        return hidden, token_ids
-
-    def _replay(self, batch: Batch, inputs: SamplingInputs, size: int) -> SamplerOutput:
-        """Replay a recorded step. A recording has no edits: where a row of the batch has some, all
-        rows choose their tokens once more."""
-        self.builder.fix_tables(batch)
-        hidden, token_ids = self.graphs.replay(size)
-        output = SamplerOutput(token_ids)
-        if inputs.edits is not None or inputs.logprob_rows:
-            output = sample(self.model.compute_logits(hidden), inputs, self.ops, token_ids)
-            if self.config.async_scheduling and inputs.edits is not None:
-                self._remember(batch, output.token_ids)
-        output.token_ids = output.token_ids[:inputs.num_samples]
-        return output
 
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for a launched step; see `SamplerOutput.tolist`."""
@@ -368,14 +293,3 @@ class ModelRunner:
         self.model = self.builder = self.last_tokens = self.graphs = self.copier = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def serve_rank(ranks: Ranks, payload: tuple) -> None:
-    """A rank above 0, from its start to its end: load, agree on the cache's size, and serve."""
-    config, folder, parts = payload
-    model_config = ModelConfig.from_folder(folder, config.hf_overrides)
-    runner = ModelRunner(config, model_config, folder, ranks, parts)
-    runner.count_kv_blocks()
-    runner.start(*ranks.agree(0, 0))
-    while runner.serve_one():
-        pass

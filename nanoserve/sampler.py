@@ -16,7 +16,8 @@ one Gumbel noise, so the same seed may give different texts on different devices
 Not known here: the queue, text, who receives a token.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import partial
 from types import ModuleType
 
@@ -26,33 +27,29 @@ from nanoserve.batch import Batch
 from nanoserve.controls import Constraints, Edits, gather_edits
 from nanoserve.sequence import Step
 
+MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
+
 
 @dataclass
 class SamplingInputs:
-    """What s rows ask of the sampler: tensors on the device, and flags and lists on the host."""
+    """What a step's rows ask of the sampler, beside the numbers in the batch."""
 
-    batch: Batch  # temperature, top_k, top_p, min_p and seed of every row
-    num_samples: int = 0  # rows that are no padding
     all_greedy: bool = True
-    any_filters: bool = False  # top-k, top-p or min-p
     edits: Edits | None = None
-    logprob_rows: list[int] | None = None  # rows that want logprobs
+    logprob_rows: list[int] = field(default_factory=list)  # rows that want logprobs
     num_logprobs: int = 0  # the most that any of them asks for
     prompt_targets: torch.Tensor | None = None  # (p,) the tokens to score, one a prompt position
     num_prompt_logprobs: int = 0  # the most top logprobs that any of these positions asks for
 
     @classmethod
-    def of(cls, step: Step, batch: Batch, vocab_size: int,
-           constraints: Constraints) -> "SamplingInputs":
-        """Find out what the rows of a step ask for, before they sample.
+    def of(cls, step: Step, batch: Batch, constraints: Constraints) -> "SamplingInputs":
+        """Find out what the rows of a step ask for.
 
-        With k drafts a sequence has k + 1 rows here (`Step.samples`), each after one draft more.
         Parameters are read on the host, because reading them from the device would wait for it. A
         draft network is always greedy.
         """
-        seqs, drafts, inputs = step.samples(), step.drafts, cls(batch)
+        seqs, inputs = step.samples(), cls()
         here = partial(put, device=batch.seeds.device)
-        inputs.num_samples = len(seqs)
         if positions_of := step.prompt_logprob_positions:
             inputs.prompt_targets = here([
                 token_id for seq, positions in positions_of.items()
@@ -61,26 +58,21 @@ class SamplingInputs:
                 seq.request.params.prompt_logprobs for seq in positions_of)
         if step.network:
             return inputs
+        inputs.all_greedy = not batch.host["temperature"].any()
         if rows := [i for i, seq in enumerate(seqs) if seq.request.has_controls]:
-            ahead = {}  # the drafts in front of a row's token
-            if drafts:
-                first = {seq: i for i, seq in reversed(list(enumerate(seqs)))}
-                ahead = {i: drafts[seq][:i - first[seq]] for i, seq in enumerate(seqs)
-                         if seq in drafts}
-            inputs.edits = gather_edits([(i, seqs[i], ahead.get(i, ())) for i in rows],
-                                        constraints, here)
+            ahead = drafts_ahead(step)
+            inputs.edits = gather_edits([(i, seqs[i], ahead[i]) for i in rows], constraints, here)
             wanted = {i: seqs[i].request.params.logprobs for i in rows}
             inputs.logprob_rows = [i for i in rows if wanted[i] is not None]
-            if inputs.logprob_rows:
-                inputs.num_logprobs = max(wanted[i] for i in inputs.logprob_rows)
-        host = batch.host
-        if host["temperature"].any():
-            top_k = host["top_k"]
-            inputs.all_greedy = False
-            inputs.any_filters = bool(
-                host["min_p"].any() or (host["top_p"] < 1).any()
-                or ((top_k > 0) & (top_k < vocab_size)).any())
+            inputs.num_logprobs = max((wanted[i] for i in inputs.logprob_rows), default=0)
         return inputs
+
+
+def drafts_ahead(step: Step) -> list[list[int]]:
+    """The drafts in front of each sample. With k drafts a sequence has k + 1 rows, each after one
+    draft more (`Step.samples`)."""
+    given = [step.drafts.get(seq, []) for seq in step.sampling]
+    return [drafts[:i] for drafts in given for i in range(len(drafts) + 1)]
 
 
 def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> torch.Tensor:
@@ -126,8 +118,8 @@ class SamplerOutput:
 
     token_ids: torch.Tensor  # (s,) int64
     logprobs: Logprobs | None = None  # of the rows that want them ...
-    logprob_rows: list[int] | None = None  # ... which are these
-    prompt_logprobs: list[Logprobs] | None = None  # of `Step.prompt_logprob_positions`, in slices
+    logprob_rows: list[int] = field(default_factory=list)  # ... which are these
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by position, in portions
     ready: torch.cuda.Event | None = None  # when it has arrived
 
     def to_host(self) -> "SamplerOutput":
@@ -136,7 +128,7 @@ class SamplerOutput:
         if self.token_ids.is_cuda:
             self.token_ids = self.token_ids.to("cpu", non_blocking=True)  # into pinned memory
             self.logprobs = self.logprobs and self.logprobs.to_host()
-            self.prompt_logprobs = [part.to_host() for part in self.prompt_logprobs or []]
+            self.prompt_logprobs = [part.to_host() for part in self.prompt_logprobs]
             self.ready = torch.cuda.Event()
             self.ready.record()
         return self
@@ -148,30 +140,46 @@ class SamplerOutput:
             self.ready.synchronize()
         logprobs = {} if self.logprobs is None else dict(
             zip(self.logprob_rows, self.logprobs.tolist(), strict=True))
-        prompt_logprobs = [entries for part in self.prompt_logprobs or []
-                           for entries in part.tolist()]
+        prompt_logprobs = [entries for part in self.prompt_logprobs for entries in part.tolist()]
         return self.token_ids.tolist(), logprobs, prompt_logprobs
 
 
-def sample(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType,
-           token_ids: torch.Tensor | None = None) -> SamplerOutput:
-    """logits (s, vocab_size), which are left as they are -> tokens and logprobs of s rows.
+def sample(step: Step | None, batch: Batch, hidden: torch.Tensor, compute_logits: Callable,
+           ops: ModuleType, constraints: Constraints, chosen: torch.Tensor | None = None,
+           ) -> SamplerOutput:
+    """All that a step's rows ask for: tokens, logprobs, and the scores of prompts.
 
-    ops: the namespace that computes. token_ids: what a graph has chosen, without the edits.
+    step: None on ranks above 0. They compute their shares of all logits, for which `compute_logits`
+    gives them None, and return stand-ins for rank 0's tokens. hidden: (s + p, hidden_size), of the
+    tokens that sample, then of the prompt positions. ops: the namespace that computes. constraints:
+    of rows, by annexes. chosen: what a graph has chosen, without the edits.
     """
-    if token_ids is None or inputs.edits is not None:
-        token_ids = choose(logits, inputs, ops)
-    output = SamplerOutput(token_ids)
+    inputs = SamplingInputs() if step is None else SamplingInputs.of(step, batch, constraints)
+    rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
+    if chosen is None or inputs.edits is not None or inputs.logprob_rows:
+        logits = compute_logits(rows)  # (s, vocab_size)
+        if logits is None:
+            chosen = batch.logits_indices.long()
+        elif chosen is None or inputs.edits is not None:
+            chosen = choose(logits, batch, inputs, ops)
+    output = SamplerOutput(chosen)
     if inputs.logprob_rows:
-        rows = put(inputs.logprob_rows, torch.int64, device=logits.device)
-        output.logprobs = score(
-            logits.index_select(0, rows), output.token_ids[rows], inputs.num_logprobs)
+        asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
+        output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows
+    # In portions: the logits of a whole prompt would be larger than the model.
+    for start in range(0, len(positions), MAX_PROMPT_LOGPROB_ROWS):
+        some = slice(start, start + MAX_PROMPT_LOGPROB_ROWS)
+        logits = compute_logits(positions[some])
+        if logits is not None:
+            output.prompt_logprobs.append(
+                score(logits, inputs.prompt_targets[some], inputs.num_prompt_logprobs))
     return output
 
 
-def choose(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType) -> torch.Tensor:
-    """logits (s, vocab_size) -> token ids (s,), int64, on the same device."""
+def choose(logits: torch.Tensor, batch: Batch, inputs: SamplingInputs,
+           ops: ModuleType) -> torch.Tensor:
+    """logits (s, vocab_size), which are left as they are -> token ids (s,), int64."""
     edits = inputs.edits
     if edits is not None:
         edited = edits.apply(logits.index_select(0, edits.rows).float())
@@ -182,11 +190,14 @@ def choose(logits: torch.Tensor, inputs: SamplingInputs, ops: ModuleType) -> tor
         return greedy
     if edits is not None:
         logits = logits.float().index_copy(0, edits.rows, edited)
-    return choose_plain(logits, inputs.batch, ops, inputs.any_filters)
+    host = batch.host
+    any_filters = bool(host["min_p"].any() or (host["top_p"] < 1).any() or (
+        (host["top_k"] > 0) & (host["top_k"] < logits.shape[1])).any())
+    return choose_plain(logits, batch, ops, any_filters)
 
 
 def choose_plain(logits: torch.Tensor, batch: Batch, ops: ModuleType,
-                    any_filters: bool = True) -> torch.Tensor:
+                 any_filters: bool = True) -> torch.Tensor:
     """`choose` without edits. Each row's parameters are read on the device, so that a CUDA graph of
     this function is right for any batch."""
     floors = None

@@ -7,6 +7,7 @@ run without torch can't import this module; the fixtures of conftest import it w
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,7 +26,8 @@ from transformers import (
 )
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.sampler import SamplingInputs
+from nanoserve.controls import Constraints
+from nanoserve.sampler import SamplerOutput, SamplingInputs, sample
 from nanoserve.sequence import Sequence, Step
 
 VOCAB_SIZE = 260  # 256 bytes, then these:
@@ -184,6 +186,12 @@ def sampling_step(seqs: list[Sequence]) -> tuple[Step, Batch]:
     return step, builder.build(step)
 
 
-def sampling_inputs(seqs: list[Sequence], vocab_size: int, constraints=None) -> SamplingInputs:
+def sampling_inputs(seqs: list[Sequence]) -> SamplingInputs:
     """What such a step's rows ask of the sampler."""
-    return SamplingInputs.of(*sampling_step(seqs), vocab_size, constraints or {})
+    return SamplingInputs.of(*sampling_step(seqs), {})
+
+
+def sample_logits(logits: torch.Tensor, seqs: list[Sequence], ops: ModuleType,
+                  constraints: Constraints | None = None) -> SamplerOutput:
+    """What the sampler makes of such a step, whose logits are given."""
+    return sample(*sampling_step(seqs), logits, lambda hidden: hidden, ops, constraints or {})

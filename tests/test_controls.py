@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoints import sampling_inputs
+from checkpoints import sample_logits, sampling_inputs
 from helpers import sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +20,6 @@ from plain_sampling import plain_edits
 
 from nanoserve import SamplingParams, ops
 from nanoserve.controls import RowState
-from nanoserve.sampler import sample
 from nanoserve.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -63,8 +62,7 @@ def rows(draw) -> tuple[Sequence, list[int], list[int]]:
 
 
 def sampled(logits: torch.Tensor, seqs: list[Sequence]) -> list[int]:
-    inputs = sampling_inputs(seqs, VOCAB_SIZE)
-    return sample(logits, inputs, ops).token_ids.tolist()
+    return sample_logits(logits, seqs, ops).token_ids.tolist()
 
 
 @settings(derandomize=True, deadline=None, max_examples=120)
@@ -82,7 +80,7 @@ def test_every_row_is_edited_exactly_as_by_the_plain_loop(batch, seed, half):
         plain_edits(row, seq.request.params, prompt, output, seq.request.late_ids,
                     seq.request.bad_word_ids)
         for row, (seq, prompt, output) in zip(logits.float().numpy(), batch, strict=True)]))
-    inputs = sampling_inputs(seqs, VOCAB_SIZE)
+    inputs = sampling_inputs(seqs)
     edited = logits.float().clone()
     if inputs.edits is not None:
         edited[inputs.edits.rows] = inputs.edits.apply(edited[inputs.edits.rows])
@@ -107,7 +105,7 @@ def test_a_sequence_is_counted_as_it_grows():
     seq = sequence("1", list(prompt), params, num_unknown_tokens=1)
     for step in range(60):
         row = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
-        edits = sampling_inputs([seq], VOCAB_SIZE).edits
+        edits = sampling_inputs([seq]).edits
         expected = plain_edits(row[0].numpy(), params, prompt, seq.output_token_ids)
         assert np.array_equal(edits.apply(row.clone())[0].numpy(), expected)
         if rng.random() < .8:  # else the same step again: one that failed is asked for twice
@@ -130,9 +128,9 @@ def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RowState, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            sampling_inputs([seq], 64)
+            sampling_inputs([seq])
     for _ in range(2):
-        edits = sampling_inputs([seq], 64).edits
+        edits = sampling_inputs([seq]).edits
         assert (edits.seen[1].tolist(), edits.counts.tolist()) == ([5, 6], [2, 1])
 
 
@@ -143,7 +141,7 @@ def test_penalties_by_hand():
         repetition_penalty=2, frequency_penalty=.5, presence_penalty=1.5), num_unknown_tokens=1)
     seq.token_ids += [2, 2, 2, 3]
     logits = torch.tensor([[2.0, -2.0, 8.0, -1.0, 5.0]])
-    edits = sampling_inputs([seq], 5).edits
+    edits = sampling_inputs([seq]).edits
     assert edits.apply(logits).tolist() == [[1.0, -4.0, 1.0, -4.0, 5.0]]
 
 
@@ -155,9 +153,9 @@ def test_rows_without_controls_get_no_edits():
     for seq in seqs:
         seq.token_ids += [2, 2]
         seq.num_unknown_tokens = 1
-    assert sampling_inputs(seqs, 9).edits is None
+    assert sampling_inputs(seqs).edits is None
     seqs[1].token_ids.pop()  # one more to come
-    edits = sampling_inputs(seqs, 9).edits
+    edits = sampling_inputs(seqs).edits
     assert (edits.rows.tolist(), edits.banned.tolist()) == ([1], [[0], [3]])
 
 

@@ -15,7 +15,7 @@ import torch
 from checkpoints import assert_same_text
 from helpers import write_json
 
-from nanoserve import LLM, SamplingParams, model_runner
+from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.sampler import SamplingInputs
 
 MAX_TOKENS = 12
@@ -62,7 +62,7 @@ class LateDevice:
         self.num_unknown.append(batch.num_unknown)
         self.placeholders += batch.input_ids[batch.input_ids < 0].tolist()
         # What the host decides about the samples is decided now; only the device is late.
-        inputs = SamplingInputs.of(step, batch, self.runner.model_config.vocab_size, {})
+        inputs = SamplingInputs.of(step, batch, {})
         self.queue.append((step, batch, inputs, LateTokens(self, index)))
         return self.queue[-1][-1]
 
@@ -78,7 +78,7 @@ class LateDevice:
             patch.setattr(self.runner.builder, "take_buffer", lambda: None)
             patch.setattr(self.runner.builder, "pack", lambda step, buffer, size: None)
             patch.setattr(self.runner.builder, "unpack", lambda buffer: batch)
-            patch.setattr(model_runner, "SamplingInputs",
+            patch.setattr(sampler, "SamplingInputs",
                           SimpleNamespace(of=lambda *arguments: inputs))
             really_known = self.runner._known
             patch.setattr(self.runner, "_known", lambda ids: known.append(

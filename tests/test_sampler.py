@@ -11,11 +11,12 @@ of the Triton kernels, which use Gumbel noise, has tests of its own.
 
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import sampling_inputs, sampling_step
+from checkpoints import sample_logits, sampling_inputs, sampling_step
 from helpers import sequence
 from plain_sampling import assert_distributed, reference_probs
 
@@ -23,6 +24,7 @@ from nanoserve import ops
 from nanoserve.config import SamplingParams
 from nanoserve.device.choice import namespace
 from nanoserve.sampler import SamplingInputs, put, sample
+from nanoserve.sequence import Sequence
 
 MASK = 2 ** 64 - 1
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -98,20 +100,19 @@ def test_uniforms_are_even_and_independent(stream):
 # --------------------------------------------------------------- the filters
 
 
-def inputs_for(rows: list[SamplingParams], vocab_size: int, *, seeds=None,
-               positions=None) -> SamplingInputs:
-    """Sampling inputs of rows that are about to sample the token at `positions`."""
+def asking(rows: list[SamplingParams], *, seeds=None, positions=None) -> list[Sequence]:
+    """Sequences that are about to sample the token at `positions`."""
     seqs = []
     for i, params in enumerate(rows):
         seq = sequence(str(i), [0], params, seed=seeds[i] if seeds else i)
         seq.num_unknown_tokens = positions[i] if positions else 1  # num_tokens - 1 is the position
         seqs.append(seq)
-    return sampling_inputs(seqs, vocab_size)
+    return seqs
 
 
 def engine_probs(twin, logits: torch.Tensor, rows: list[SamplingParams]) -> list[list[float]]:
     """Rows through the engine's filters, temperature included."""
-    batch = inputs_for(rows, logits.shape[1]).batch
+    _, batch = sampling_step(asking(rows))
     floors, last_ids = twin.floors(logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p)
     scaled, ids = logits.float() / batch.temperature[:, None], torch.arange(logits.shape[1])
     keep = (scaled > floors[:, None]) | (scaled == floors[:, None]) & (ids <= last_ids[:, None])
@@ -155,7 +156,7 @@ def test_top_p_keeps_the_token_that_crosses_it(twin):
     p = .6 only .4 was left, although .3 belongs to the smallest set that holds .6, too."""
     logits = torch.tensor([.1, .2, .3, .4]).log().repeat(2000, 1)
     rows = [SamplingParams(top_p=.6)] * 2000
-    tokens = sample(logits, inputs_for(rows, 4), twin).token_ids.numpy()
+    tokens = sample_logits(logits, asking(rows), twin).token_ids.numpy()
     assert_distributed(tokens, [0, 0, 3 / 7, 4 / 7])
 
 
@@ -202,8 +203,8 @@ def test_samples_follow_the_exact_distribution(twin, kinds, stream):
     counter = list(range(1, DRAWS + 1))
     where = (dict(seeds=[2024] * DRAWS, positions=counter) if stream == "positions"
              else dict(seeds=counter, positions=[17] * DRAWS))
-    inputs = inputs_for([SamplingParams(**kinds)] * DRAWS, len(PROBS), **where)
-    tokens = sample(torch.tensor([logits] * DRAWS), inputs, twin).token_ids.numpy()
+    seqs = asking([SamplingParams(**kinds)] * DRAWS, **where)
+    tokens = sample_logits(torch.tensor([logits] * DRAWS), seqs, twin).token_ids.numpy()
     assert_distributed(tokens, reference_probs(logits, **kinds))
 
 
@@ -295,11 +296,11 @@ def test_greedy_rows_stand_beside_sampled_ones(twin):
             SamplingParams(temperature=1.2), SamplingParams(temperature=0, top_p=.5, top_k=2),
             SamplingParams(min_p=.3), SamplingParams(top_p=.4)] * 10
     before = logits.clone()
-    together = sample(logits, inputs_for(rows, 50), twin).token_ids.tolist()
+    together = sample_logits(logits, asking(rows), twin).token_ids.tolist()
     assert torch.equal(logits, before)
     assert together[0] == 11 and together[6] == 5
     for i, params in enumerate(rows):
-        alone = sample(logits[i:i + 1], inputs_for([params], 50, seeds=[i]), twin).token_ids
+        alone = sample_logits(logits[i:i + 1], asking([params], seeds=[i]), twin).token_ids
         assert together[i] == int(alone)
         if params.temperature == 0:
             assert together[i] == max(range(50), key=lambda t: logits[i, t])
@@ -309,22 +310,28 @@ def test_bfloat16_logits_are_sampled_in_float32(twin):
     """Probabilities of 8 bits would be off by a percent: the draw must see float32."""
     logits = torch.tensor([.05, .1, .15, .2, .5]).log().to(torch.bfloat16)
     rows = [SamplingParams(temperature=.7)] * DRAWS
-    inputs, all_rows = inputs_for(rows, 5), logits.repeat(DRAWS, 1)
-    tokens = sample(all_rows, inputs, twin).token_ids
-    assert torch.equal(tokens, sample(all_rows.float(), inputs, twin).token_ids)
+    seqs, all_rows = asking(rows), logits.repeat(DRAWS, 1)
+    tokens = sample_logits(all_rows, seqs, twin).token_ids
+    assert torch.equal(tokens, sample_logits(all_rows.float(), seqs, twin).token_ids)
     assert_distributed(tokens.numpy(), reference_probs(logits.tolist(), temperature=.7))
 
 
 def test_what_no_row_asks_for_costs_nothing():
-    greedy = inputs_for([SamplingParams(temperature=0, top_k=5, top_p=.5)] * 3, 50)
-    assert greedy == SamplingInputs(greedy.batch, num_samples=3) and greedy.all_greedy
-    plain = inputs_for([SamplingParams(top_k=50), SamplingParams(top_k=-1)], 50)
-    assert not plain.any_filters and not plain.all_greedy
+    """Greedy rows are one argmax, whatever their filters; without filters no floors are sought."""
+    refuses = SimpleNamespace(argmax=ops.argmax)
+    greedy = asking([SamplingParams(temperature=0, top_k=5, top_p=.5)] * 3)
+    assert sampling_inputs(greedy) == SamplingInputs()
+    assert sample_logits(torch.eye(3, 50), greedy, refuses).token_ids.tolist() == [0, 1, 2]
+    refuses.draw = ops.draw
+    sample_logits(torch.eye(2, 50), asking([SamplingParams(top_k=50), SamplingParams(top_k=-1)]),
+                  refuses)
+    with pytest.raises(AttributeError, match="floors"):
+        sample_logits(torch.eye(1, 50), asking([SamplingParams(top_k=49)]), refuses)
 
 
 def test_a_step_that_samples_nothing_is_legal(twin):
     """A step of nothing but unfinished chunks has no row to sample."""
-    assert sample(torch.empty(0, 50), inputs_for([], 50), twin).tolist() == ([], {}, [])
+    assert sample_logits(torch.empty(0, 50), [], twin).tolist() == ([], {}, [])
 
 
 # --------------------------------------------------------------- at the edge
@@ -347,7 +354,7 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
     step, batch = sampling_step(seqs)
     for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    output = sample(torch.randn(7, 64), SamplingInputs.of(step, batch, 64, {}), ops)
+    output = sample(step, batch, torch.randn(7, 64), lambda hidden: hidden, ops, {})
     assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
 
 
@@ -365,7 +372,7 @@ def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest(twin):
     params = SamplingParams(top_p=1e-46)
     seqs = [sequence("a", [1], params, num_unknown_tokens=1, seed=s) for s in range(20)]
     logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
-    tokens = sample(logits, sampling_inputs(seqs, 64), twin).token_ids
+    tokens = sample_logits(logits, seqs, twin).token_ids
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 

@@ -11,9 +11,13 @@ change but the contents of memory:
                                 memory by the kernels, and never handed over by the host
 
 So batches come in sizes that are recorded beforehand, up to the largest there can be (nano-vllm's
-stopped below it, and the first full batch crashed), and `Batch` has each of its tensors at the same
+stopped below it, and the first full batch crashed), and each tensor of a batch is at the same
 address for the same size. Only steps of decodes are recorded, with the LM head and the choice of
 the tokens. In a step with prompt tokens the kernels run long enough to hide the launches.
+
+A recording keeps the memory of what it returns. So it returns hidden states and tokens, and no
+logits: those of 20 sizes and 152,000 tokens would be 0.7 GB. A step whose rows ask for edits or
+logprobs multiplies with the LM head once more.
 
 Invariant: a replay gives what the recorded function would have given, bit for bit.
 
@@ -25,11 +29,14 @@ left out, which can record prompts as well, and take many more launches for deco
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from nanoserve.batch import Batch
+from nanoserve.batch import Batch, BatchBuilder
+from nanoserve.config import EngineConfig
+from nanoserve.sequence import Step
 
 Recorded = tuple[torch.Tensor, ...]  # what the function returned: the same memory at every replay
 
@@ -55,15 +62,27 @@ class CudaGraph:
         return self.graph.pool()
 
 
+def wants_graphs(config: EngineConfig, graph_class: type) -> bool:
+    """Whether decode steps are recorded. Not with plain torch operators, which read lengths on the
+    host, and not with several ranks: collectives in a graph have not been tried."""
+    return (not config.enforce_eager and config.runner != "pooling"
+            and config.kernels == "triton" and config.tensor_parallel_size == 1
+            and config.model_impl != "transformers" and not config.enable_lora
+            and (config.device == "cuda" or graph_class is not CudaGraph))
+
+
 class DecodeGraphs:
     """The recordings of a step of decodes, by its number of rows.
 
-    prepare: makes a batch of so many rows, at its fixed addresses. run: what is recorded.
-    graph_class: `CudaGraph`, or a stand-in. Raises `ValueError` when memory runs out.
+    builder: makes the batches. run: what is recorded; nothing in it may depend on what the host
+    knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. Raises
+    `ValueError` when memory runs out.
     """
 
-    def __init__(self, max_num_seqs: int, prepare: Callable[[int], Batch],
-                 run: Callable[[Batch], Recorded], graph_class: type):
+    @torch.inference_mode()
+    def __init__(self, builder: BatchBuilder, run: Callable[[Batch], Recorded], graph_class: type):
+        max_num_seqs, device = len(builder.tables), builder.device_buffer.device
+        self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         self.sizes = graph_sizes(max_num_seqs)
         self.graphs: dict[int, CudaGraph] = {}
         start, pool = time.perf_counter(), None
@@ -75,7 +94,7 @@ class DecodeGraphs:
             # The largest first: the smaller ones fit into the memory that it took.
             for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
                              disable=None, leave=False):  # on a terminal; then the line below
-                batch = prepare(size)
+                batch = self._fix_tables(builder.build(Step(0), size))
                 run(batch)  # once for real: kernels are compiled, and libraries take what they need
                 graph = self.graphs[size] = graph_class(pool)
                 graph.capture(lambda batch=batch: run(batch))
@@ -93,12 +112,25 @@ class DecodeGraphs:
                    f"took {self.seconds:.1f} s and {self.memory / 2 ** 20:,.0f} MB",
                    file=sys.stderr)
 
-    def size_for(self, num_rows: int) -> int:
-        """The smallest recorded size that holds so many rows: 9 rows are padded to 16."""
+    def _fix_tables(self, batch: Batch) -> Batch:
+        """The same batch with block tables whose address and stride are always the same, too."""
+        num_rows, width = batch.block_tables.shape
+        fixed = self.tables[:num_rows]
+        fixed[:, :width].copy_(batch.block_tables)
+        return replace(batch, block_tables=fixed)
+
+    def size_for(self, step: Step) -> int | None:
+        """What the step is padded to: the smallest recorded size that holds its rows, 16 for 9 of
+        them. None where more is computed than one token for each of the rows that sample."""
+        num_rows = len(step.sampling)
+        if num_rows == 0 or num_rows < step.num_tokens or step.network:
+            return None
         return next(size for size in self.sizes if size >= num_rows)
 
-    def replay(self, size: int) -> Recorded:
-        return self.graphs[size].replay()
+    def replay(self, batch: Batch) -> Recorded:
+        """batch: padded to a recorded size."""
+        self._fix_tables(batch)
+        return self.graphs[len(batch.seq_lens)].replay()
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

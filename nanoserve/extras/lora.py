@@ -40,10 +40,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from nanoserve.batch import MIN_BUFFER, Batch
+from nanoserve.batch import Batch
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
 from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
+from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry
 
@@ -194,7 +195,7 @@ class Adapters:
                 slot, tensors = self.unsent.popitem()
                 if self.ranks.size > 1:
                     content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
-                    head = torch.zeros(MIN_BUFFER, dtype=torch.int32)
+                    head = torch.zeros(HEAD, dtype=torch.int32)
                     head[:3] = torch.tensor([ADAPTER, slot, len(content)])
                     self.ranks.broadcast_host(head)
                     self.ranks.broadcast_host(content)

@@ -8,20 +8,24 @@ leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's
 
 import gc
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from checkpoints import assert_same_text
+from helpers import sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from nanoserve import LLM, SamplingParams, llm
+from nanoserve.batch import BatchBuilder
 from nanoserve.device.graphs import DecodeGraphs, graph_sizes
 from nanoserve.extras.speculative import Speculation
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampler import SamplerOutput
+from nanoserve.sequence import Step
 
 kernels = pytest.importorskip("nanoserve.device.kernels")
 
@@ -113,8 +117,8 @@ def recorded(monkeypatch):
         self, token_ids=self.token_ids.clone()))
     replayed = []
     replay = DecodeGraphs.replay
-    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, size: replayed.append(size) or replay(
-        self, size))
+    monkeypatch.setattr(DecodeGraphs, "replay", lambda self, batch: replayed.append(
+        len(batch.seq_lens)) or replay(self, batch))
     return replayed
 
 
@@ -131,6 +135,12 @@ def start(folder, depth=1, **options) -> LLM:
 # ------------------------------------------------------------------- sizes
 
 
+def decodes(rows: Iterable) -> Step:
+    """Each of these computes one token, the one at position 4, and samples the next."""
+    rows = list(rows)
+    return Step(0, dict.fromkeys(rows, 1), [4] * len(rows), rows)
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 9, 16, 17, 20, 31, 256, 257, 320, 1000])
 def test_every_batch_finds_a_size(max_num_seqs):
     """Sizes that ended below max_num_seqs were a crash at batch 17 of 20 (nano-vllm)."""
@@ -139,10 +149,51 @@ def test_every_batch_finds_a_size(max_num_seqs):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     graphs.sizes = sizes
     for num_rows in range(1, max_num_seqs + 1):
-        size = graphs.size_for(num_rows)
+        size = graphs.size_for(decodes(range(num_rows)))
         assert num_rows <= size <= max_num_seqs
         assert size < 2 * num_rows + 16, "more padding than work"
         assert all(other < num_rows for other in sizes if other < size)
+
+
+def test_only_decodes_of_the_model_that_is_served_are_recorded():
+    """No chunk, no draft, no step that samples nothing, and none of a draft network."""
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs.sizes = graph_sizes(8)
+    step = decodes("abc")
+    assert graphs.size_for(step) == 4
+    assert graphs.size_for(replace(step, network=1)) is None
+    assert graphs.size_for(replace(step, num_new_tokens=dict(a=1, b=1, c=2))) is None
+    assert graphs.size_for(replace(step, sampling=["a", "b"])) is None
+    assert graphs.size_for(Step(0)) is None
+
+
+@torch.inference_mode()
+def test_block_tables_are_copied_to_where_the_recording_reads_them():
+    """They are as wide as the longest one of their step; a recording has one width for ever."""
+    class Called:
+        def __init__(self, pool):
+            self.replays = 0
+
+        def capture(self, function):
+            function()
+
+        def replay(self):
+            self.replays += 1
+
+        def pool(self):
+            return self
+
+    read = []
+    builder = BatchBuilder(4, 8, 64, 4, torch.device("cpu"), staged=True)
+    graphs = DecodeGraphs(builder, lambda batch: read.append(batch.block_tables), Called)
+    assert [tuple(tables.shape) for tables in read] == [(n, 16) for n in (4, 4, 2, 2, 1, 1)]
+    seqs = [sequence(name, range(5), row=row, block_table=table)
+            for row, (name, table) in enumerate(dict(a=[3], b=[7, 5], c=[2]).items())]
+    graphs.replay(builder.build(decodes(seqs), 4))
+    assert read[1][:3, :2].tolist() == [[3, 0], [7, 5], [2, 0]]
+    graphs.replay(builder.build(decodes(seqs[2:]), 1))
+    assert read[5][0, 0] == 2 and read[1][1, :2].tolist() == [7, 5]
+    assert [graph.replays for graph in graphs.graphs.values()] == [1, 0, 1]
 
 
 # ---------------------------------------------------------- the same tokens
@@ -166,7 +217,7 @@ def test_every_batch_size_equals_transformers(checkpoints, references, recorded,
             assert_same_text(output.outputs[0].token_ids, expected[:asked.max_tokens], gaps,
                              f"{count} rows, depth {depth}")
         assert len(recorded) >= 1 + count, "decodes must have been replayed"
-        sizes = {engine.runner.graphs.size_for(n + 1) for n in range(count)}
+        sizes = {engine.runner.graphs.size_for(decodes(range(n + 1))) for n in range(count)}
         assert set(recorded) == sizes, "each size must have been replayed"
 
 

@@ -7,13 +7,12 @@ is full of NaN until it is written. Models are tiny, since a launch takes millis
 
 import pytest
 import torch
-from checkpoints import TINY_CHECKPOINTS, assert_same_text, sampling_inputs
+from checkpoints import TINY_CHECKPOINTS, assert_same_text, sample_logits
 from helpers import sequence
 from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams, ops
 from nanoserve.device.choice import namespace
-from nanoserve.sampler import sample
 
 kernels = pytest.importorskip("nanoserve.device.kernels")
 
@@ -99,7 +98,7 @@ def test_filters_reach_the_kernels():
         seqs = [sequence(str(i), [1, 2], SamplingParams(temperature=2.0, **rows[i]), seed=i,
                          num_unknown_tokens=1) for i in chosen]
         logits = torch.randn(len(seqs), 64, generator=torch.Generator().manual_seed(1)) / 10
-        tokens = sample(logits, sampling_inputs(seqs, 64), kernels).token_ids.tolist()
+        tokens = sample_logits(logits, seqs, kernels).token_ids.tolist()
         likeliest = logits.argmax(-1).tolist()
         assert tokens[:3] == likeliest[:len(tokens)][:3]
         if len(seqs) > 3:

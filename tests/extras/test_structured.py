@@ -16,7 +16,7 @@ import pytest
 import real_tokenizers as real
 import regex
 import torch
-from checkpoints import EOS, Reference, byte_tokenizer, sampling_inputs
+from checkpoints import EOS, Reference, byte_tokenizer, sample_logits
 from grammars import ENDS, PADDED, TOKENIZER, padded_checkpoint, start
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +26,6 @@ from nanoserve import LLM, SamplingParams, StructuredOutputsParams, ops
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.extras.structured import Grammars, from_response_format
 from nanoserve.llm import BUNDLED_MODEL
-from nanoserve.sampler import sample
 from nanoserve.sequence import Sequence
 
 NONE = np.array((), dtype=np.int64)
@@ -200,8 +199,8 @@ def test_probabilities_are_renormalised_over_what_is_allowed():
         seq.num_unknown_tokens = 1
     keep, expected = TOKENIZER.encode("abcdefghijklmnop"), np.zeros(PADDED)
     expected[keep] = logits[keep].softmax(0).numpy()
-    inputs = sampling_inputs(seqs, PADDED, {seq: grammar.fresh() for seq in seqs})
-    drawn = sample(logits.expand(count, -1).clone(), inputs, ops).token_ids.numpy()
+    drawn = sample_logits(logits.expand(count, -1).clone(), seqs, ops,
+                          {seq: grammar.fresh() for seq in seqs}).token_ids.numpy()
     assert_distributed(drawn, expected)
 
 

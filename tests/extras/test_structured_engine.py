@@ -214,15 +214,15 @@ def test_a_step_that_fails_is_tried_again(folder, expected, monkeypatch):
     with start(folder) as llm:
         for i, ((prompt, pattern), length) in enumerate(zip(REQUESTS, LENGTHS, strict=True)):
             llm.add_request(str(i), prompt, params_of(pattern, length))
-        run, calls = llm.runner._run, Counter()
+        run, calls = llm.runner.run, Counter()
 
-        def fails(batch, inputs):
+        def fails(*args):
             calls["all"] += 1
             if calls["all"] in (2, 5, 6):
                 raise RuntimeError("out of memory")
-            return run(batch, inputs)
+            return run(*args)
 
-        monkeypatch.setattr(llm.runner, "_run", fails)
+        monkeypatch.setattr(llm.runner, "run", fails)
         results = {}
         while llm.has_unfinished_requests():
             try:

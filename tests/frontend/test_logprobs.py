@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import EOS, Reference, byte_tokenizer
 
-from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, model_runner
+from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, sampler
 from nanoserve.sampler import score
 
 TOLERANCE = 1e-4
@@ -374,7 +374,7 @@ def test_ranks_by_sorting():
 
 def test_a_long_prompt_never_makes_a_large_matrix(qwen3, log_softmax, monkeypatch):
     """700 positions of a large vocabulary would be more than the model itself: 256 at a time."""
-    monkeypatch.setattr(model_runner, "MAX_PROMPT_LOGPROB_ROWS", 8)
+    monkeypatch.setattr(sampler, "MAX_PROMPT_LOGPROB_ROWS", 8)
     llm, _ = start(qwen3)
     sizes, compute = [], llm.runner.model.compute_logits
     monkeypatch.setattr(llm.runner.model, "compute_logits",

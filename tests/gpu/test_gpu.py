@@ -192,12 +192,12 @@ def test_a_launch_never_waits_for_the_device(checkpoints, prompts, name, enforce
 
 def test_the_guard_sees_who_waits(checkpoints):
     engine = start(checkpoints["qwen3"], enforce_eager=True)
-    run = engine.runner._run
-    engine.runner._run = lambda batch, inputs: (int(batch.positions[0]), run(batch, inputs))[1]
+    forward = engine.runner.model.forward
+    engine.runner.model.forward = lambda ids, *args: (int(ids[0]), forward(ids, *args))[1]
     guard(engine)
     with pytest.raises(RuntimeError, match="synchroniz"):
         engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    engine.runner._run = run
+    engine.runner.model.forward = forward
     assert engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from nanoserve.model_runner import serve_rank
 from nanoserve.parallel.processes import FOR_EVER
 from nanoserve.parallel.ranks import Ranks
+from nanoserve.parallel.serving import serve_rank
 
 
 def thread_ranks(size: int) -> list[Ranks]:
@@ -23,7 +23,7 @@ def thread_ranks(size: int) -> list[Ranks]:
     return ranks
 
 
-def start_in_threads(size: int, device: str, entry: str, payload: tuple) -> Ranks:
+def start_in_threads(size: int, device: str, entry: str, payload) -> Ranks:
     """In the place of `llm.start_ranks`: the other ranks serve in threads of this process, and get
     their payload as processes would."""
     first, *others = thread_ranks(size)

@@ -183,7 +183,7 @@ def test_nobody_waits_with_a_time_out(start):
 
 def test_an_error_in_a_childs_step(start, monkeypatch, capfd):
     in_children(monkeypatch, "import nanoserve.model_runner as m; "
-                             "m.ModelRunner._run = lambda self, *args: 1 / 0")
+                             "m.ModelRunner.run = lambda self, *args: 1 / 0")
     llm = start()
     [pid] = pids_of(llm)
     with pytest.raises(RuntimeError, match=rf"rank 1 \(process {pid}\) died: exit code 1"):

@@ -5,7 +5,7 @@ from checkpoints import assert_same_text
 from process_tools import GREEDY, MAX_TOKENS, PROMPT, SMALL, looks_into_proc, run
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.batch import MIN_BUFFER
+from nanoserve.parallel.serving import HEAD
 
 pytestmark = looks_into_proc
 
@@ -85,7 +85,7 @@ def test_one_broadcast_a_step(llm, monkeypatch, references):
     assert ranks.group is counted.group  # gloo, too, but not counted: overlap's tokens go there
     llm.reset_prefix_cache()
     run(llm, [PROMPT, [5]])
-    assert num_launched >= MAX_TOKENS and counted.sizes == [MIN_BUFFER] * num_launched
+    assert num_launched >= MAX_TOKENS and counted.sizes == [HEAD] * num_launched
     counted.sizes.clear()
     num_launched, prompts = 0, [[i, 7, 9] * 80 for i in range(12)]  # 2,880 tokens
     for prompt, output in zip(prompts, run(llm, prompts, SamplingParams(
@@ -93,4 +93,4 @@ def test_one_broadcast_a_step(llm, monkeypatch, references):
         assert_same_text(output.outputs[0].token_ids, *references("qwen3", prompt, 3), "long")
     # Three numbers a token: the first step's buffer is the only one that is too long.
     assert len(counted.sizes) == num_launched + 1
-    assert counted.sizes.pop(1) >= 3 * 2880 - MIN_BUFFER and set(counted.sizes) == {MIN_BUFFER}
+    assert counted.sizes.pop(1) >= 3 * 2880 - HEAD and set(counted.sizes) == {HEAD}
