@@ -5,9 +5,9 @@
 
 Three tables. *Time to first token* of a long system prompt: computed (cold), found in the KV cache
 (warm), and found in the folder by an engine that was started anew. *Hit rates* of conversations
-that take turns with a cache too small for all of them, with a pool and without. *What saving costs*
-a decoding step: two engines decode the same requests in turns, one of them with a folder, to which
-every full block goes; the medians of the pairs' ratios are the cost.
+that take turns with a cache too small for all of them, with host memory and without. *What saving
+costs* a decoding step: two engines decode the same requests in turns, one of them with a folder, to
+which every full block goes; the medians of the pairs' ratios are the cost.
 
 The weights are random: what is measured does not depend on them. The folder lies where `--folder`
 says, or in the system's place for temporary files; what the system still has in memory of it is
@@ -98,9 +98,9 @@ def hit_table(args: argparse.Namespace, options: dict) -> list[str]:
     num_blocks = 2 * -(-longest // 16)
     lines = [f"| {args.conversations} conversations of {args.turns} turns | prompt tokens found |"
              " seconds |", "|---|---|---|"]
-    for title, pool in (("no pool", 0), ("a pool of 1 GiB", 2 ** 30)):
+    for title, num_bytes in (("the cache alone", 0), ("1 GiB of host memory", 2 ** 30)):
         with LLM(**options, max_model_len=longest, num_gpu_blocks_override=num_blocks,
-                 kv_offload_bytes=pool) as llm:
+                 kv_offload_bytes=num_bytes) as llm:
             timed(llm, [prompt_of(1, 40)], 1)
             found = asked = seconds = 0
             for turn in range(args.turns):

@@ -75,7 +75,7 @@ class Adapters(Protocol):
 
 
 class BlockCopier(Protocol):
-    """Blocks outside the KV cache: see extras/block_pool.py."""
+    """Blocks outside the KV cache: see extras/block_host.py."""
 
     def move(self, host: dict[str, np.ndarray]) -> None:
         """Queue the copies that `block_moves` in the batch's sections asks for."""

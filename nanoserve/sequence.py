@@ -21,7 +21,6 @@ The glossary. These words mean one thing each, everywhere:
     block_size           tokens a KV block holds
     block_table          the ids of a sequence's KV blocks, in order of position
     slot                 a place for one token's KV: block id * block_size + offset in the block
-                         (a slot of the block store's pool holds a whole block)
     slot_mapping         the slot of every token of a step
     row                  a sequence in a step's batch; `Sequence.row` is another, fixed index
     query_len            num_new_tokens of a row
@@ -177,7 +176,7 @@ class Step:
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
-    block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, the store's slot)
+    block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     output: "StepOutput | None" = None  # of the launched step, on the device
 
     @property

@@ -1,24 +1,24 @@
-"""KV blocks in host memory: slots that a step copies to and from, on every rank.
+"""KV blocks in host memory, which a step copies to and from, on every rank.
 
-A *slot* has room for one block's KV over all layers. The packed step says which blocks are saved to
-which slots, and which are loaded. With tensor parallelism each rank has a share of each block, the
-KV of its own heads. All ranks use the same slot numbers, each in memory of its own. Rank 0 alone
-knows what is in which slot (`Slots`).
+A *host block* has room for one block's KV over all layers. A step says which blocks are saved to
+which host blocks, and which are loaded. With tensor parallelism each rank has a share of each
+block, the KV of its own heads. All ranks use the same numbers, each in memory of its own. Rank 0
+alone knows what is in which host block (`HostBlocks`).
 
-With a folder, all shares of a block must be saved together or not at all. So then the slots are one
-memory that all ranks map, and one file has the bytes of one slot:
+With a folder, all shares of a block must be saved together or not at all. So then the host blocks
+are one memory that all ranks map, and one file has the bytes of one host block:
 
-    slot 0                                slot 1
+    host block 0                          host block 1
     [ rank 0's share | rank 1's share ]   [ rank 0's share | rank 1's share ]   ...
       each rank copies its own share from and to its cache: layer 0's keys, then its values, ...
-      the threads of rank 0 copy whole slots from and to files
+      the threads of rank 0 copy whole host blocks from and to files
 
 **Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares, so
-damage to one share is a miss for the block. A rank loads a slot only because a step says so, and
-rank 0 sends that step after the slot's last byte was written. A slot that a step saves is written
-to its file when the step has finished on rank 0. It can't finish there before all ranks have saved,
-because the network's sums need all ranks. A step that only saves runs no network: `move` then adds
-up zeros over all ranks.
+damage to one share is a miss for the block. A rank loads a host block only because a step says so,
+and rank 0 sends that step after the last byte was written. A host block that a step saves to is
+written to its file when the step has finished on rank 0. It can't finish there before all ranks
+have saved, because the network's sums need all ranks. A step that only saves runs no network:
+`move` then adds up zeros over all ranks.
 
 The shared memory is a file without a name (memfd), which the other ranks open through /proc. It is
 gone when the last process that maps it has ended, also after `kill -9`.
@@ -41,15 +41,15 @@ import torch
 
 from nanoserve.parallel.ranks import Ranks
 
-POOL_BYTES = 2 ** 29  # the least size of a pool that only serves a folder
+LEAST_BYTES = 2 ** 29  # of host memory that only serves a folder
 
 
-class HostPool:
-    """One rank's slots; made behind the cache, by all ranks at the same time.
+class HostMemory:
+    """One rank's host blocks; made behind the cache, by all ranks at the same time.
 
-    memory: (num_slots, bytes) uint8, the whole slots; page-locked where there is a GPU, unless
-    ranks share it. own: (num_slots, block_bytes), this rank's share of them. num_bytes: the size of
-    all its shares; 0 for what a folder needs, which is room for all that one step computes.
+    memory: (num_blocks, bytes) uint8, the whole of them; page-locked where there is a GPU, unless
+    ranks share it. own: (num_blocks, block_bytes), this rank's share of them. num_bytes: the size
+    of all its shares; 0 for what a folder needs, which is room for all that one step computes.
     has_folder: see above. Raises `ValueError` if there is no room for a block, or no memory that
     ranks share.
     """
@@ -61,112 +61,112 @@ class HostPool:
         self.caches = [cache.flatten(1).view(torch.uint8) for cache in caches]  # (blocks, bytes)
         block_bytes = sum(cache.shape[1] for cache in self.caches)
         full_step = runner.config.max_num_batched_tokens // runner.config.block_size * block_bytes
-        num_bytes = num_bytes or max(POOL_BYTES, full_step)
-        self.num_slots = self.ranks.least(num_bytes // block_bytes)
-        if not self.num_slots:
+        num_bytes = num_bytes or max(LEAST_BYTES, full_step)
+        self.num_blocks = self.ranks.least(num_bytes // block_bytes)
+        if not self.num_blocks:
             raise ValueError(f"kv_offload_bytes={num_bytes:,} has no room for a block of "
                              f"{block_bytes:,} bytes: raise it")
         self.is_shared = has_folder and self.ranks.size > 1
         try:  # also if ranks share it: this refuses what is too large, and a mapping does not
             self.own = self.memory = torch.empty(
-                self.num_slots, block_bytes, dtype=torch.uint8,
+                self.num_blocks, block_bytes, dtype=torch.uint8,
                 pin_memory=runner.device.type == "cuda" and not self.is_shared)
         except RuntimeError as error:
-            raise ValueError(f"no memory for a pool of {num_bytes:,} bytes: choose kv_offload_bytes"
-                             " below that") from error
+            raise ValueError(f"no memory for {num_bytes:,} bytes of blocks: choose "
+                             "kv_offload_bytes below that") from error
         if self.is_shared:
             widest = -self.ranks.least(-block_bytes)  # ranks may have a KV head more or less
-            memory = share_memory(self.ranks, self.num_slots * self.ranks.size * widest)
-            self.memory = memory.view(self.num_slots, -1)
+            memory = share_memory(self.ranks, self.num_blocks * self.ranks.size * widest)
+            self.memory = memory.view(self.num_blocks, -1)
             first = self.ranks.rank * widest
             self.own = self.memory[:, first:first + block_bytes]
 
     def move(self, host: dict[str, Any]) -> None:
-        """Queue a step's copies. host: the batch's sections. In `block_moves`, (block, slot) saves
-        a block, and (block, -1 - slot) loads one. Saves come first: a load may overwrite a block
-        that is saved."""
-        for block_id, slot in host["block_moves"].reshape(-1, 2).tolist():
-            for cache, there in self._parts(slot if slot >= 0 else -1 - slot):
-                if slot >= 0:
+        """Queue a step's copies. host: the batch's sections. In `block_moves`, (block, host block)
+        saves a block, and (block, -1 - host block) loads one. Saves come first: a load may
+        overwrite a block that is saved."""
+        for block_id, host_id in host["block_moves"].reshape(-1, 2).tolist():
+            for cache, there in self._parts(host_id if host_id >= 0 else -1 - host_id):
+                if host_id >= 0:
                     there.copy_(cache[block_id], non_blocking=True)
                 else:
                     cache[block_id].copy_(there, non_blocking=True)
         if self.is_shared and not len(host["input_ids"]):  # no network runs
             self.ranks.all_reduce(torch.zeros(1, device=self.caches[0].device))
 
-    def _parts(self, slot: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each cache, and its part of the slot."""
-        return zip(self.caches, self.own[slot].split([one.shape[1] for one in self.caches]),
+    def _parts(self, host_id: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Each cache, and its part of the host block."""
+        return zip(self.caches, self.own[host_id].split([one.shape[1] for one in self.caches]),
                    strict=True)
 
 
-class Slots:
-    """Which block is in which slot, and who needs it: what databases call a buffer pool.
+class HostBlocks:
+    """Which block is in which host block, and who needs it: what databases call a buffer manager.
 
-    A slot is free; or it holds a block, which is found by its digest; or it was taken, and nothing
-    is in it yet. A slot that is *pinned* keeps its bytes until it was unpinned as often.
+    A host block is free; or it holds a block, which is found by its digest; or it was taken, and
+    nothing is in it yet. One that is *pinned* keeps its bytes until it was unpinned as often.
     """
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_blocks: int):
         self.by_digest: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self.held: list[bytes | None] = [None] * num_slots  # the reverse: digests by slot
-        self.free = list(range(num_slots))[::-1]
-        self.pins: Bag[int] = Bag()  # how often a slot is pinned
+        self.held: list[bytes | None] = [None] * num_blocks  # the reverse: digests by number
+        self.free = list(range(num_blocks))[::-1]
+        self.pins: Bag[int] = Bag()  # how often each is pinned
 
     def find(self, digest: bytes) -> int | None:
         return self.by_digest.get(digest)
 
-    def touch(self, slots: list[int]) -> None:
+    def touch(self, host_ids: list[int]) -> None:
         """They hold a chain that is used now. Its tail is given up before its head."""
-        for slot in reversed(slots):
-            self.by_digest.move_to_end(self.held[slot])
+        for host_id in reversed(host_ids):
+            self.by_digest.move_to_end(self.held[host_id])
 
     def take(self) -> int | None:
         """A free one, or the least recently used; None while all are pinned, or taken."""
         if self.free:
             return self.free.pop()
-        for digest, slot in self.by_digest.items():
-            if not self.pins[slot]:
+        for digest, host_id in self.by_digest.items():
+            if not self.pins[host_id]:
                 del self.by_digest[digest]
-                self.held[slot] = None
-                return slot
+                self.held[host_id] = None
+                return host_id
         return None
 
-    def put(self, digest: bytes, slot: int) -> None:
-        """From now on this block is found in a slot that was taken for it."""
-        self.by_digest[digest], self.held[slot] = slot, digest
+    def put(self, digest: bytes, host_id: int) -> None:
+        """From now on this block is found in a host block that was taken for it."""
+        self.by_digest[digest], self.held[host_id] = host_id, digest
 
-    def give_back(self, slots: list[int]) -> None:
+    def give_back(self, host_ids: list[int]) -> None:
         """They were taken, and nothing is put into them."""
-        self.free += slots
+        self.free += host_ids
 
-    def pin(self, slots: list[int]) -> None:
-        self.pins.update(slots)
+    def pin(self, host_ids: list[int]) -> None:
+        self.pins.update(host_ids)
 
-    def unpin(self, slots: list[int]) -> None:
-        for slot in slots:
-            self.pins[slot] -= 1
-            if not self.pins[slot]:
-                del self.pins[slot]
-                if self.held[slot] is None:
-                    self.free.append(slot)  # it was forgotten meanwhile
+    def unpin(self, host_ids: list[int]) -> None:
+        for host_id in host_ids:
+            self.pins[host_id] -= 1
+            if not self.pins[host_id]:
+                del self.pins[host_id]
+                if self.held[host_id] is None:
+                    self.free.append(host_id)  # it was forgotten meanwhile
 
     def forget(self) -> None:
-        """No block is found any more. Slots that are pinned become free when they are unpinned."""
-        for slot in self.by_digest.values():
-            self.held[slot] = None
-            if not self.pins[slot]:
-                self.free.append(slot)
+        """No block is found any more. What is pinned becomes free when it is unpinned."""
+        for host_id in self.by_digest.values():
+            self.held[host_id] = None
+            if not self.pins[host_id]:
+                self.free.append(host_id)
         self.by_digest.clear()
 
     def check(self, taken: list[int]) -> None:
-        """Audit: each slot is free, held, among those `taken`, or pinned and forgotten."""
-        assert min(self.pins.values(), default=1) > 0, f"a slot is let go too often: {self.pins}"
+        """Audit: each host block is free, held, among those `taken`, or pinned and forgotten."""
+        assert min(self.pins.values(), default=1) > 0, f"one is let go too often: {self.pins}"
         known = [*self.free, *self.by_digest.values(), *taken]
-        known += [slot for slot in self.pins if self.held[slot] is None]
-        assert sorted(known) == list(range(len(self.held))), f"a slot is lost or doubled: {known}"
-        for digest, slot in self.by_digest.items():
-            assert self.held[slot] == digest, f"slot {slot} has another block than it is found by"
+        known += [host_id for host_id in self.pins if self.held[host_id] is None]
+        assert sorted(known) == list(range(len(self.held))), f"one is lost or doubled: {known}"
+        for digest, host_id in self.by_digest.items():
+            assert self.held[host_id] == digest, f"{host_id} has another block than it is found by"
 
 
 def share_memory(ranks: Ranks, num_bytes: int) -> torch.Tensor:
@@ -189,7 +189,7 @@ def share_memory(ranks: Ranks, num_bytes: int) -> torch.Tensor:
                 memory = torch.from_file(path, True, num_bytes, dtype=torch.uint8)
         everywhere = ranks.least(memory is not None)  # by now each has opened the file, or failed
     if not everywhere:
-        raise ValueError(f"kv_store on {ranks.size} ranks, which share a pool of {num_bytes:,} "
-                         "bytes in memory: run all of them on one machine that has so much, or use "
+        raise ValueError(f"kv_store on {ranks.size} ranks, which share {num_bytes:,} bytes "
+                         "of memory: run all of them on one machine that has so much, or use "
                          "kv_offload_bytes without a folder")
     return memory

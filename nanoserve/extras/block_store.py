@@ -1,28 +1,28 @@
-"""A second place for KV blocks: a pool in host memory, and a folder that outlives the engine.
+"""A second place for KV blocks: host memory, and a folder that outlives the engine.
 
 The prefix cache forgets a block when its memory is needed. Then its KV must be computed again, at
-the price of a prefill. Here such blocks are kept: in a pool beside the KV cache, of
-`kv_offload_bytes` (block_pool.py), and in a folder of files, `kv_store` (block_folder.py), where a
-new engine, or one beside this one, finds them again. Others call it KV offloading and connectors
-(vLLM), hierarchical caching (SGLang), or LMCache.
+the price of a prefill. Here such blocks are kept: in `kv_offload_bytes` of host memory
+(block_host.py), and in a folder of files, `kv_store` (block_folder.py), where a new engine, or one
+beside this one, finds them again. Others call it KV offloading and connectors (vLLM), hierarchical
+caching (SGLang), or LMCache.
 
-    KV cache ──save: forgotten, or new──► pool ──a thread writes──► folder
-        ▲                                 │  ▲                        │
-        └──load: found by its digest──────┘  └──what a queued request needs: block_prefetch.py
+    KV cache ──save: forgotten, or new──► host memory ──a thread writes──► folder
+        ▲                                 │  ▲                               │
+        └──load: found by its digest──────┘  └──what a queued request needs──┘ block_prefetch.py
 
 **Invariant: a block is used for exactly those tokens that it was computed from.** In memory a hit
 compares the identity of the parent's entry. Between processes there is no identity. So a block's
 name here is a *digest*: SHA-256 over the parent's digest and the block's tokens. The chain begins
 with a fingerprint of the weights and of all options that KV depends on, then an adapter's content.
 
-All copies between cache and pool happen inside a step, on the step's own stream, before anything
-is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A load
-counts when its step has finished, so the loads of a failed step don't count. A block that was saved
-is then written to its file by a thread, and keeps its slot until that is done. No step waits for
-it: a block that finds no free slot is saved later, or lost.
+All copies between cache and host memory happen inside a step, on the step's own stream, before
+anything is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A
+load counts when its step has finished, so the loads of a failed step don't count. A block that was
+saved is then written to its file by a thread, and keeps its host block until that is done. No step
+waits for it: a block that finds no free host block is saved later, or lost.
 
 Not known here: the layout of the bytes, and what is being read. Known limit: a block goes to the
-folder via the pool, one copy more than needed. Road not taken: copies on a stream of their own,
+folder via host memory, one copy more than needed. Road not taken: copies on a stream of their own,
 which hide their time and have corrupted KV in silence in two public engines.
 """
 
@@ -44,7 +44,7 @@ from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
-from nanoserve.extras.block_pool import HostPool, Slots
+from nanoserve.extras.block_host import HostBlocks, HostMemory
 from nanoserve.extras.block_prefetch import Prefetcher
 from nanoserve.frontend.metrics import Counter, Metric, Observer, say
 from nanoserve.parallel.signals import ctrl_c_held
@@ -57,7 +57,7 @@ TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have n
 
 
 class BlockStorage(Extra):
-    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds: each rank's pool, and rank 0's store."""
+    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds: a store, and memory on each rank."""
 
     store: "BlockStore"
 
@@ -81,8 +81,8 @@ class BlockStorage(Extra):
 
 
 def check(config: EngineConfig) -> Callable:
-    """What makes each rank's pool. Raises `ValueError` for options that don't go together, and for
-    a folder that can't be used."""
+    """What makes each rank's host memory. Raises `ValueError` for options that don't go together,
+    and for a folder that can't be used."""
     if not config.enable_prefix_caching:
         raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
                          "enable_prefix_caching=True")
@@ -96,20 +96,20 @@ def check(config: EngineConfig) -> Callable:
                          "on Linux; use kv_offload_bytes without a folder")
     if has_folder:
         make_folder(config.kv_store)  # here: loading the weights takes long
-    return partial(HostPool, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
+    return partial(HostMemory, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
 
 
 def make_store(engine: LLMEngine, model_folder: Path) -> "BlockStore":
-    """An engine's store; its runner has the pool already."""
-    config, pool, folder, base = engine.config, engine.runner.copier, None, b""
+    """An engine's store; its runner has the host memory already."""
+    config, host, folder, base = engine.config, engine.runner.copier, None, b""
     if config.kv_store is not None:
-        base = fingerprint(config, model_folder, pool.shapes)
-        num_bytes = pool.memory.shape[1]
+        base = fingerprint(config, model_folder, host.shapes)
+        num_bytes = host.memory.shape[1]
         if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
             raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a block of "
                              f"{num_bytes:,} bytes and its header: raise it")
         folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
-    return BlockStore(pool, engine.scheduler, base, folder, {"model_name": str(config.model)},
+    return BlockStore(host, engine.scheduler, base, folder, {"model_name": str(config.model)},
                       engine.runner)
 
 
@@ -127,49 +127,49 @@ class Moves:
     """The loads and saves of a step in flight. epoch: see `BlockStore.clear`."""
 
     epoch: int
-    loads: list[int] = field(default_factory=list)  # slots
-    saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # slots by digest
+    loads: list[int] = field(default_factory=list)  # host blocks
+    saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # the same by digest
 
 
 class BlockStore(Observer):
     """Gives steps their loads and saves: the scheduler's `Store`. As an observer it learns what is
     queued, and what has finished.
 
-    pool: rank 0's. base: the digest that all others begin with. folder: None for no files; then
+    host: rank 0's. base: the digest that all others begin with. folder: None for no files; then
     only blocks that the cache evicts are saved. runner: for steps that only save.
     """
 
-    def __init__(self, pool: HostPool, scheduler: Any, base: bytes, folder: Folder | None,
+    def __init__(self, host: HostMemory, scheduler: Any, base: bytes, folder: Folder | None,
                  labels: dict[str, str], runner: Any = None):
-        self.pool, self.base, self.folder = pool, base, folder
+        self.host, self.base, self.folder = host, base, folder
         self.labels, self.runner = labels, runner
         # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
         # until Python's garbage collector comes by.
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
-        self.slots = Slots(pool.num_slots)
+        self.host_blocks = HostBlocks(host.num_blocks)
         self.prefetcher: Prefetcher | None = None
         self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
-        self.found: dict[Sequence, list[int]] = {}  # slots, by sequences that may be admitted now
+        self.found: dict[Sequence, list[int]] = {}  # host blocks, by who may be admitted now
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
-        self.writing: deque[tuple[int, Future]] = deque()  # slots, in the writing thread's order
+        self.writing: deque[tuple[int, Future]] = deque()  # in the thread's order
         self.num_queries = self.num_hits = 0  # tokens; see read_metrics
         self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
         self.blocks.on_evict.append(self.want_saved)
         if folder is not None:
             self.blocks.on_commit.append(self.want_saved)
-            self.prefetcher = Prefetcher(folder, pool, self.slots)
+            self.prefetcher = Prefetcher(folder, host, self.host_blocks)
             self.writer = ThreadPoolExecutor(1)
 
     def want_saved(self, entry: CacheEntry) -> None:
         """Have the next step save this block, before anything is written to it."""
         digest = self._digest_entry(entry)
-        slot = self.slots.find(digest)
-        if slot is None:
+        host_id = self.host_blocks.find(digest)
+        if host_id is None:
             self.unsaved[digest] = entry
         else:
-            self.slots.touch([slot])
+            self.host_blocks.touch([host_id])
 
     def _digest_entry(self, entry: CacheEntry | None) -> bytes:
         """Computed once for each entry, from the last ancestor that has one. None comes before
@@ -200,15 +200,15 @@ class BlockStore(Observer):
     def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
         """How many blocks that follow those found in memory are here. If the sequence is admitted,
         the step loads them: see `plan`."""
-        slots = self.found[seq] = []
+        host_ids = self.found[seq] = []
         room = MAX_MOVES - sum(step.num_loaded.values()) // self.blocks.block_size
         most = min(self.blocks.max_hits(seq), num_hits + room)
         for digest in self._digest_blocks(seq)[num_hits:most]:
-            slot = self.slots.find(digest)
-            if slot is None:
+            host_id = self.host_blocks.find(digest)
+            if host_id is None:
                 break
-            slots.append(slot)
-        return len(slots)
+            host_ids.append(host_id)
+        return len(host_ids)
 
     def complete(self, step: Step) -> None:
         for lost in self.in_flight.keys() - self.scheduler.in_flight:
@@ -225,15 +225,15 @@ class BlockStore(Observer):
 
     def plan(self, step: Step) -> None:
         """Give the step its saves and loads. Called when the rest of it is planned: from here on
-        until it has finished, the slots that it loads from keep their bytes."""
+        until it has finished, what it loads from keeps its bytes."""
         moves, loads = Moves(self.epoch), []
         for seq in step.num_loaded:  # behind its hits, which are computed
-            first, slots = seq.num_computed_tokens // self.blocks.block_size, self.found[seq]
-            loads += [(block_id, -1 - slot) for block_id, slot in zip(
-                seq.block_table[first:], slots, strict=False)]
-            moves.loads += slots
-        self.slots.touch(moves.loads)
-        self.slots.pin(moves.loads)
+            first, host_ids = seq.num_computed_tokens // self.blocks.block_size, self.found[seq]
+            loads += [(block_id, -1 - host_id) for block_id, host_id in zip(
+                seq.block_table[first:], host_ids, strict=False)]
+            moves.loads += host_ids
+        self.host_blocks.touch(moves.loads)
+        self.host_blocks.pin(moves.loads)
         for seq in step.admitted:
             if seq.num_preemptions == 0 and not seq.needs_all_positions:  # as EngineMetrics counts
                 self.num_queries += len(seq.token_ids) - seq.num_computed_tokens
@@ -243,21 +243,21 @@ class BlockStore(Observer):
             for seq in step.admitted:
                 self.prefetcher.let_go(seq)
             self.prefetcher.advance(list(step.sitting_out))
-        step.block_moves = self._plan_saves(moves) + loads  # in this order: see `HostPool.move`
+        step.block_moves = self._plan_saves(moves) + loads  # in this order: see `HostMemory.move`
         if moves.loads or moves.saves:
             self.in_flight[step] = moves
 
     def _plan_saves(self, moves: Moves) -> list[tuple[int, int]]:
-        """Returns (block, slot) of each save."""
+        """Returns (block, host block) of each save."""
         later: dict[bytes, CacheEntry] = {}
         in_flight = {digest for one in self.in_flight.values() for digest in one.saves}
-        is_full = False  # behind a slow disk thousands of blocks may ask for a slot in every step
+        is_full = False  # behind a slow disk thousands of blocks may ask in every step
         for digest, entry in self.unsaved.items():
-            if digest in in_flight or self.slots.find(digest) is not None:
+            if digest in in_flight or self.host_blocks.find(digest) is not None:
                 continue
-            slot = None if is_full or len(moves.saves) == MAX_MOVES else self.slots.take()
-            if slot is not None:
-                moves.saves[digest] = slot, entry
+            host_id = None if is_full or len(moves.saves) == MAX_MOVES else self.host_blocks.take()
+            if host_id is not None:
+                moves.saves[digest] = host_id, entry
                 continue
             is_full = True
             if self.blocks.entry_of[entry.block_id] is entry:
@@ -265,30 +265,30 @@ class BlockStore(Observer):
             else:
                 self.num_lost += 1
         self.unsaved = later
-        return [(entry.block_id, slot) for slot, entry in moves.saves.values()]
+        return [(entry.block_id, host_id) for host_id, entry in moves.saves.values()]
 
     def finished(self, step: Step) -> None:
         """A step's saves can be found from now on."""
         moves = self.in_flight.pop(step, None)
         if moves is None:
             return
-        self.slots.unpin(moves.loads)
+        self.host_blocks.unpin(moves.loads)
         self.num_loaded += len(moves.loads)
-        for digest, (slot, entry) in reversed(moves.saves.items()):
-            if moves.epoch != self.epoch or self.slots.find(digest) is not None:
-                self.slots.give_back([slot])  # all was forgotten, or it was read meanwhile
+        for digest, (host_id, entry) in reversed(moves.saves.items()):
+            if moves.epoch != self.epoch or self.host_blocks.find(digest) is not None:
+                self.host_blocks.give_back([host_id])  # all was forgotten, or it was read meanwhile
                 continue
-            self.slots.put(digest, slot)
+            self.host_blocks.put(digest, host_id)
             self.num_saved += 1
             if self.folder is not None and self.folder.writes:
-                self._have_written(slot, digest, entry)
+                self._have_written(host_id, digest, entry)
 
     def dropped(self, step: Step) -> None:
         """A step was dropped: what it should have saved is lost, which only costs time."""
         moves = self.in_flight.pop(step, None)
         if moves is not None:
-            self.slots.unpin(moves.loads)
-            self.slots.give_back([slot for slot, _ in moves.saves.values()])
+            self.host_blocks.unpin(moves.loads)
+            self.host_blocks.give_back([host_id for host_id, _ in moves.saves.values()])
 
     def save_rest(self) -> None:
         """No request is left: save new blocks in steps that do nothing else. If such a step fails,
@@ -298,7 +298,7 @@ class BlockStore(Observer):
         while self.unsaved and not sys.is_finalizing():
             self.plan(step := Step(-1))
             if not step.block_moves:
-                return  # no slot is free
+                return  # no host block is free
             try:
                 with ctrl_c_held():  # a rank that is stopped within a step leaves the others there
                     self.runner.fetch(self.runner.launch(step))
@@ -314,7 +314,7 @@ class BlockStore(Observer):
         self.unsaved.clear()
         if self.prefetcher is not None:
             self.prefetcher.forget()
-        self.slots.forget()
+        self.host_blocks.forget()
         if self.folder is not None:
             emptied = self._give(self.folder.clear)  # behind all writes before it
             with ctrl_c_held() as noted:  # by the engine, too, which then raises it
@@ -325,17 +325,17 @@ class BlockStore(Observer):
 
     # ------------------------------------------------------ the writing thread
 
-    def _have_written(self, slot: int, digest: bytes, entry: CacheEntry) -> None:
-        """The slot keeps its bytes until they are in a file."""
-        self.slots.pin([slot])
-        self.writing.append((slot, self._give(
+    def _have_written(self, host_id: int, digest: bytes, entry: CacheEntry) -> None:
+        """The host block keeps its bytes until they are in a file."""
+        self.host_blocks.pin([host_id])
+        self.writing.append((host_id, self._give(
             self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
-            self.pool.memory[slot].numpy())))
+            self.host.memory[host_id].numpy())))
 
     def _take_written(self) -> None:
         while self.writing and self.writing[0][1].done():
-            slot, future = self.writing.popleft()
-            self.slots.unpin([slot])
+            host_id, future = self.writing.popleft()
+            self.host_blocks.unpin([host_id])
             self.folder.outcome(future)
 
     def _give(self, work: Callable, *args: Any) -> Future:
@@ -348,8 +348,8 @@ class BlockStore(Observer):
             return nothing
 
     def flush(self) -> None:
-        """Wait until all new blocks are in the folder. In a small pool some blocks can't be saved
-        before others have been written."""
+        """Wait until all new blocks are in the folder. Where host memory is small, some can't be
+        saved before others have been written."""
         num_unsaved = 0
         while self.folder is not None:
             self._give(int).result()  # behind all writes before it
@@ -367,7 +367,7 @@ class BlockStore(Observer):
                 self.prefetcher.close()
                 self.writer.shutdown()
         finally:
-            self.pool = self.runner = self.prefetcher = None
+            self.host = self.runner = self.prefetcher = None
 
     # ------------------------------------------------------------- an observer
 
@@ -398,7 +398,7 @@ class BlockStore(Observer):
     def read_metrics(self) -> list[Counter]:
         """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names. Blocks that were
         saved, that were loaded (also after a preemption, whose look-ups are not counted), and for
-        which there was no slot."""
+        which there was no room."""
         counts = {"external_prefix_cache_queries": self.num_queries,
                   "external_prefix_cache_hits": self.num_hits,
                   "kv_store_saved_blocks": self.num_saved,
@@ -409,6 +409,6 @@ class BlockStore(Observer):
     # ------------------------------------------------------------- the audit
 
     def check(self) -> None:
-        """Audit the slots. Those that a step saves to are taken."""
-        saving = [slot for one in self.in_flight.values() for slot, _ in one.saves.values()]
-        self.slots.check(saving)
+        """Audit the host blocks. Those that a step saves to are taken."""
+        saving = [host_id for one in self.in_flight.values() for host_id, _ in one.saves.values()]
+        self.host_blocks.check(saving)

@@ -57,7 +57,7 @@ MEANING = {
     "external_prefix_cache_hits": "Prompt tokens whose KV came from that store.",
     "kv_store_saved_blocks": "Blocks that were saved in the store.",
     "kv_store_loaded_blocks": "Blocks that were loaded from the store.",
-    "kv_store_lost_blocks": "Blocks for which the store's pool had no free slot.",
+    "kv_store_lost_blocks": "Blocks for which the store had no room in host memory.",
     "num_preemptions": "Sequences that lost their blocks and are computed again.",
     "prompt_tokens": "Prompt tokens of requests that got their first token.",
     "generation_tokens": "Tokens generated.",

@@ -14,5 +14,5 @@ def test_what_is_found_does_not_depend_on_the_model(capsys, monkeypatch):
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()
             if line.startswith("|")]
     assert [row[2] for row in rows[2:5]] == ["0", "1,488", "1,488"]
-    assert [row[1] for row in rows if row[0] == "a pool of 1 GiB"] == ["58%"]
+    assert [row[1] for row in rows if row[0] == "1 GiB of host memory"] == ["58%"]
     assert rows[-1][0] == "bfloat16"

@@ -25,16 +25,16 @@ from nanoserve.sequence import CacheEntry, Step
 
 @pytest.fixture
 def by_hand(monkeypatch):
-    """A store with two slots and its prefetcher, without an engine and without files: what is read
-    is a future, in `reads`, until a test gives it a result."""
+    """A store with two host blocks and its prefetcher, without an engine and without files: what is
+    read is a future, in `reads`, until a test gives it a result."""
     reads: list[Future] = []
     monkeypatch.setattr(block_prefetch, "Reader", lambda: SimpleNamespace(
         submit=lambda *order: reads.append(Future()) or reads[-1]))
     folder = SimpleNamespace(has=lambda digest: True, read=None, outcome=Future.result)
-    pool = SimpleNamespace(num_slots=2, memory=torch.zeros(2, 8, dtype=torch.uint8))
-    store = store_of(pool, BlockManager(4, 4))
-    store.prefetcher = Prefetcher(folder, pool, store.slots)
-    return SimpleNamespace(store=store, reads=reads, pool=pool)
+    host = SimpleNamespace(num_blocks=2, memory=torch.zeros(2, 8, dtype=torch.uint8))
+    store = store_of(host, BlockManager(4, 4))
+    store.prefetcher = Prefetcher(folder, host, store.host_blocks)
+    return SimpleNamespace(store=store, reads=reads, host=host)
 
 
 def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_slot(by_hand):
@@ -51,7 +51,7 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     assert not store.is_reading(seq)
     seq = sequence("1", [1] * 5, SamplingParams())
     assert store.find(Step(2), seq, 0) == 1
-    assert bytes(by_hand.pool.memory[store.found[seq][0]]) == b"12345678"
+    assert bytes(by_hand.host.memory[store.found[seq][0]]) == b"12345678"
 
 
 def test_what_was_read_for_a_request_that_has_gone_is_let_go(by_hand):
@@ -62,7 +62,7 @@ def test_what_was_read_for_a_request_that_has_gone_is_let_go(by_hand):
     assert prefetcher.asked, "the thread is still at it"
     by_hand.reads[0].set_result(bytearray(8))
     prefetcher.advance([])
-    assert not prefetcher.asked and not by_hand.store.slots.by_digest
+    assert not prefetcher.asked and not by_hand.store.host_blocks.by_digest
 
 
 # --------------------------------------------------------------- in the engine
@@ -156,10 +156,10 @@ def test_a_request_that_is_aborted_while_its_blocks_are_read_leaves_nothing_behi
         expect([LONG], ask(llm, LONG))
 
 
-@pytest.mark.parametrize("num_slots", [8, 20, 50])
+@pytest.mark.parametrize("num_blocks", [8, 20, 50])
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
-def test_a_queue_that_is_longer_than_the_pool_finds_all_of_its_blocks(qwen3, tmp_path, num_slots,
-                                                                      max_num_seqs):
+def test_a_queue_that_is_longer_than_host_memory_finds_all_of_its_blocks(
+        qwen3, tmp_path, num_blocks, max_num_seqs):
     """12 requests of 6 blocks each. All were read when they were queued, and drove out each other's
     blocks before anybody could load them: of 72 blocks as few as none came back."""
     prompts = [[(41 * i + 7 * k) % 251 for i in range(100)] for k in range(12)]
@@ -168,14 +168,14 @@ def test_a_queue_that_is_longer_than_the_pool_finds_all_of_its_blocks(qwen3, tmp
         texts = ask(llm, *prompts)
         block_bytes = llm.runner.block_bytes
     with LLM(qwen3, **options | dict(num_gpu_blocks_override=8 * max_num_seqs),
-             max_num_seqs=max_num_seqs, kv_offload_bytes=num_slots * block_bytes) as llm:
+             max_num_seqs=max_num_seqs, kv_offload_bytes=num_blocks * block_bytes) as llm:
         found = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in found] == texts
         assert num_loaded(llm) == 12 * 96
         storage(llm).check()
         storage(llm).flush()
         storage(llm).plan(Step(0))  # takes what was written
-        assert not storage(llm).slots.pins
+        assert not storage(llm).host_blocks.pins
 
 
 @pytest.fixture

@@ -16,20 +16,21 @@ from nanoserve.extras.block_store import BlockStore
 from nanoserve.sequence import CacheEntry, Step
 
 
-class DeviceWithPool(FakeDevice):
-    """Moves blocks as a step says, before it reads anything; a slot keeps what a block had."""
+class DeviceWithHost(FakeDevice):
+    """Moves blocks as a step says, before it reads anything: a host block keeps what one had."""
 
     def __init__(self, blocks: BlockManager, window: int | None):
         super().__init__(blocks, window)
-        self.pool: dict[int, list] = {}
+        self.saved: dict[int, list] = {}
 
     def run(self, launched: Launched) -> None:
         size, step = self.blocks.block_size, launched.step
-        for block, slot in step.block_moves:
-            if slot >= 0:
-                self.pool[slot] = [self.slots.get(block * size + i) for i in range(size)]
+        for block, host_id in step.block_moves:
+            if host_id >= 0:
+                self.saved[host_id] = [self.slots.get(block * size + i) for i in range(size)]
             else:
-                self.slots |= {block * size + i: kv for i, kv in enumerate(self.pool[-1 - slot])}
+                saved = self.saved[-1 - host_id]
+                self.slots |= {block * size + i: kv for i, kv in enumerate(saved)}
         super().run(launched)
 
 
@@ -40,22 +41,23 @@ class StandIn:
         self.blocks, self.in_flight = blocks, []
 
 
-def store_of(pool, blocks: BlockManager) -> BlockStore:
+def store_of(host, blocks: BlockManager) -> BlockStore:
     scheduler = StandIn(blocks)
-    store = BlockStore(pool, scheduler, b"", None, {})
+    store = BlockStore(host, scheduler, b"", None, {})
     store.kept = scheduler
     return store
 
 
 class StoredDrive(Drive):
-    """A workload with a pool of 16 blocks, audited after every step."""
+    """A workload with room for 16 blocks on the host, audited after every step."""
 
-    def __init__(self, workload: Workload, seen: Counter, num_slots: int = 16):
+    def __init__(self, workload: Workload, seen: Counter, num_host_blocks: int = 16):
         super().__init__(workload, seen)
         scheduler = self.scheduler
-        self.store = BlockStore(SimpleNamespace(num_slots=num_slots), scheduler, b"", None, {})
+        host = SimpleNamespace(num_blocks=num_host_blocks)
+        self.store = BlockStore(host, scheduler, b"", None, {})
         scheduler.use(self.store)
-        self.device = DeviceWithPool(scheduler.blocks, workload.window)
+        self.device = DeviceWithHost(scheduler.blocks, workload.window)
         update = scheduler.update
         scheduler.update = lambda step, sampled: self.tell(
             lambda grown: self.store.updated(step, grown), update(step, sampled))
@@ -83,12 +85,12 @@ class StoredDrive(Drive):
         self.seen["saved"] += self.store.num_saved
         self.seen["lost"] += self.store.num_lost
         self.store.complete(Step(-1))  # which finds out about a step that was dropped
-        assert not self.store.slots.pins and not self.store.in_flight
+        assert not self.store.host_blocks.pins and not self.store.in_flight
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 16])
+@pytest.mark.parametrize("num_host_blocks", [1, 3, 16])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_random_workloads_with_a_pool(depth, num_slots):
+def test_random_workloads_with_a_store(depth, num_host_blocks):
     """Every finished sequence's tokens are those of a list without any engine. With drafts, wrong
     and right, with windows, aborts, failing steps and resets."""
     seen = Counter()
@@ -96,7 +98,8 @@ def test_random_workloads_with_a_pool(depth, num_slots):
     @settings(derandomize=True, deadline=None, max_examples=120)
     @given(workloads(depth, [0, 0, 2]))
     def run_one(workload):
-        StoredDrive(workload, seen, num_slots).run()
+        drive = StoredDrive(workload, seen, num_host_blocks)
+        drive.run()
 
     run_one()
     expected = ["preemption", "hit", "abort", "reset", "loaded", "saved", "released"]
@@ -104,23 +107,24 @@ def test_random_workloads_with_a_pool(depth, num_slots):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_eight_blocks_and_a_pool_of_sixteen_serve_three_conversations(depth):
-    """Each turn finds in the pool what the cache has lost to the others."""
+def test_eight_blocks_and_sixteen_on_the_host_serve_three_conversations(depth):
+    """Each turn finds in host memory what the cache has lost to the others."""
     prompts = [[first, *FAMILIES[0][:15]] for first in (2, 3, 4)]
     asks = [Ask(prompt, 4, arrival=20 * (3 * turn + i), ignore_eos=True)
             for turn in range(3) for i, prompt in enumerate(prompts)]
-    for num_slots, loaded in ((16, 6 * 12), (1, 0)):
+    for num_host_blocks, loaded in ((16, 6 * 12), (1, 0)):
         seen: Counter = Counter()
-        StoredDrive(Workload(asks, num_blocks=5, block_size=4, depth=depth), seen, num_slots).run()
+        workload = Workload(asks, num_blocks=5, block_size=4, depth=depth)
+        StoredDrive(workload, seen, num_host_blocks).run()
         assert seen["loaded"] >= loaded, seen
-        assert num_slots > 1 or seen["loaded"] < 12, seen
+        assert num_host_blocks > 1 or seen["loaded"] < 12, seen
 
 
 def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     """A child block matched the other chain although its own tokens were equal. In memory the
     parent's identity tells them apart; here the digest does, whatever xxh3 says."""
     monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: b"the same for all")
-    store = store_of(SimpleNamespace(num_slots=4), BlockManager(4, 4))
+    store = store_of(SimpleNamespace(num_blocks=4), BlockManager(4, 4))
     child = [9, 9, 9, 9]
     first, second = (CacheEntry(b"key", 0, tokens, None) for tokens in ([1] * 4, [2] * 4))
     for parent in (first, second):
@@ -136,11 +140,11 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     assert not set(store.found[seqs[0]]) & set(store.found[seqs[1]])
 
 
-def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
-    """One slot, whose block is on its way into the cache while another block is forgotten: there is
-    no room for that one, and the bytes that are being read stay as they are."""
+def test_what_is_loaded_keeps_its_host_block_until_the_step_has_finished():
+    """One host block, whose bytes are on their way into the cache while another block is forgotten:
+    there is no room for that one, and the bytes that are being read stay as they are."""
     blocks = BlockManager(4, 4)
-    store = store_of(SimpleNamespace(num_slots=1), blocks)
+    store = store_of(SimpleNamespace(num_blocks=1), blocks)
     store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     first, second = Step(0), Step(1)
     store.plan(first)
@@ -163,7 +167,7 @@ def test_what_is_loaded_keeps_its_slot_until_the_step_has_finished():
 
 def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     blocks = BlockManager(4, 4)
-    store = store_of(SimpleNamespace(num_slots=1), blocks)
+    store = store_of(SimpleNamespace(num_blocks=1), blocks)
     new, gone, first = (CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(3))
     blocks.entry_of[0] = new
     for entry in (first, new, gone):
@@ -179,7 +183,7 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
 
 
 def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
-    store = store_of(SimpleNamespace(num_slots=2), BlockManager(4, 4))
+    store = store_of(SimpleNamespace(num_blocks=2), BlockManager(4, 4))
     store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     step = Step(0)
     store.plan(step)
@@ -194,23 +198,23 @@ class Watched(Counter):
 
     num_looks = 0
 
-    def __getitem__(self, slot):
+    def __getitem__(self, host_id):
         Watched.num_looks += 1
-        return super().__getitem__(slot)
+        return super().__getitem__(host_id)
 
 
 def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block():
-    """Every slot waits to be written, and every block of the cache waits for a slot: one step's
+    """Every host block waits to be written, and every block of the cache for one: one step's
     plan took 14 seconds with 8,000 of each."""
     blocks = BlockManager(100, 4)
-    store = store_of(SimpleNamespace(num_slots=50), blocks)
+    store = store_of(SimpleNamespace(num_blocks=50), blocks)
     entries = [CacheEntry(bytes([i]), i, [i] * 4, None) for i in range(150)]
     for entry in entries[:50]:
         store.want_saved(entry)
     step = Step(0)
     store.plan(step)
     store.finished(step)
-    store.slots.pins = Watched(store.slots.by_digest.values())
+    store.host_blocks.pins = Watched(store.host_blocks.by_digest.values())
     for entry in entries[50:]:
         blocks.entry_of[entry.block_id % 100] = entry
         entry.block_id %= 100
@@ -221,6 +225,6 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
     store.writing.append((7, Future()))
     store.plan(step := Step(2))
     assert not step.block_moves, "it is still being written"
-    store.writing[0][1].set_result(None)  # it is on the disk: its slot can be taken
+    store.writing[0][1].set_result(None)  # it is on the disk: its host block can be taken
     store.plan(step := Step(3))
-    assert [slot for _, slot in step.block_moves] == [7]
+    assert [host_id for _, host_id in step.block_moves] == [7]

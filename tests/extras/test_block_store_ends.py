@@ -55,7 +55,7 @@ def test_an_error_that_no_folder_expects_is_said_once_and_costs_time_alone(
         expect([LONG, LONG[1:], OTHER], ask(llm, LONG, LONG[1:], OTHER))
         storage(llm).flush()
         storage(llm).plan(Step(0))  # takes what was written
-        assert not storage(llm).slots.pins
+        assert not storage(llm).host_blocks.pins
         assert num_loaded(llm) == (0 if work == "read" else 192)
     assert capsys.readouterr().err.count("none left") == 1
 
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_wait_for_a_disk_that_is_to_be_emptied(qwen3, expect, tm
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             llm.reset_prefix_cache()
-        assert not go.is_set() and not storage(llm).slots.by_digest
+        assert not go.is_set() and not storage(llm).host_blocks.by_digest
         expect([LONG, OTHER], ask(llm, LONG, OTHER))
         go.set()
         assert llm.reset_prefix_cache()
@@ -121,7 +121,7 @@ def test_what_a_small_pool_has_no_room_for_is_saved_when_its_slots_are_written(
     monkeypatch.setattr(Folder, "write", lambda *args: go.wait(60) and write(*args))
     llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), kv_offload_bytes=2 * BLOCK_BYTES)
     llm.generate([LONG], GREEDY, use_tqdm=False)
-    assert llm.runner.copier.num_slots == 2 and len(storage(llm).unsaved) == 4
+    assert llm.runner.copier.num_blocks == 2 and len(storage(llm).unsaved) == 4
     go.set()
     if how == "failing":
         monkeypatch.setattr(llm.runner, "launch", failing(RuntimeError()))
@@ -134,8 +134,8 @@ def test_what_a_small_pool_has_no_room_for_is_saved_when_its_slots_are_written(
 
 
 def memory_of(llm: LLM) -> list[weakref.ref]:
-    pool, caches = llm.runner.copier, llm.runner.kv_cache
-    return [weakref.ref(one) for one in (pool, pool.memory, pool.caches[0], *caches[0])]
+    host, caches = llm.runner.copier, llm.runner.kv_cache
+    return [weakref.ref(one) for one in (host, host.memory, host.caches[0], *caches[0])]
 
 
 def test_an_engine_that_was_shut_down_gives_back_cache_and_pool_while_somebody_holds_it(qwen3,
@@ -185,7 +185,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
                                                                   num_outputs):
     """Threads take no more work by then, and a step that merely saves blocks made torch end the
     process with a core dump. After two outputs, the step in flight saves what can't be written any
-    more, and its slots stayed pinned."""
+    more, and its host blocks stayed pinned."""
     llm = LLM(qwen3, **SMALL, kv_store=str(tmp_path), async_scheduling=True)
     stream = llm.stream([LONG], GREEDY)
     for _ in range(num_outputs):
@@ -201,7 +201,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     llm.scheduler.check()
     storage(llm).plan(Step(0))  # takes what was written
     storage(llm).check()
-    assert not storage(llm).slots.pins
+    assert not storage(llm).host_blocks.pins
     llm.shutdown()
 
 

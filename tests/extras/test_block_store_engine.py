@@ -48,10 +48,10 @@ def qwen3(checkpoints):
     ("qwen3", dict(kernels="torch", tensor_parallel_size=2, kv_store="blocks"), 20, 5),
     ("mistral", dict(kernels="torch"), 25, 20)],
     ids=["plain", "overlap", "compiled", "folder", "ranks", "ranks and folder", "window"])
-def test_random_workloads_with_a_pool(checkpoints, references, tmp_path, monkeypatch, name, changes,
-                                      max_examples, least):
-    """The engine's random workloads and their oracles: a tiny cache and a pool, so that blocks go
-    to and fro. The cache's memory is filled with NaN first: a block that was never loaded, or
+def test_random_workloads_with_a_store(checkpoints, references, tmp_path, monkeypatch, name,
+                                       changes, max_examples, least):
+    """The engine's random workloads and their oracles: a tiny cache and host memory, so that blocks
+    go to and fro. The cache's memory is filled with NaN first: a block that was never loaded, or
     loaded too late, would show."""
     monkeypatch.chdir(tmp_path)
     first = len(fuzz.ENGINES)
@@ -225,7 +225,7 @@ def test_a_prompt_that_is_always_in_memory_keeps_its_files(qwen3, tmp_path):
 @pytest.mark.parametrize("options, message", [
     (dict(kv_offload_bytes=2 ** 20, enable_prefix_caching=False), "enable_prefix_caching=True"),
     (dict(kv_offload_bytes=100), "kv_offload_bytes=100 has no room for a block"),
-    (dict(kv_offload_bytes=2 ** 60), "pool of 1,152,.* bytes: choose kv_offload_bytes below that"),
+    (dict(kv_offload_bytes=2 ** 60), "1,152,.* bytes of blocks: choose kv_offload_bytes below"),
     (dict(kv_offload_bytes=2 ** 20, kernels="cpu", block_size=8), "multiple of 16"),
     (dict(kv_offload_bytes=-1), "kv_offload_bytes"), (dict(kv_store=7), "kv_store"),
     (dict(kv_store=""), "kv_store must be the path of a folder"),

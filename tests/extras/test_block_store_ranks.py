@@ -14,23 +14,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
 from nanoserve import llm as llm_module
-from nanoserve.extras.block_pool import HostPool, share_memory
+from nanoserve.extras.block_host import HostMemory, share_memory
 from nanoserve.parallel.ranks import SOLO
 
 
 @pytest.fixture
 def in_threads(monkeypatch):
-    """Ranks above 0 are threads of this process. Returns the ranks' pools of the newest engine, and
-    each of them has that rank's cache."""
-    pools, make = {}, HostPool.__init__
+    """Ranks above 0 are threads of this process. Returns the ranks' parts of the newest engine's
+    host memory, each of which has that rank's cache."""
+    parts, make = {}, HostMemory.__init__
 
-    def record(pool, runner, **options):
-        pools[runner.ranks.rank] = pool
-        make(pool, runner, **options)
+    def record(part, runner, **options):
+        parts[runner.ranks.rank] = part
+        make(part, runner, **options)
 
     monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
-    monkeypatch.setattr(HostPool, "__init__", record)
-    return pools
+    monkeypatch.setattr(HostMemory, "__init__", record)
+    return parts
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def test_each_rank_gets_its_own_bytes_again(uneven, tmp_path, in_threads, size):
     """Shares of 1 and 2 KV heads; every rank's cache, before it holds anything, is full of NaN."""
     def run() -> tuple[dict[bytes, list[bytes]], list[int], int]:
         with LLM(uneven, **SMALL, tensor_parallel_size=size, kv_store=str(tmp_path)) as llm:
-            pools = [in_threads[rank] for rank in range(size)]
-            for pool in pools:
-                for cache in pool.caches:
+            parts = [in_threads[rank] for rank in range(size)]
+            for part in parts:
+                for cache in part.caches:
                     cache.view(torch.float32).fill_(torch.nan)
             text, = ask(llm, LONG)
             blocks = {key: entry.block_id for key, entry in llm.scheduler.blocks.cached.items()}
-            return {key: [bytes(cache[block_id]) for pool in pools for cache in pool.caches]
+            return {key: [bytes(cache[block_id]) for part in parts for cache in part.caches]
                     for key, block_id in blocks.items()}, text, num_loaded(llm)
 
     (before, text, none), (after, again, loaded) = run(), run()
@@ -102,17 +102,17 @@ def test_a_folder_that_other_ranks_have_filled_brings_nothing(checkpoints, tmp_p
 
 
 def test_a_rank_that_saves_late_is_waited_for(qwen3, expect, tmp_path, in_threads, monkeypatch):
-    """A step that only saves runs no network. Rank 0 had written the slots before rank 1 had put
-    its share into them."""
-    move, late = HostPool.move, []
+    """A step that only saves runs no network. Rank 0 had written the host blocks before rank 1 had
+    put its share into them."""
+    move, late = HostMemory.move, []
 
-    def slow(pool, host):
-        if pool.ranks.rank == 1 and not len(host["input_ids"]):
+    def slow(part, host):
+        if part.ranks.rank == 1 and not len(host["input_ids"]):
             late.append(len(host["block_moves"]) // 2)
             time.sleep(0.5)
-        move(pool, host)
+        move(part, host)
 
-    monkeypatch.setattr(HostPool, "move", slow)
+    monkeypatch.setattr(HostMemory, "move", slow)
     options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path))
     prompt = LONG + [1]  # of 101 + 12 tokens 112 are computed: the last one fills a block
     with LLM(qwen3, **options) as llm:
@@ -125,13 +125,13 @@ def test_a_rank_that_saves_late_is_waited_for(qwen3, expect, tmp_path, in_thread
 
 
 def test_a_pool_that_is_too_small_for_a_prompt(qwen3, expect, tmp_path, in_threads):
-    """Four slots: what is read and what is saved take each other's."""
+    """Four host blocks: what is read and what is saved take each other's."""
     prompts = [LONG, OTHER] * 3
     options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path), kv_offload_bytes=1)
     options["kv_offload_bytes"] = 4 * 3 * 2 * 16 * 32 * 4  # layers, K and V, tokens, numbers, bytes
     for _ in range(2):
         with LLM(qwen3, **options) as llm:
-            assert llm.runner.copier.num_slots == 4
+            assert llm.runner.copier.num_blocks == 4
             expect(prompts, [ask(llm, prompt)[0] for prompt in prompts])
             loaded = num_loaded(llm)
     assert loaded > 0
@@ -150,5 +150,5 @@ def test_memory_that_the_system_refuses_is_refused_in_words(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "memfd_create", fail)
-    with pytest.raises(ValueError, match="share a pool of 1,000 bytes in memory.* kv_offload_byt"):
+    with pytest.raises(ValueError, match="share 1,000 bytes of memory.* kv_offload_bytes"):
         share_memory(SOLO, 1000)

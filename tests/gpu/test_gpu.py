@@ -76,7 +76,7 @@ def test_graphs_equal_eager_for_every_batch_size(checkpoints, references):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, references, overlap):
-    """9 blocks of cache and a pool, to which every prompt is lost before it is asked again: copies
+    """9 blocks of cache, which lose every prompt to host memory before it is asked again: copies
     between the two stand in the step's own stream, in front of replays of graphs, too."""
     engine = start(checkpoints["qwen3"], num_gpu_blocks_override=9, max_model_len=128,
                    kv_offload_bytes=2 ** 24, async_scheduling=overlap)
@@ -86,7 +86,7 @@ def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, re
     for _ in range(3):
         for prompt in prompts:
             assert_texts(engine.generate([prompt], GREEDY, use_tqdm=False), references, "qwen3",
-                         "pool")
+                         "host memory")
     storage(engine).check()
     assert storage(engine).num_hits >= 6 * 80
 

@@ -1,5 +1,5 @@
 """Ranks as processes with a folder of blocks behind them: started again, killed, and on machines
-that share no memory. What each rank has in its slots: tests/extras/test_block_store_ranks.py."""
+that share no memory. What each rank has in host memory: tests/extras/test_block_store_ranks.py."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def test_processes_that_start_again_find_their_prompts(qwen3, start, check, tmp_
 def test_ranks_on_another_machine_are_refused_in_words(start, tmp_path, monkeypatch):
     """A process of that number may be there, but it is another one."""
     in_children(monkeypatch, "import os; os.readlink = lambda path: '/dev/null'")
-    with pytest.raises(ValueError, match="2 ranks, which share a pool .*: run all of them on one"):
+    with pytest.raises(ValueError, match="2 ranks, which share .* of memory: run all of them"):
         start(kv_store=str(tmp_path))
 
 
