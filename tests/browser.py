@@ -138,9 +138,6 @@ class Browser:
         return [event["params"]["request"]["url"] for event in self.events
                 if event["method"] == "Network.requestWillBeSent"]
 
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self("Page.captureScreenshot", format="png")["data"])
-
     def color(self, x: float, y: float) -> tuple[int, int, int]:
         """Red, green and blue on the screen: a picture of one pixel, which no PNG filter changes,
         because each works with the neighbours."""
@@ -173,13 +170,6 @@ class Browser:
 
     def move(self, x: float, y: float) -> None:
         self("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        self.settle()
-
-    def click(self, x: float, y: float) -> None:
-        self.move(x, y)
-        for kind in ("mousePressed", "mouseReleased"):
-            self("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1,
-                 buttons=int(kind == "mousePressed"))
         self.settle()
 
     def corner(self, selector: str) -> tuple[float, float]:

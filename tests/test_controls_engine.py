@@ -149,22 +149,6 @@ def test_who_waits_for_the_last_token_and_who_does_not(qwen3):
     assert sampled_in["penalty"] == sampled_in["word"] == list(range(0, 16, 2))
 
 
-def test_rows_beside_controls_are_left_alone(qwen3):
-    """The tokens of plain requests, greedy and drawn, with and without neighbours that use
-    everything."""
-    plain = [greedy(), SamplingParams(seed=1, max_tokens=MAX_TOKENS, top_p=.9)]
-    loud = [SamplingParams(seed=2, max_tokens=MAX_TOKENS, repetition_penalty=1.5, logprobs=4,
-                           min_tokens=5, bad_words=["a", "bc"], logit_bias={50: 9}),
-            greedy(allowed_token_ids=[1, 2, 3], prompt_logprobs=2, presence_penalty=1)]
-    texts = []
-    for params in (plain, [loud[0], plain[0], loud[1], plain[1]]):
-        llm = LLM(qwen3, num_gpu_blocks_override=64)
-        outs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-        texts.append([out.outputs[0].token_ids for out, p in zip(outs, params, strict=True)
-                      if p in plain])
-    assert texts[0] == texts[1]
-
-
 @pytest.fixture(scope="module")
 def llm(qwen3) -> LLM:
     return LLM(qwen3, dtype="float32", num_gpu_blocks_override=64)
@@ -172,14 +156,6 @@ def llm(qwen3) -> LLM:
 
 def run(llm: LLM, params: SamplingParams, prompt=PROMPT):
     return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-
-
-def test_the_ends_of_a_logit_bias(llm):
-    """100 makes a token certain, -100 impossible, for these logits."""
-    assert run(llm, greedy(logit_bias={65: 100})).token_ids == [65] * MAX_TOKENS
-    wild = SamplingParams(temperature=2, max_tokens=200, seed=0, ignore_eos=True,
-                          logit_bias={token: -100 for token in range(0, 260, 2)})
-    assert all(token % 2 for token in run(llm, wild).token_ids)
 
 
 def test_allowed_tokens_alone_come_and_may_end_it(llm):

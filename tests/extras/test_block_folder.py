@@ -108,12 +108,6 @@ def test_the_least_recently_used_files_go_when_the_limit_is_reached(tmp_path):
     assert kept == [0, *range(40 - len(kept) + 1, 40)] and 15 <= len(kept) <= 20
 
 
-def test_a_path_that_can_be_no_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="kv_store=.*file.*must be a folder"):
-        open_folder(tmp_path / "file")
-
-
 def test_engines_that_share_a_folder_share_its_limit(tmp_path):
     """Each counted its own files: four engines kept four times what the folder may hold."""
     limit = 64 * 1250
@@ -178,15 +172,6 @@ def test_a_folder_that_can_not_be_reached_any_more_is_a_miss_and_said_once(tmp_p
     assert found(folder, NAMES[0])
 
 
-def test_a_folder_that_has_become_a_file_is_said(tmp_path):
-    said: list[str] = []
-    folder = open_folder(tmp_path / "blocks", said=said)
-    (tmp_path / "blocks").rmdir()
-    (tmp_path / "blocks").write_text("")
-    fill(folder)
-    assert len(said) == 1 and os.strerror(errno.ENOTDIR) in said[0]
-
-
 def test_a_folder_that_can_not_be_emptied_is_not_read_any_more(tmp_path, monkeypatch):
     said: list[str] = []
     folder = open_folder(tmp_path, said=said)
@@ -196,15 +181,6 @@ def test_a_folder_that_can_not_be_emptied_is_not_read_any_more(tmp_path, monkeyp
     folder.clear()
     assert len(said) == 1 and "can't be emptied" in said[0]
     assert not folder.has(NAMES[0]) and open_folder(tmp_path).has(NAMES[0])
-
-
-def test_a_folder_where_nothing_can_be_deleted_is_opened_all_the_same(tmp_path, monkeypatch):
-    fill(open_folder(tmp_path))
-    left = tmp_path / f"{NAMES[0].hex()}.1-2.tmp"
-    left.write_bytes(b"half")
-    os.utime(left, (1, 1))
-    refuse(monkeypatch, "unlink")
-    assert found(open_folder(tmp_path), NAMES[0])
 
 
 def test_a_folder_that_can_not_be_listed_is_refused(tmp_path, monkeypatch):

@@ -145,19 +145,6 @@ def test_half_precision_is_computed_in_half_precision(made, few_prompts):
 # ------------------------------------------------------------- what files say
 
 
-def test_the_program_of_the_documents(made, tmp_path, capsys):
-    """`LLM(model="facebook/opt-125m")`, three prompts, temperature 0.8 and top_p 0.95. The hub is
-    not reached from here, so that the folder is one of OPT's shapes, with weights in a pickle."""
-    folder = make(ARCHITECTURES["opt"](), tmp_path / "opt-125m", pickled=True)
-    prompts = ["Hello, my name is", "The capital of France is", "The future of AI is"]
-    llm = LLM(model=str(folder))
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.prompt == prompt and output.outputs[0].text
-        assert 1 <= len(output.outputs[0].token_ids) <= 16
-    assert "opt-125m: OPTForCausalLM by transformers, cpu" in capsys.readouterr().err
-
-
 def test_the_longest_text_is_as_long_as_there_are_learned_positions(made):
     """OPT's table has two more rows than positions, and GPT-2's has none to spare."""
     for name in ("opt", "gpt2"):

@@ -42,10 +42,6 @@ def test_an_engine_without_a_tokenizer(qwen3, expected):
     assert tokens(run(llm, HELLO, greedy())) == [expected("Hello")]
 
 
-def test_the_tokenizer_is_at_hand(llm):
-    assert llm.get_tokenizer().encode("Hello") == HELLO
-
-
 def test_shutting_down(qwen3):
     with make(qwen3) as llm:
         run(llm, "Hello", greedy())

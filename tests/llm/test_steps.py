@@ -31,11 +31,6 @@ def test_step_by_step(llm, expected):
         assert [out.finished for out in seen] == [False] * (len(seen) - 1) + [True]
 
 
-def test_a_step_with_nothing_to_do_is_legal(llm):
-    assert not llm.has_unfinished_requests()
-    assert llm.step() == llm.step() == []
-
-
 def test_a_request_id_is_used_once_at_a_time(llm):
     llm.add_request("r", "Hello", greedy(3))
     with pytest.raises(ValueError, match="request_id='r' is in use"):
@@ -72,24 +67,6 @@ def test_aborting_in_every_state(llm, expected, victim):
             assert sample.token_ids == (before.outputs[0].token_ids if before else [])
             assert sample.text == TOKENIZER.decode(sample.token_ids)
         assert_idle(llm)
-
-
-def test_aborting_a_preempted_request(qwen3, expected):
-    """It waits, holds no blocks, and has tokens that are handed over."""
-    llm = make(qwen3, num_gpu_blocks_override=5)
-    for name in ("stays", "goes"):
-        llm.add_request(name, [3] * 30, greedy(30, ignore_eos=True))
-    seen = {}
-    goes = llm.requests["goes"].sequences[0]
-    while not goes.num_preemptions:
-        seen |= {out.request_id: out for out in llm.step()}
-    assert goes.row < 0 and not goes.block_table
-    llm.abort_request("goes")
-    outs = drain(llm)
-    assert tokens(outs["goes"]) == tokens([seen["goes"]])
-    assert outs["goes"][0].outputs[0].finish_reason == "abort"
-    assert tokens(outs["stays"][-1:]) == [expected([3] * 30, 30)]
-    assert_idle(llm)
 
 
 def test_aborting_what_is_not_there_is_harmless(llm):
@@ -196,23 +173,6 @@ def test_an_id_is_free_again_when_its_request_has_finished(llm, expected, monkey
     llm.add_request(name, [1, 2, 3], greedy(2))
     assert tokens(list(stream)[-1:]) == [expected("Hello", 4)]
     assert tokens(drain(llm)[name][-1:]) == [expected([1, 2, 3], 2)]
-
-
-def test_streams_and_generate_interleave(llm, expected):
-    """Two streams and a `generate` inside the loop of the first: everybody gets their own."""
-    one = llm.stream(["Hello", "world"], greedy(9))
-    other = llm.stream("Hello there", greedy(7))
-    seen = {}
-    for i, out in enumerate(one):
-        seen[out.prompt] = out
-        if i == 3:
-            assert_serves(llm, expected)
-        for out in [next(other, None)]:
-            seen |= {out.prompt: out} if out else {}
-    seen |= {out.prompt: out for out in other}
-    for prompt, length in (("Hello", 9), ("world", 9), ("Hello there", 7)):
-        assert seen[prompt].finished
-        assert seen[prompt].outputs[0].token_ids == expected(prompt, length)
 
 
 def test_two_engines_do_not_disturb_each_other(checkpoints, references):

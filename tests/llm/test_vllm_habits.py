@@ -17,25 +17,18 @@ from small_engine import (
     drain,
     greedy,
     ids_of,
-    make,
     run,
     tokens,
 )
 from transformers import AutoModelForCausalLM
 
-import nanoserve
-from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams, TextPrompt, TokensPrompt
+from nanoserve import LLM, EngineArgs
 
 SMALL = dict(max_num_seqs=4, max_num_batched_tokens=24, max_model_len=64,
              num_gpu_blocks_override=24)
 
 
 # --------------------------------------------------------------------- prompts
-
-
-def test_vllms_prompt_types(llm, expected):
-    outs = run(llm, [TextPrompt(prompt="Hello"), TokensPrompt(prompt_token_ids=HELLO)], greedy())
-    assert tokens(outs) == [expected("Hello")] * 2
 
 
 @pytest.mark.parametrize("options", [{}, dict(return_tensors="pt"), dict(return_tensors="np")],
@@ -89,30 +82,10 @@ def test_logprobs_of_all_tokens(llm, qwen3, expected):
 # ------------------------------------------------------------- engines by name
 
 
-def test_an_engine_is_made_from_engine_args(qwen3, expected):
-    """vLLM's script for whoever steps by hand."""
-    with LLMEngine.from_engine_args(EngineArgs(model=str(qwen3), seed=None, **SMALL)) as engine:
-        assert isinstance(engine, LLMEngine)
-        for i, text in enumerate(("Hello", "world")):
-            engine.add_request(str(i), text, greedy())
-        done = {}
-        while engine.has_unfinished_requests():
-            done |= {out.request_id: out for out in engine.step() if out.finished}
-    assert tokens([done["0"], done["1"]]) == [expected("Hello"), expected("world")]
-
-
 def test_engine_args_may_be_spread_over_llm(qwen3):
     args = EngineArgs(model=str(qwen3), **SMALL)
     with LLM(**dataclasses.asdict(args)) as llm:
         assert llm.config.max_num_seqs == 4 and llm.llm_engine is llm
-
-
-def test_the_names_can_be_imported():
-    for name in ("TokensPrompt", "TextPrompt", "PoolerConfig", "LLMEngine", "EngineArgs", "LLM",
-                 "SamplingParams", "PoolingParams", "RequestOutput", "CompletionOutput",
-                 "PoolingRequestOutput", "EmbeddingOutput", "ClassificationOutput",
-                 "ScoringOutput", "PoolingOutput"):
-        assert getattr(nanoserve, name) and name in dir(nanoserve)
 
 
 # ------------------------------------------------------------------- revisions
@@ -203,9 +176,3 @@ def test_methods_that_are_missing_here(llm, name):
 def test_a_mistyped_method_names_the_nearest(llm):
     with pytest.raises(AttributeError, match=r"LLM has no genrate: did you mean generate\?"):
         llm.genrate("Hello")
-
-
-def test_profiling_by_trace_works_as_the_refusal_says(qwen3, tmp_path):
-    with make(qwen3, trace=str(tmp_path / "run.html")) as llm:
-        run(llm, "Hello", SamplingParams(max_tokens=2))
-    assert (tmp_path / "run.html").stat().st_size > 0

@@ -143,15 +143,6 @@ def test_keys(browser, runs):
     assert browser.js(here) == stopped
 
 
-def test_the_slider_scrubs(browser, runs):
-    browser.open(runs["busy"][0], "#0")
-    x, y = browser.corner("#slider")
-    width = browser.js("document.querySelector('#slider').clientWidth")
-    browser.click(x + width / 2, y + 9)
-    assert abs(browser.js("page.view.at") - browser.js("page.LAST / 2")) <= 2
-    assert shown(browser) == runs["busy"][1][browser.js("page.view.at")]
-
-
 def middle_of_block(browser, block: int) -> tuple[float, float]:
     x, y = browser.corner("#map")
     cell = browser.js("page.cell")
@@ -211,37 +202,6 @@ def test_the_lanes_show_what_each_request_does(browser, runs):
     assert ["".join(letter(request, at) for at in range(7)) for request in range(3)] == [
         "pdddd..", ".pdddd.", ".pp..rd"]
     assert browser.js("[0,1,2,3,4,5,6].map(at => page.stateOf(2, at))") == [1, 3, 3, 7, 7, 4, 5]
-
-
-def test_clicking_lights_the_other_half(browser, runs):
-    browser.open(runs["demo"][0], "#1")
-    cells = [middle_of_cell(browser, request, 2) for request in range(3)]
-    blocks = [middle_of_block(browser, block) for block in (3, 4)]  # A's or B's, and C's
-
-    def look() -> list:
-        return [browser.color(x, y + 6) for x, y in cells] + [
-            browser.color(x - 8, y - 8) for x, y in blocks]
-
-    before = look()
-    browser.click(*middle_of_block(browser, 0))
-    assert browser.js("page.view.block") == 0
-    words = browser.js("document.querySelector('#card').textContent")
-    assert words.startswith("Block 0 is shared by A, B.")
-    changed = [old != new for old, new in zip(before, look(), strict=True)]
-    assert changed == [False, False, True, True, True]  # its owners' lanes stay, the rest fades
-    browser.press("Escape")
-    assert look() == before
-    x, y = middle_of_cell(browser, 2, 1)
-    browser.click(x, y)
-    assert browser.js("[page.view.request, page.view.at]") == [2, 1]
-    words = browser.js("document.querySelector('#card').textContent")
-    assert words.startswith("C: 14 prompt tokens, 3 generated (length), hit 12, preempted 1×")
-    assert "holds 2 blocks" in words
-    browser.move(5, 5)  # or its lane would have the colour of what is under the mouse
-    changed = [old != new for old, new in zip(before, look(), strict=True)]
-    assert changed == [True, True, False, True, False]  # its lane and its block stay
-    browser.click(x, y)
-    assert browser.js("page.view.request") == -1
 
 
 def test_hovering_tells_the_numbers(browser, runs):
@@ -365,28 +325,6 @@ def test_text_stays_text(browser, runs):
     assert browser.js("[window.evil, document.querySelectorAll('img').length]") == [None, 0]
 
 
-def test_light_and_dark(browser, runs):
-    """As the system prefers, and the other way with the button; the pictures follow."""
-    path, _ = runs["demo"]
-
-    def brightness() -> list[int]:
-        x, y = browser.corner("#lanes canvas")
-        return [sum(browser.color(3, 450)), sum(browser.color(x + 400, y + 300))]
-
-    for scheme in ("light", "dark"):
-        browser.prefer(scheme)
-        browser.open(path, "#0")
-        first = brightness()
-        x, y = browser.corner("#theme")
-        browser.click(x + 5, y + 5)
-        second = brightness()
-        bright, dim = (first, second) if scheme == "light" else (second, first)
-        assert min(bright) > 600 and max(dim) < 150, (scheme, bright, dim)
-    browser.prefer("light")
-    browser.settle()
-    assert min(brightness()) > 600
-
-
 @pytest.mark.parametrize("width", [959, 700, 400, 320])
 def test_below_960_pixels_nothing_is_cut_off(browser, runs, width):
     """The page is as wide as the window and as high as it needs to be. Whatever has words stands
@@ -409,36 +347,3 @@ def test_below_960_pixels_nothing_is_cut_off(browser, runs, width):
             assert browser.complaints() == []
     finally:
         browser.resize(1440, 900)
-
-
-def test_a_question_mark_shows_the_keys(browser, runs):
-    """Every key that does something, and while they are shown no other key does anything."""
-    browser.open(runs["demo"][0], "#1")
-    is_open = "document.querySelector('#help').open"
-    assert not browser.js(is_open)
-    browser.press("?", shift=True)
-    listed = browser.js("[...document.querySelectorAll('#help kbd')].map(e => e.textContent)")
-    assert set(listed) == {"←", "→", "shift", "home", "end", "space", "↑", "↓", "esc", "+", "−",
-                           "0", "t", "?"}
-    assert browser.js(is_open)
-    browser.press("ArrowRight")
-    assert browser.js("page.view.at") == 1
-    browser.press("Escape")
-    assert not browser.js(is_open)
-    x, y = browser.corner("#keys")
-    browser.click(x + 5, y + 5)
-    assert browser.js(is_open)
-    browser.press("?", shift=True)
-    assert not browser.js(is_open)
-
-
-def test_zooming_keeps_the_step_in_sight(browser, runs):
-    browser.open(runs["busy"][0], "#70")
-    for _ in range(4):
-        browser.press("+")
-    view = browser.js("[page.view.from, page.view.to]")
-    assert view[0] <= 70 < view[1] and view[1] - view[0] < 20
-    browser.press("Home")
-    assert browser.js("page.view.from") == 0
-    browser.press("0")
-    assert browser.js("[page.view.from, page.view.to]") == [0, browser.js("page.LAST")]
