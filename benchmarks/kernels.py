@@ -113,9 +113,9 @@ def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int 
 
 
 def ints(n: int, offset: int = 0) -> torch.Tensor:
-    """n zeros that begin `offset` numbers behind the start of their memory: a packed batch's
-    sections begin anywhere, and unless it is told not to, Triton compiles another program for an
-    address that is no multiple of 16 bytes."""
+    """n zeros that begin `offset` numbers behind the start of their memory: a batch's sections
+    begin anywhere, and unless it is told not to, Triton compiles another program for an address
+    that is no multiple of 16 bytes."""
     return torch.zeros(offset + n, dtype=torch.int32)[offset:]
 
 

@@ -4,7 +4,7 @@
 
 Both have random weights of a model's shapes. The engine with adapters runs twice: for the bare
 model alone, where a step multiplies nothing more, and with an adapter in every row. An adapter's
-product is computed for all slots, so how many of them are in use makes no difference; what counts
+product is computed for `max_loras` adapters, so how many there are makes no difference; what counts
 is `max_loras * max_lora_rank`, the columns. The adapter is made here: zeros of all shapes, which
 take as long as other numbers. The three take turns step by step, because others use the machine,
 too; medians count, and the median of the pairs' ratios.

@@ -85,7 +85,7 @@ class Meter:
         for samples can be seen.
         """
         llm, runner = self.llm, self.llm.runner
-        calls = [("schedule", llm.scheduler, "schedule"), ("build", runner.builder, "pack"),
+        calls = [("schedule", llm.scheduler, "schedule"), ("build", runner.builder, "write"),
                  ("update", llm.scheduler, "update")]
         if self.on_gpu:
             return [*calls, ("waiting for the device", runner, "fetch")]

@@ -11,9 +11,9 @@ padding, decode rows (one token each) first; `cu_seqlens_q` says where each row 
     seq_lens        [ 10           5           5 ]                    what each row attends to
     block_tables    [ [2, 7, 10]  [3, 5, -]   [16, 17, -] ]           of 4 tokens; - is never read
 
-All of it travels as **one packed int32 buffer** in persistent memory (pinned where there is a GPU):
-one copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that
-a rank which got nothing but the buffer can read it. Floats and 64-bit seeds travel as their bits.
+All of it travels as **one int32 buffer** in persistent memory (pinned where there is a GPU): one
+copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that a
+rank which got nothing but the buffer can read it. Floats and 64-bit seeds travel as their bits.
 
 With overlap a row's input may not be known yet, because the step before is still sampling it. Its
 id is then -1 - r, with r its `Sequence.row`: the device replaces it by the last sample of r.
@@ -60,9 +60,9 @@ def section(per: str, padding: int | str | None, dtype: str = "int32") -> Any:
 
 @dataclass
 class Batch:
-    """One step's numbers, as views of the packed buffer. b rows.
+    """One step's numbers, as views of the buffer. b rows.
 
-    This is **the table of sections**: the buffer's size, packing and unpacking follow from it. A
+    This is **the table of sections**: the buffer's size, writing and reading follow from it. A
     graph records steps of decodes, so the sections come first whose length the number of rows then
     decides. Seeds lead: a number of 64 bits must begin at an even index.
     """
@@ -81,7 +81,7 @@ class Batch:
     sample_rows: torch.Tensor = section("sample", -1)  # whose they are, by `Sequence.row`
     prompt_logprob_indices: torch.Tensor = section("token", None)  # whose logits score a prompt
     block_tables: torch.Tensor = section("block", 0)  # (b, w) w: blocks of the longest table
-    adapters: torch.Tensor = section("row", None)  # 0 for none; empty where no row has one
+    adapter_ids: torch.Tensor = section("row", None)  # 0 for none; empty where no row has one
     block_moves: torch.Tensor = section("move", None)  # to and from the host: extras/block_host.py
     host: dict[str, np.ndarray]  # the sections above by name, in the host's memory
     num_decodes: int  # the first rows, one new token each
@@ -91,7 +91,7 @@ class Batch:
     network: int = 0  # which network computes it, see Step
 
     @classmethod
-    def unpack(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
+    def views(cls, host: np.ndarray, device: torch.Tensor) -> "Batch":
         """Cut the buffer into its sections. `host` and `device` hold the same int32 numbers."""
         end, *lengths, network = host[:len(SECTIONS) + 2].tolist()
         views = dict(zip(SECTIONS, device[HEADER:end].split(lengths), strict=True))
@@ -120,9 +120,9 @@ PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.pe
 
 
 class BatchBuilder:
-    """Packs steps into persistent buffers, which are used in turn.
+    """Writes steps into persistent buffers, which are used in turn.
 
-    With overlap the copy of step n may not have ended when step n+1 is packed. So `num_buffers` is
+    With overlap the copy of step n may not have ended when step n+1 is written. So `num_buffers` is
     one more than the number of steps in flight while a batch is built, and before a buffer is
     reused its copy has ended. staged: the numbers are copied to one fixed buffer on the device; on
     a CPU only a stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which
@@ -153,20 +153,20 @@ class BatchBuilder:
         self.params = np.zeros(max_num_seqs, dtype=PARAMS)
 
     def build(self, step: Step, num_rows: int | None = None) -> Batch:
-        """Pack `step`, copy it to the device, and return the views. O(rows) in Python."""
+        """Write `step`, copy it to the device, and return the views. O(rows) in Python."""
         buffer = self.take_buffer()
-        self.pack(step, buffer, num_rows)
-        return self.unpack(buffer)
+        self.write(step, buffer, num_rows)
+        return self.read(buffer)
 
     def take_buffer(self) -> torch.Tensor:
-        """The buffer whose turn it is, to be packed here or received from rank 0."""
+        """The buffer whose turn it is, to be written here or received from rank 0."""
         self.turn = (self.turn + 1) % len(self.buffers)
         if self.copied[self.turn] is not None:
             self.copied[self.turn].synchronize()
         return self.buffers[self.turn]
 
-    def unpack(self, buffer: torch.Tensor) -> Batch:
-        """Views of a packed buffer, or of its copy on the device, whose addresses stay the same.
+    def read(self, buffer: torch.Tensor) -> Batch:
+        """Views of a written buffer, or of its copy on the device, whose addresses stay the same.
 
         The copy is queued behind the last step, which reads the same device memory.
         """
@@ -176,9 +176,9 @@ class BatchBuilder:
             device = self.device_buffer[:length].copy_(buffer[:length], non_blocking=True)
             if self.copied[self.turn] is not None:
                 self.copied[self.turn].record()
-        return Batch.unpack(buffer.numpy(), device)
+        return Batch.views(buffer.numpy(), device)
 
-    def pack(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
+    def write(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
         """Fill the buffer. num_rows: what a step of decodes is padded to, for a graph."""
         width = max((len(seq.block_table) for seq in step.num_new_tokens), default=1)
         numbers = self._numbers(step, width)
@@ -212,7 +212,7 @@ class BatchBuilder:
         last_token_of = dict(zip(seqs, (cu_seqlens_q[1:] - 1).tolist(), strict=True))
         sample_rows = np.array([seq.row for seq in step.samples()], dtype=np.int64)
         params = self.params.take(sample_rows)
-        adapters = [seq.request.adapter for seq in seqs]
+        adapter_ids = [seq.request.adapter_id for seq in seqs]
         return {
             **{name: params[name] for name in PARAMS.names},
             "input_ids": self._input_ids(step, seqs, starts.tolist(), query_lens.tolist(),
@@ -225,7 +225,7 @@ class BatchBuilder:
             "sample_rows": sample_rows,
             "prompt_logprob_indices": self._prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
-            "adapters": adapters if any(adapters) else [],
+            "adapter_ids": adapter_ids if any(adapter_ids) else [],
             "block_moves": list(chain.from_iterable(step.block_moves))}
 
     def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],

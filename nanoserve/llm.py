@@ -167,12 +167,12 @@ class LLM(LLMEngine):
         prompts = self.inputs.tokenize(as_list(prompts))
         params = one_for_each(params, len(prompts), "sampling_params")
         priorities = one_for_each(priority, len(prompts), "priority")
-        adapters = one_for_each(lora_request, len(prompts), "lora_request")
+        lora_requests = one_for_each(lora_request, len(prompts), "lora_request")
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
                 requests.append(self.make_request("", prompt, param, priorities[i] or 0,
-                                                  adapters[i]))
+                                                  lora_requests[i]))
             except ValueError as error:
                 requests.clear()  # whoever keeps the error would keep them, and their adapters
                 where = f"prompt {i}: " if len(prompts) > 1 else ""

@@ -1,6 +1,6 @@
 """One forward pass: where the weights and the KV bytes are, and how a `Step` becomes tokens.
 
-    Step ──pack──► Batch ──model──► hidden ──rows that sample──► logits ──sample──► tokens
+    Step ──write─► Batch ──model──► hidden ──rows that sample──► logits ──sample──► tokens
          integers        KV cache: read and written                        stay on the device
 
 The runner owns device memory. It loads the weights, finds out what is left (device/memory.py), and
@@ -14,7 +14,7 @@ the step reads them from `last_tokens`, on the device:
     host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
 
-**One forward on all ranks.** With tensor parallelism rank 0 packs a step and broadcasts it, and
+**One forward on all ranks.** With tensor parallelism rank 0 writes a step and broadcasts it, and
 then every rank runs `run` on the numbers that it received, each with its share of the weights. Only
 rank 0 gets logits and chooses tokens; nothing else differs. (How the others serve:
 parallel/serving.py.)
@@ -190,7 +190,7 @@ class ModelRunner:
         with memory_for(f"a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: lower "
                         "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"):
             self.kv_cache = self._new_caches(num_blocks, self.device)
-        with memory_for("what steps are packed into: lower max_num_batched_tokens="
+        with memory_for("what steps are written into: lower max_num_batched_tokens="
                         f"{config.max_num_batched_tokens:,} or max_num_seqs="
                         f"{config.max_num_seqs:,}"):
             self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
@@ -216,7 +216,7 @@ class ModelRunner:
         wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
         size = None if self.graphs is None else self.graphs.size_for(step)
         message = self.builder.take_buffer()
-        self.builder.pack(step, message, size)
+        self.builder.write(step, message, size)
         with self.ranks.together():
             if self.adapters is not None:
                 self.adapters.send()
@@ -226,9 +226,9 @@ class ModelRunner:
 
     def run(self, message: torch.Tensor, step: Step | None = None,
             size: int | None = None) -> SamplerOutput:
-        """Compute a packed step, on every rank. step: the same, as only rank 0 knows it; what the
+        """Compute a written step, on every rank. step: the same, as only rank 0 knows it; what the
         others return is a stand-in for rank 0's tokens. size: of the graph that is replayed."""
-        batch = self.builder.unpack(message)
+        batch = self.builder.read(message)
         if self.copier is not None:  # before the step reads or writes a block
             self.copier.move(batch.host)
         if not batch.num_tokens:  # it only saved blocks
@@ -285,7 +285,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """End the other ranks; give all memory back, to the system and not only to torch's pool."""
+        """End the other ranks; give all memory back, to the system and not only to torch."""
         if self.ranks.broken is None:
             self.synchronize()
         self.ranks.close(LAST_WORD)

@@ -59,7 +59,7 @@ class CoreRequest:
     eos_ids: frozenset[int] = frozenset()  # those of them that are EOS: no stop_reason
     late_ids: frozenset[int] = frozenset()  # tokens not allowed before params.min_tokens
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
-    adapter: int = 0  # the number of its LoRA adapter, 0 for none: extras/lora.py
+    adapter_id: int = 0  # of its LoRA adapter, 0 for none: extras/lora.py
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The packed batch against a twin that walks over every token of a step, one at a time.
+"""The batch against a twin that walks over every token of a step, one at a time.
 
 The steps come from the real scheduler on random workloads: decoding and chunks in one step, prefix
 hits, preemption, rows that pass from one sequence to the next, tokens whose value is not known yet.
@@ -192,7 +192,7 @@ def test_a_copy_of_the_buffer_says_everything():
     batch = builder.build(step)
     assert batch.network == 1
     received = builder.buffers[0].clone()
-    again = Batch.unpack(received.numpy(), received)
+    again = Batch.views(received.numpy(), received)
     assert received.dtype == torch.int32
     for name in SECTIONS:
         assert torch.equal(getattr(again, name), getattr(batch, name)), name

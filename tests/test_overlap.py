@@ -76,8 +76,8 @@ class LateDevice:
         known = []  # the inputs as the model got them, if some had to be filled in
         with self.monkeypatch.context() as patch:
             patch.setattr(self.runner.builder, "take_buffer", lambda: None)
-            patch.setattr(self.runner.builder, "pack", lambda step, buffer, size: None)
-            patch.setattr(self.runner.builder, "unpack", lambda buffer: batch)
+            patch.setattr(self.runner.builder, "write", lambda step, buffer, size: None)
+            patch.setattr(self.runner.builder, "read", lambda buffer: batch)
             patch.setattr(sampler, "SamplingInputs",
                           SimpleNamespace(of=lambda *arguments: inputs))
             really_known = self.runner._known

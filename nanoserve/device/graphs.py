@@ -42,15 +42,15 @@ Recorded = tuple[torch.Tensor, ...]  # what the function returned: the same memo
 
 
 class CudaGraph:
-    """One recording. Recordings of one `pool` share its memory: only one of them runs at a time."""
+    """One recording. Several may share `memory`: only one of them runs at a time."""
 
-    def __init__(self, pool=None):
-        self.graph, self.shared_pool = torch.cuda.CUDAGraph(), pool
+    def __init__(self, memory=None):
+        self.graph, self.shared = torch.cuda.CUDAGraph(), memory
         self.outputs: Recorded = ()
 
     def capture(self, function: Callable[[], Recorded]) -> None:
         # "thread_local": another thread's engine may allocate meanwhile, which else ends both.
-        with torch.cuda.graph(self.graph, pool=self.shared_pool,
+        with torch.cuda.graph(self.graph, pool=self.shared,
                               capture_error_mode="thread_local"):
             self.outputs = function()
 
@@ -58,7 +58,7 @@ class CudaGraph:
         self.graph.replay()
         return self.outputs
 
-    def pool(self):
+    def memory(self):
         return self.graph.pool()
 
 
@@ -85,7 +85,7 @@ class DecodeGraphs:
         self.tables = torch.zeros(builder.tables.shape, dtype=torch.int32, device=device)
         self.sizes = graph_sizes(max_num_seqs)
         self.graphs: dict[int, CudaGraph] = {}
-        start, pool = time.perf_counter(), None
+        start, memory = time.perf_counter(), None
         on_gpu = graph_class is CudaGraph
         if on_gpu:
             torch.cuda.empty_cache()  # as each recording does: its gain must not count below
@@ -96,9 +96,9 @@ class DecodeGraphs:
                              disable=None, leave=False):  # on a terminal; then the line below
                 batch = self._fix_tables(builder.build(Step(0), size))
                 run(batch)  # once for real: kernels are compiled, and libraries take what they need
-                graph = self.graphs[size] = graph_class(pool)
+                graph = self.graphs[size] = graph_class(memory)
                 graph.capture(lambda batch=batch: run(batch))
-                pool = pool or graph.pool()
+                memory = memory or graph.memory()
         except RuntimeError as error:  # a recording that ends early may have an error of its own
             if torch.OutOfMemoryError not in (type(error), type(error.__context__)):
                 raise

@@ -133,7 +133,7 @@ def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int)
 
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
-# an address in the packed batch, would otherwise compile another program.
+# an address in the batch's buffer, would otherwise compile another program.
 @triton.jit(do_not_specialize=["num_decodes", "num_rows", "table_stride"],
             do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
 def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_lens_ptr,

@@ -89,7 +89,7 @@ def _norm_rotate(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.co
     tl.store(out + at + HEAD_DIM // 2, (right * c + left * s).to(dtype), mask)
 
 
-# Slots are a slice of the packed batch, which begins anywhere: see kernels.py on not specialising.
+# Slots are a slice of the batch's buffer, which begins anywhere: kernels.py, on not specialising.
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache,
                             slot_mapping, qkv_stride, out_stride, slot_stride, num_heads,

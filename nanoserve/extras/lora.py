@@ -5,9 +5,9 @@ W by a product of two thin matrices: y = x W^T + scaling * (x A^T) B^T, where A 
 and B is (outputs, rank). All loaded adapters stand side by side in one A and one B, and a mask of
 zeros and ones keeps, for each token, the columns of its own adapter:
 
-    x A^T    (tokens, slots * rank)     slot 1   slot 2   slot 3
-    mask     a token of adapter 2     [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
-             a token without one      [ 0 0 0 0  0 0 0 0  0 0 0 0 ]     y += ((x A^T) * mask) B^T
+    x A^T    (tokens, max_loras * rank)   id 1     id 2     id 3
+    mask     a token of adapter 2       [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
+             a token without one        [ 0 0 0 0  0 0 0 0  0 0 0 0 ]    y += ((x A^T) * mask) B^T
 
 So one step serves any mixture, and no operator asks which adapters are in it. The scaling is
 multiplied into B when an adapter is loaded. How the weight itself is kept (int8, shared among
@@ -20,8 +20,9 @@ which may stand for other weights later. A hit also compares the root's identity
 
 Not known here: requests' text, the queue, KV bytes. The mask is a hidden input of the layers, the
 only one in this project: the runner has it set before a step, and every layer's product reads it.
-Known limit: the product is computed for all slots, with zeros for the others. With 64 columns in
-all it adds 8% to the multiplications of a 0.6B model's layers, and more to its time (docs/lora.md).
+Known limit: the product is computed for all columns, with zeros for the other adapters. With 64
+columns it adds 8% to the multiplications of a 0.6B model's layers, and more to its time
+(docs/lora.md).
 Road not taken: kernels that gather each token's own adapter (Punica, S-LoRA), which compute less,
 but would be one more function in every twin.
 """
@@ -86,10 +87,10 @@ class LoRARequest:
 
 @dataclass(eq=False)
 class Adapter:
-    """A loaded adapter. slot: from 1 on. root: parent of its sequences' first blocks."""
+    """A loaded adapter. adapter_id: from 1 on. root: parent of its sequences' first blocks."""
 
     name: str
-    slot: int
+    adapter_id: int
     root: CacheEntry
     requests: WeakSet = field(default_factory=WeakSet)
 
@@ -127,12 +128,12 @@ class AdaptedProducts:
         if mask is not None:
             low = linear(x, self.packed_a).unflatten(1, (-1, mask.shape[1])) * mask[:, None]
             for i, (rows, b) in enumerate(zip(self.outputs, self.packed_b, strict=True)):
-                out[:, rows] += linear(low[:, i], b)  # low: (tokens, n, slots * rank)
+                out[:, rows] += linear(low[:, i], b)  # low: (tokens, n, max_loras * rank)
         return out
 
     def fill(self, name: str, columns: slice, pair: tuple[torch.Tensor, torch.Tensor] | None,
              ) -> None:
-        """Set one matrix's A and B in the columns of a slot. pair None: zeros, no change by it."""
+        """Set one matrix's A and B in an adapter's columns. pair None: zeros, no change by it."""
         a, b = self.a[list(self.b).index(name)], self.b[name]
         a[columns], b[:, columns] = 0, 0
         if pair is not None:
@@ -142,10 +143,10 @@ class AdaptedProducts:
 
 
 class Adapters:
-    """The adapters of an engine: reads them, gives them slots, and masks them in a step.
+    """The adapters of an engine: reads them, gives them ids, and masks them in a step.
 
     Least recently used ones make room. One that a request needs stays until the request has ended.
-    Only rank 0 is asked by requests; the others get the weights of each slot from it.
+    Only rank 0 is asked by requests; the others get each one's weights from it.
     """
 
     def __init__(self, runner: Any):
@@ -154,13 +155,13 @@ class Adapters:
         self.num_columns = self.max_loras * self.max_rank
         self.device, self.dtype, self.ranks = device, runner.dtype, runner.ranks
         self.ops = runner.ops
-        self.slot_of_column = torch.arange(self.num_columns, device=device) // self.max_rank + 1
+        self.id_of_column = torch.arange(self.num_columns, device=device) // self.max_rank + 1
         self.loaded: OrderedDict[bytes, Adapter] = OrderedDict()  # by content, oldest use first
-        self.roots: dict[bytes, CacheEntry] = {}  # kept: a block may outlive its adapter's slot
+        self.roots: dict[bytes, CacheEntry] = {}  # kept: a block may outlive its adapter
         self.known: dict[tuple, bytes] = {}  # content of files that have been read
         self.masks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.lock = Lock()  # requests are made in any thread
-        self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by slot, what no layer has yet
+        self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by id, what no layer has yet
         self.layers: dict[str, tuple[Linear, str]] = {}  # by the checkpoint's name
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
@@ -178,39 +179,39 @@ class Adapters:
     def choose(self, batch: Batch, wanted: torch.Tensor) -> None:
         """Set the masks of a step: for all of its tokens, and for the wanted ones."""
         self.masks = None
-        if len(batch.adapters):
+        if len(batch.adapter_ids):
             lengths = (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).long()
-            slots = batch.adapters.repeat_interleave(lengths)
-            mask = (slots[:, None] == self.slot_of_column).to(self.dtype)
+            ids = batch.adapter_ids.repeat_interleave(lengths)
+            mask = (ids[:, None] == self.id_of_column).to(self.dtype)
             self.masks = mask, mask[wanted]
 
     def mask(self, of_wanted: bool) -> torch.Tensor | None:
-        """(tokens, slots * rank); None where no token of the step has an adapter."""
+        """(tokens, max_loras * rank); None where no token of the step has an adapter."""
         return self.masks and self.masks[of_wanted]
 
     def send(self) -> None:
         """On rank 0, before a step: send the adapters loaded since the last step to all ranks."""
         while self.unsent:
             with ctrl_c_held():  # one that is lost, or half there, would write another's text
-                slot, tensors = self.unsent.popitem()
+                adapter_id, tensors = self.unsent.popitem()
                 if self.ranks.size > 1:
                     content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
                     head = torch.zeros(HEAD, dtype=torch.int32)
-                    head[:3] = torch.tensor([ADAPTER, slot, len(content)])
+                    head[:3] = torch.tensor([ADAPTER, adapter_id, len(content)])
                     self.ranks.broadcast_host(head)
                     self.ranks.broadcast_host(content)
-                self._fill(slot, tensors)
+                self._fill(adapter_id, tensors)
 
     def receive(self, head: torch.Tensor) -> bool:
         """On another rank: the adapter whose head has been received. True: steps will follow."""
-        _, slot, length = head[:3].tolist()
+        _, adapter_id, length = head[:3].tolist()
         content = torch.empty(length, dtype=torch.uint8)
         self.ranks.broadcast_host(content)
-        self._fill(slot, load(content.numpy().tobytes()))
+        self._fill(adapter_id, load(content.numpy().tobytes()))
         return True
 
-    def _fill(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
-        columns = slice((slot - 1) * self.max_rank, slot * self.max_rank)
+    def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
+        columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)
         for path, (layer, name) in self.layers.items():
             pair = (tensors[f"{path}.A"], tensors[f"{path}.B"]) if f"{path}.A" in tensors else None
             layer.adapted.fill(name, columns, pair)
@@ -222,7 +223,7 @@ class Adapters:
     def assign(self, request: Request) -> None:
         """Load what the request asks for, if it isn't there yet, and keep it while it is needed.
 
-        Raises `ValueError` for an adapter that can't be used, or when all slots are in use.
+        Raises `ValueError` for an adapter that can't be used, or when `max_loras` are in use.
         """
         asked = request.lora_request
         if asked is None:
@@ -235,7 +236,7 @@ class Adapters:
             adapter = self.loaded.get(content) or self._load(content, asked)
             self.loaded.move_to_end(content)
             adapter.requests.add(request)
-            request.chain_from(adapter.root, adapter.slot)
+            request.chain_from(adapter.root, adapter.adapter_id)
 
     def _content(self, asked: LoRARequest) -> bytes:
         """A hash of the two files. A file that has not changed is hashed once."""
@@ -254,21 +255,21 @@ class Adapters:
 
     def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
         pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.layers)
-        slot = self._free_slot(asked)
-        self.unsent[slot] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
+        adapter_id = self._free_id(asked)
+        self.unsent[adapter_id] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
                              for letter, tensor in zip("AB", pair, strict=True)}
         root = self.roots.setdefault(content, CacheEntry(content, -1, [], None))
-        self.loaded[content] = adapter = Adapter(asked.lora_name, slot, root)
+        self.loaded[content] = adapter = Adapter(asked.lora_name, adapter_id, root)
         return adapter
 
-    def _free_slot(self, asked: LoRARequest) -> int:
-        taken = {adapter.slot for adapter in self.loaded.values()}
-        for slot in range(1, self.max_loras + 1):
-            if slot not in taken:
-                return slot
+    def _free_id(self, asked: LoRARequest) -> int:
+        taken = {adapter.adapter_id for adapter in self.loaded.values()}
+        for adapter_id in range(1, self.max_loras + 1):
+            if adapter_id not in taken:
+                return adapter_id
         for content, adapter in self.loaded.items():
             if not adapter.in_use:
-                return self.loaded.pop(content).slot
+                return self.loaded.pop(content).adapter_id
         names = ", ".join(repr(adapter.name) for adapter in self.loaded.values())
         raise ValueError(f"lora_request={asked.lora_name!r}: requests use {names}, and "
                          f"max_loras={self.max_loras}: raise it, or wait for one of them")

@@ -132,7 +132,7 @@ class PoolingRequest:
         arrival_time=time.time()))
     inbox: list | None = None
     lora_request: object = None  # this and the next two: as in `Request`
-    adapter: int = 0
+    adapter_id: int = 0
     root: CacheEntry | None = None
 
     @property
@@ -144,14 +144,14 @@ class PoolingRequest:
         """The engine calls `history.add_prompt` of a request: this one is its own history."""
         return self
 
-    def chain_from(self, root: CacheEntry, adapter: int) -> None:
-        self.root, self.adapter = root, adapter
+    def chain_from(self, root: CacheEntry, adapter_id: int) -> None:
+        self.root, self.adapter_id = root, adapter_id
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
                            self.stats.arrival_time, max_num_tokens=len(ids),
-                           adapter=self.adapter, root=self.root)
+                           adapter_id=self.adapter_id, root=self.root)
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
         self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]

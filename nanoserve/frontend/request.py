@@ -50,7 +50,7 @@ class Request:
     bad_word_ids: list[list[int]]
     tokenizer: Tokenizer | None  # None: no text is made
     lora_request: object = None  # the adapter that it names: extras/lora.py
-    adapter: int = 0  # the number of this adapter, 0 for none
+    adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
@@ -61,9 +61,9 @@ class Request:
     stats: RequestStateStats = field(default_factory=RequestStateStats)
     inbox: Inbox | None = None  # step()'s, or one stream's
 
-    def chain_from(self, root: CacheEntry, adapter: int) -> None:
+    def chain_from(self, root: CacheEntry, adapter_id: int) -> None:
         """Have its blocks begin at `root`, so that only requests with the same root find them."""
-        self.root, self.adapter = root, adapter
+        self.root, self.adapter_id = root, adapter_id
 
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         """Make the sequences, one a sample. From here on they are independent; the prefix cache
@@ -77,7 +77,7 @@ class Request:
             self.request_id, params, arrival, self.priority, self.stats.arrival_time,
             self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
             eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter=self.adapter, root=self.root)
+            adapter_id=self.adapter_id, root=self.root)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
             # Only the first sample scores the prompt, whose last position predicts an output token.

@@ -12,8 +12,8 @@ How a weight reaches its rank:
 
 A matrix cut by rows gives a share of the outputs, one cut by columns takes a share of the inputs
 and gives a part of each sum; one after the other they need a single `all_reduce` (Shoeybi et al.
-2019, "Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the packed step, run
-the same forward.
+2019, "Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the step, run the
+same forward.
 
 Invariants: all ranks call the same collectives in the same order; a rank that fails in between
 says so and never takes part again. A group belongs to its engine and not to the process, so that
@@ -81,7 +81,7 @@ class Ranks:
         self.size = size
         self.local_rank = rank  # on its machine: which GPU is its own
         self.local_size = size
-        self.control = None  # gloo, between the hosts: the packed steps
+        self.control = None  # gloo, between the hosts: the steps' messages
         self.group = None  # between the devices: gloo again, or NCCL
         self.watch = None  # processes.Watch
         self.process = os.getpid()  # a forked process has a copy of this object, and must not close

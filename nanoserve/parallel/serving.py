@@ -1,6 +1,6 @@
 """How the ranks above 0 serve: they receive what rank 0 launches, and run the same function on it.
 
-    rank 0      launch       step ──pack──► message ──► run(message, step) ──► tokens
+    rank 0      launch       step ─write──► message ──► run(message, step) ──► tokens
                                                │ broadcast
     the others  serve_one                      └──────► run(message) ──► what stands in for them
 

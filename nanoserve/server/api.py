@@ -62,27 +62,27 @@ COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what r
 
 class Server:
     """What the endpoints share. names: the model's names for clients; answers have the first.
-    chat_template: replaces the tokenizer's own. adapters: a `LoRARequest` for each further
+    chat_template: replaces the tokenizer's own. lora_requests: one for each further
     name."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
-                 adapters: dict[str, Any] | None = None):
+                 lora_requests: dict[str, Any] | None = None):
         self.engine, self.llm = engine, engine.llm
         self.names, self.chat_template = names, chat_template
-        self.adapters = adapters or {}
+        self.lora_requests = lora_requests or {}
         self.started = int(time.time())
         self.collector = Collector(self.llm, names[0])
         self.tracer = Tracer(self.llm)
 
     def check_model(self, body: Body) -> None:
-        names = [*self.names, *self.adapters]
+        names = [*self.names, *self.lora_requests]
         if body.model is not None and body.model not in names:
             raise BadRequest(f"the model {body.model!r} does not exist: this server has "
                              f"{', '.join(names)}", "model", 404, "model_not_found")
 
     def served_name(self, body: Body) -> str:
         """What the answer says: the adapter's name, or the model's first one."""
-        return body.model if body.model in self.adapters else self.names[0]
+        return body.model if body.model in self.lora_requests else self.names[0]
 
     async def generate(self, body: GenerationBody, http: Request) -> Response:
         """A completion or a chat."""
@@ -115,7 +115,7 @@ class Server:
                 prompt = await self.engine.tokenize(
                     partial(self._render, body.conversation(), options))
             request = await self.engine.prepare(prompt, params, request_id, body.priority or 0,
-                                                self.adapters.get(body.model))
+                                                self.lora_requests.get(body.model))
             count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
             if body.limit() is not None and count + body.limit() > limit:
                 raise BadRequest(
@@ -165,9 +165,9 @@ class Server:
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
-               adapters: dict[str, Any] | None = None, **limits) -> Guard:
+               lora_requests: dict[str, Any] | None = None, **limits) -> Guard:
     """The whole application. The engine is shut down with it. limits: those of `Guard`."""
-    server = Server(engine, names, chat_template, adapters)
+    server = Server(engine, names, chat_template, lora_requests)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -206,7 +206,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
         server.check_model(body)
         with bad_requests(body):
             job = pooling.Job(server.engine, server.served_name(body), server.chat_template,
-                              server.adapters.get(body.model))
+                              server.lora_requests.get(body.model))
             http.scope["ticket"].widen(pooling.num_prompts(body))
             work = await endpoint(job, body)
         return await unless_gone(http, work)
@@ -216,7 +216,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
         return {"object": "list", "data": [
             {"id": name, "object": "model", "created": server.started, "owned_by": "nanoserve",
              "max_model_len": server.llm.config.max_model_len}
-            for name in [*server.names, *server.adapters]]}
+            for name in [*server.names, *server.lora_requests]]}
 
     @app.get("/health")
     async def health():

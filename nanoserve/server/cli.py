@@ -148,11 +148,11 @@ def main(argv: list[str] | None = None) -> int:
         names = args.served_model_name or [getattr(args, "model", BUNDLED_MODEL.name)]
         check_names([*names, *(name for name, _ in args.lora_modules or ())])
         llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
-        adapters = load_adapters(llm, args.lora_modules)
+        lora_requests = load_adapters(llm, args.lora_modules)
     except (ValueError, OSError) as error:
         parser.exit(2, f"nanoserve: {error}\n")
     keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
-    app = create_app(AsyncLLM(llm), names, template, adapters, api_keys=keys,
+    app = create_app(AsyncLLM(llm), names, template, lora_requests, api_keys=keys,
                      max_requests=args.max_requests, max_body_bytes=args.max_body_bytes)
     config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)
@@ -173,14 +173,14 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
     if not modules:
         return {}
     from nanoserve.extras.lora import LoRARequest  # here: an annexe that may be deleted
-    adapters = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
+    requests = {name: LoRARequest(name, i, folder) for i, (name, folder) in enumerate(modules, 1)}
     params = None
     if llm.config.runner == "pooling":
         from nanoserve.extras.pooling import PoolingParams
         params = PoolingParams()
-    for adapter in adapters.values():
-        llm.make_request("", [0], params, lora_request=adapter)
-    return adapters
+    for request in requests.values():
+        llm.make_request("", [0], params, lora_request=request)
+    return requests
 
 
 def listen(host: str, port: int) -> socket.socket:

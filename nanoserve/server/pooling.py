@@ -37,12 +37,12 @@ Work = Coroutine[Any, Any, dict]
 @dataclass
 class Job:
     """What an endpoint works with. chat_template: of a reranker, with a query and a document.
-    adapter: a `LoRARequest`, if that is what the body names as its model."""
+    lora_request: a `LoRARequest`, if that is what the body names as its model."""
 
     engine: AsyncLLM
     model: str
     chat_template: str | None = None
-    adapter: Any = None
+    lora_request: Any = None
 
     async def prepare(self, prompts: list, task: str, body: Body) -> list:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
@@ -52,7 +52,7 @@ class Job:
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
                                truncate_prompt_tokens=body.truncate_prompt_tokens)
         name = uuid4().hex
-        return [await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.adapter)
+        return [await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.lora_request)
                 for i, prompt in enumerate(prompts)]
 
     async def vectors(self, requests: list) -> list[torch.Tensor]:

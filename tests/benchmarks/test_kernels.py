@@ -120,7 +120,7 @@ def test_loads_are_wide(report):
 
 
 def test_steps_do_not_make_the_engine_compile():
-    """Addresses of the packed batch's parts, widths of tables and numbers of rows differ from step
+    """Addresses of the batch's sections, widths of tables and numbers of rows differ from step
     to step. Triton specialises on their divisibility by 16 unless it is told not to: the engine
     would stop to compile in the middle of serving."""
     finish(run("-c", """if 1:

@@ -10,7 +10,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, an item behind an aligned address: as they lie in a packed batch."""
+    """The same numbers, an item behind an aligned address: as they lie in a batch."""
     return torch.cat((x[:1], x))[1:]
 
 

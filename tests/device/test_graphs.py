@@ -66,7 +66,7 @@ class RecordedGraph:
 
     recorder: Recorder | None = None  # while one records: the kernels' launches go there
 
-    def __init__(self, pool=None):
+    def __init__(self, memory=None):
         self.calls, self.outputs = [], ()
 
     def capture(self, function) -> None:
@@ -87,7 +87,7 @@ class RecordedGraph:
                 tree_map(_overwrite, out, new)
         return self.outputs
 
-    def pool(self):
+    def memory(self):
         return self
 
 
@@ -171,7 +171,7 @@ def test_only_decodes_of_the_model_that_is_served_are_recorded():
 def test_block_tables_are_copied_to_where_the_recording_reads_them():
     """They are as wide as the longest one of their step; a recording has one width for ever."""
     class Called:
-        def __init__(self, pool):
+        def __init__(self, memory):
             self.replays = 0
 
         def capture(self, function):
@@ -180,7 +180,7 @@ def test_block_tables_are_copied_to_where_the_recording_reads_them():
         def replay(self):
             self.replays += 1
 
-        def pool(self):
+        def memory(self):
             return self
 
     read = []

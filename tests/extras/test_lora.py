@@ -143,7 +143,7 @@ def test_the_least_recently_used_adapter_makes_room(voices):
 
 def test_what_no_step_needed_is_not_kept(voices):
     """Adapters that are named one after the other, as a server does at its start, wait for the
-    next step in their slots: two of them, though four were read."""
+    next step in their columns: two of them, though four were read."""
     with LLM(voices.base, **SMALL) as llm:
         for seed in (1, 2, 3, 1):
             llm.make_request("", [0], lora_request=voices.request(seed))
@@ -303,7 +303,7 @@ def two_ranks(voices, monkeypatch):
     dict(async_scheduling=True)], ids=str)
 def test_two_ranks_mix_adapters(voices, two_ranks, options):
     """Each has its share of A where it has a share of the inputs, and of B where of the outputs.
-    The third adapter takes the slot of the first while the engine serves."""
+    The third adapter takes the columns of the first while the engine serves."""
     with two_ranks(**options) as llm:
         for seeds in ([1, 2, None, 1, 2], [3] * 5, [None, 3, 2, 3, None], [1, 2, 2, None, 1]):
             voices.check(llm, seeds, str(options))

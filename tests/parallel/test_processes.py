@@ -206,7 +206,7 @@ def test_an_error_in_rank_0s_step(start, monkeypatch):
 
 
 def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
-    """A packed buffer that is nonsense to the others only: an error with a name, and no hang."""
+    """A message that is nonsense to the others only: an error with a name, and no hang."""
     llm = start()
     broadcast = llm.runner.ranks.broadcast_host
 

@@ -64,8 +64,8 @@ class Counted:
 
 
 def test_one_broadcast_a_step(llm, monkeypatch, references):
-    """Of the packed step and nothing else, and nothing is pickled. A step with more numbers than a
-    first broadcast holds takes a second one."""
+    """Of the step's message and nothing else, and nothing is pickled. A step with more numbers than
+    a first broadcast holds takes a second one."""
     ranks, num_launched = llm.runner.ranks, 0
     counted, launch = Counted(ranks.control), llm.runner.launch
 

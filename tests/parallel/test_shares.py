@@ -299,18 +299,18 @@ def recorded(folders):
     def record(name: str):
         if name not in made:
             llm = LLM(folders(name), num_gpu_blocks_override=8, max_num_batched_tokens=11)
-            batches, rows, launch, unpack = [], [], llm.runner.launch, llm.runner.builder.unpack
+            batches, rows, launch, read = [], [], llm.runner.launch, llm.runner.builder.read
 
             def recording_launch(step):
                 rows.extend((PROMPTS.index(seq.token_ids[:seq.num_prompt_tokens]),
                              len(seq.token_ids) - 1) for seq in step.sampling)
                 return launch(step)
 
-            def recording_unpack(buffer):
-                batches.append(copy.deepcopy(batch := unpack(buffer)))
+            def recording_read(buffer):
+                batches.append(copy.deepcopy(batch := read(buffer)))
                 return batch
 
-            llm.runner.launch, llm.runner.builder.unpack = recording_launch, recording_unpack
+            llm.runner.launch, llm.runner.builder.read = recording_launch, recording_read
             params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             model = Reference(folders(name)).model

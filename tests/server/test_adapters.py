@@ -28,7 +28,7 @@ def test_a_model_by_an_adapters_name_speaks_with_it(voices):
     assert len(set(texts.values())) == 3
     llm = LLM(voices.base, **SMALL)
     modules = [("one", str(voices.root / "adapter-1")), ("two", str(voices.root / "adapter-2"))]
-    serving = Serving(llm, adapters=cli.load_adapters(llm, modules))
+    serving = Serving(llm, lora_requests=cli.load_adapters(llm, modules))
     try:
         for seed, name in ((None, NAME), (1, "one"), (2, "two"), (1, "one")):
             body = dict(model=name, prompt="hello", temperature=0, max_tokens=8)
@@ -50,7 +50,7 @@ def test_a_model_by_an_adapters_name_embeds_with_it(voices):
                                    )[0].outputs.embedding for seed in (None, 1)}
     modules = [("one", str(voices.root / "adapter-1"))]
     llm = LLM(voices.base, **options)
-    serving = Serving(llm, adapters=cli.load_adapters(llm, modules))
+    serving = Serving(llm, lora_requests=cli.load_adapters(llm, modules))
     try:
         for seed, name in ((None, NAME), (1, "one")):
             status, answer = serving.ask("/v1/embeddings", dict(model=name, input="hello"))

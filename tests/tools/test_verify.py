@@ -153,17 +153,17 @@ def test_positions_that_restart_behind_a_prefix_are_found(capsys, monkeypatch, c
     those in chunks or behind a hit are not."""
 
     def fault(llm):
-        unpack = llm.runner.builder.unpack
+        read = llm.runner.builder.read
 
-        def wrong_unpack(buffer):
-            batch = unpack(buffer)
+        def wrong_read(buffer):
+            batch = read(buffer)
             ends = batch.cu_seqlens_q.tolist()
             for first, end in pairwise(ends):
                 if end - first > 1:
                     batch.positions[first:end] -= int(batch.positions[first])
             return batch
 
-        llm.runner.builder.unpack = wrong_unpack
+        llm.runner.builder.read = wrong_read
 
     use_modes(monkeypatch, "alone", "batched", "chunks of 7", "prefix-cached")
     sabotage(monkeypatch, fault)
