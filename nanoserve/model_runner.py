@@ -56,7 +56,7 @@ class Pooler(Protocol):
 
     unused: tuple[str, ...]  # tensors of the checkpoint that nobody reads
 
-    def attach(self, model: Decoder, on: Placement) -> None: ...
+    def replace_head(self, model: Decoder, on: Placement) -> None: ...
 
     def pool(self, hidden: torch.Tensor, num_samples: int) -> SamplerOutput: ...
 
@@ -132,7 +132,7 @@ class ModelRunner:
         has_experts = any(model_config.moe_layers)
         model = Decoder(model_config, placement, self.config.expert_parallel and has_experts)
         if pooler is not None:
-            pooler.attach(model, placement)
+            pooler.replace_head(model, placement)
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:

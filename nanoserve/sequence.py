@@ -22,10 +22,17 @@ The glossary. These words mean one thing each, everywhere:
     block_table          the ids of a sequence's KV blocks, in order of position
     slot                 a place for one token's KV: block id * block_size + offset in the block
     slot_mapping         the slot of every token of a step
-    row                  a sequence in a step's batch; `Sequence.row` is another, fixed index
+    row                  a sequence's line in an array: in a step's batch, or, at `Sequence.row`, in
+                         the arrays that last from step to step
     query_len            num_new_tokens of a row
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
+    order                who goes first: the sort key of both queues, `Scheduler.order`
+    depth                how many steps stay in flight while the next is scheduled: 1 with overlap
+    pack                 lay a weight out as a device multiplies with it: `ops.pack`
+    pool                 make one result of a prompt's hidden states: extras/pooling.py
+    adapter              a change of the weights for some requests: extras/lora.py
+    host block           a place in host memory for one block's KV: extras/block_host.py
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.

@@ -13,7 +13,7 @@ Invariant: a problem with files costs time, never an answer. If the folder can't
 reported once, and it is not written to again; requests go on. Users who can write to the folder are
 trusted: the checksum finds damage, not malice. Hence its mode, 0700.
 
-Not known here: slots, sequences. Road not taken: one large file with an index, which needs
+Not known here: host memory, sequences. Road not taken: one large file with an index, which needs
 locks between processes, and repair after one of them was killed.
 """
 

@@ -9,9 +9,9 @@
 
 A `Pooler` is read from a checkpoint's files: the architecture's name, `config.json`, and
 `modules.json` with `1_Pooling` where sentence-transformers wrote them. The user may overrule them
-(`convert`, `pooler_config`). The `Pooler` is sent to all ranks. On each of them `attach` puts its
-head in the LM head's place, so that the loader fills the head like any other module and checks that
-nothing is missing.
+(`convert`, `pooler_config`). The `Pooler` is sent to all ranks. On each of them `replace_head` puts
+its head in the LM head's place, so that the loader fills the head like any other module and checks
+that nothing is missing.
 
 Invariant: what would change the numbers and is not implemented (attention that looks ahead, dense
 layers behind the pooling) is refused by name. Heads compute in float32 whatever the model does.
@@ -64,8 +64,8 @@ class PoolerConfig:
 
 @dataclass
 class Pooler:
-    """What a model's hidden states become. `of` reads it from files, `attach` makes its head, and
-    in each step `pool` replaces the sampler."""
+    """What a model's hidden states become. `of` reads it from files, `replace_head` makes its head,
+    and in each step `pool` replaces the sampler."""
 
     kind: str  # "embed", "classify" or "reward"
     pooling_type: str
@@ -179,7 +179,7 @@ class Pooler:
 
     # ---------------------------------------------- on a rank, for the runner
 
-    def attach(self, model: Decoder, on: Placement) -> None:
+    def replace_head(self, model: Decoder, on: Placement) -> None:
         """Put the head in the LM head's place, before weights are loaded. Every rank has the whole
         head: it's small, and only rank 0 uses it."""
         model.lm_head = None
