@@ -11,17 +11,16 @@ Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 202
     C (4 tokens)                ●             ●●● ↦ c       ○ ↦ c       ↦ a token is sampled
 
 When blocks run out, the running sequence that is last in the `order` is preempted: it gives its
-blocks back and waits again. It keeps its tokens, and recomputes those that the prefix cache has
-lost. With policy "priority", a waiting sequence that is earlier in the order also preempts it.
+blocks back, waits again with all its tokens, and recomputes those that the prefix cache has lost.
+With policy "priority", a waiting sequence that is earlier in the order also preempts it.
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
 
-A step takes effect only in `update()`. Between `schedule()` and `update()` a sequence merely counts
-what is in flight: tokens being computed, and samples whose value is not known yet. So a step can be
-scheduled while the one before still runs (overlap). A failed step is dropped by zeroing the counts:
-its tokens are scheduled again, and nothing is rolled back. The device runs steps in order, so a
-sequence that ends gives its blocks back at once, even while a step in flight writes to them: the
-blocks' next owner writes later.
+A step takes effect only in `update()`. Until then a sequence merely counts what is in flight: the
+tokens being computed, and samples whose value is not known yet. So a step can be scheduled while
+the one before still runs (overlap), and a failed step is dropped by zeroing the counts: nothing is
+rolled back. The device runs steps in order, so a sequence that ends gives its blocks back at once:
+their next owner writes later than any step in flight.
 
 Not known here: torch, text, devices. Road not taken: preemption by swapping all KV to the host; the
 prefix cache keeps most of a victim's blocks.
@@ -30,7 +29,6 @@ prefix cache keeps most of a victim's blocks.
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
-from itertools import chain
 
 from nanoserve.block_manager import BlockManager, Store
 from nanoserve.config import EngineConfig
@@ -69,8 +67,6 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.in_flight)
-
-    # ------------------------------------------------------------- arriving
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Its block keys are computed here, so that no step has to wait for them.
@@ -172,9 +168,8 @@ class Scheduler:
         """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
         admitted: it would take the blocks that a running one waits for.
 
-        False ends the step early: `seq` itself was preempted, or the next victim must wait for a
-        step in flight that computes it. `running` is sorted, so a victim never comes before `seq`,
-        and never has a share of this step.
+        False ends the step early: `seq` itself was preempted, or the next victim is computed by a
+        step in flight. As `running` is sorted, no victim has a share of this step.
         """
         while not self.blocks.allocate(seq, num_tokens):
             num_missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
@@ -301,9 +296,6 @@ class Scheduler:
         assert len(sampled) == len(step.samples()), (
             f"step {step.index} samples {len(step.samples())} tokens, got {len(sampled)}")
         self.in_flight.popleft()
-        for seq, num_new in chain(step.num_new_tokens.items(), step.num_loaded.items()):
-            seq.num_inflight_tokens -= num_new
-            seq.num_computed_tokens += num_new
         grown: dict[Sequence, list[int]] = {}
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
@@ -315,8 +307,11 @@ class Scheduler:
                 grown[seq] = tokens
         block_size = self.blocks.block_size
         for seq, num_new in step.num_new_tokens.items():
-            if seq.finish_reason is None and (num_new > 1 or seq in step.num_loaded
-                                              or seq.num_computed_tokens % block_size == 0):
+            num_done = num_new + step.num_loaded.get(seq, 0)
+            seq.num_inflight_tokens -= num_done
+            seq.num_computed_tokens += num_done
+            if seq.finish_reason is None and (
+                    num_done > 1 or seq.num_computed_tokens % block_size == 0):
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
@@ -359,8 +354,6 @@ class Scheduler:
         self.free_rows.append(seq.row)
         seq.row = -1
         self.blocks.free(seq)
-
-    # ------------------------------------------------------------- the audit
 
     def check(self) -> None:
         """Audit the whole state, blocks included. O(everything): for tests."""

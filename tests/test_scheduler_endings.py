@@ -53,12 +53,12 @@ def test_how_a_sequence_ends(token, reason, stop_reason, num_before):
     assert not scheduler.has_unfinished() and scheduler.blocks.num_free_blocks == 64
 
 
-def test_the_first_reason_stands_but_for_a_stop_string():
+def test_the_text_may_change_the_reason_but_an_abort_neither_comes_nor_goes():
     """The text is looked at after the token was counted: a stop string found in the text of the
-    token that ended it otherwise is why the text ends. Nothing else is changed afterwards."""
+    token that ended it otherwise is why the text ends, and so is a parser that had given up."""
     scheduler = make()
     cases = [("length", "stop", ("stop", "###")), ("abort", "stop", ("abort", None)),
-             ("stop", "stop", ("stop", "###")), ("stop", "length", ("stop", None)),
+             ("stop", "stop", ("stop", "###")), ("stop", "length", ("length", "###")),
              ("length", "abort", ("length", None)), ("stop", "abort", ("stop", None))]
     for first, second, expected in cases:
         seq = add(scheduler, 5)
