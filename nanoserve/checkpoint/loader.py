@@ -67,6 +67,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
     missing, tied_head = expected_tensors(model), None
+    known = frozenset(missing)
     tensors = stored_tensors(folder, load_format, show_progress)
     if config.quantization is not None:
         if unpack is None:
@@ -80,6 +81,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
             continue
         fill = missing.pop(_translated(name), None)
+        if fill is None and _adds_nothing(name, tensor) and _translated(name) not in known:
+            continue
         if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
                              "with this config.json, or comes twice")
@@ -115,6 +118,11 @@ def _translated(name: str) -> str:
     for pattern, replacement in DIALECTS:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def _adds_nothing(name: str, tensor: torch.Tensor) -> bool:
+    """AutoGPTQ wrote a bias of zeros beside each matrix, also where the model has none."""
+    return name.endswith(".bias") and tensor.is_floating_point() and not tensor.float().any()
 
 
 def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:

@@ -52,8 +52,10 @@ Tensors = Iterator[tuple[Path, str, torch.Tensor]]
 WORD = 32  # bits of the integers into which small numbers are packed
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
 STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
+BY_MODULE = ("bits", "group_size", "sym")  # what some formats let differ from matrix to matrix
 # Scales of activations and of the KV cache: without them the results would be others.
-OTHER_SCALES = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
+OTHER_SCALES = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale",
+                "v_scale")
 
 
 class Numbers(NamedTuple):
@@ -68,12 +70,13 @@ class Numbers(NamedTuple):
 
 
 class Format(NamedTuple):
-    """Which tensors make a matrix, and how."""
+    """Which tensors make a matrix, and how. optional: a part that some files do without."""
 
     parts: tuple[str, ...]
     read: Callable[[Parts], Numbers]
     bits: int = 8
     is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
+    optional: str = ""
 
 
 class Quantization(Extra):
@@ -148,16 +151,17 @@ def unpack(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
     `Grouped`. Raises `ValueError` naming file and tensor.
     """
-    parts, read, bits, _ = read_format(entry)
-    make_weight = kept if keep and bits == 4 else dense
+    form = read_format(entry)
     waiting: dict[str, Parts] = {}
     for file, name, tensor in tensors:
         module, _, part = name.rpartition(".")
+        part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
         if part in OTHER_SCALES:
             raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
                              "are not rounded here: use a checkpoint whose weights alone are")
-        if part not in parts or (part == "weight" and tensor.dtype not in STORED):
-            yield file, name, tensor
+        if part not in form.parts or (part == "weight" and tensor.dtype not in STORED):
+            if part != "weight_zero_point" or tensor.any():  # older files of symmetric weights
+                yield file, name, tensor
             continue
         if ".experts." in name:
             raise ValueError(f"{file}: {name}: quantised experts are not supported, use the "
@@ -166,19 +170,26 @@ def unpack(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
         if part in group:
             raise ValueError(f"{file}: the tensor {name} comes twice")
         group[part] = tensor
-        if len(group) == len(parts):
+        if len(group) == len(form.parts):
             del waiting[module]
-            try:
-                weight = make_weight(read(group))
-            except (RuntimeError, ValueError, IndexError, TypeError,
-                    ZeroDivisionError) as error:
-                shapes = ", ".join(f"{part} {tuple(group[part].shape)}" for part in parts)
-                raise ValueError(f"{file}: the tensors of {module} don't fit together, or not "
-                                 f"with config.json ({shapes}): {error}") from None
-            yield file, f"{module}.weight", weight
+            yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
     for module, group in waiting.items():
-        raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
-                         f"{', '.join(parts)}; {len(waiting)} such in all")
+        if {*form.parts} - {*group, form.optional}:
+            raise ValueError(f"{module} is quantised, but has only {', '.join(sorted(group))} of "
+                             f"{', '.join(form.parts)}; {len(waiting)} such in all")
+        yield file, f"{module}.weight", make_weight(file, module, group, form, keep)
+
+
+def make_weight(file: Path, module: str, parts: Parts, form: Format,
+                keep: bool) -> torch.Tensor | Grouped:
+    """A matrix of its parts. Raises `ValueError` naming the module."""
+    try:
+        numbers = form.read(parts)
+        return kept(numbers) if keep and form.bits == 4 else dense(numbers)
+    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{file}: the tensors of {module} don't fit together, or not with "
+                         f"config.json ({shapes}): {error}") from None
 
 
 # ------------------------------------------------------------------ config.json
@@ -193,6 +204,11 @@ def read_format(entry: dict) -> Format:
                "awq": read_awq}
     if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}")
+    for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config
+        for one in value.values() if isinstance(value, dict) else ():
+            if isinstance(one, dict) and one.get("bits") != 16 and any(  # 16: it is left plain
+                    one.get(key, entry.get(key)) != entry.get(key) for key in BY_MODULE):
+                refuse(name, value, "all quantised matrices must have the same settings")
     return readers[method](entry)
 
 
@@ -231,19 +247,17 @@ def read_fp8(entry: dict) -> Format:
     allow(entry, "activation_scheme", ("dynamic",), "dynamic")
     allow(entry, "fmt", ("e4m3",), "e4m3")
     block = entry.get("weight_block_size")
-    if block is None:
-        return Format(("weight", "weight_scale"),
-                      lambda p: Numbers(p["weight"], None, p["weight_scale"], p["weight"].shape))
-    block = blocks("weight_block_size", block, 2)
-    return Format(("weight", "weight_scale_inv"),
-                  lambda p: Numbers(p["weight"], None, p["weight_scale_inv"], block))
+    if block is not None:
+        block = blocks("weight_block_size", block, 2)
+    return Format(("weight", "weight_scale"), lambda p: Numbers(
+        p["weight"], None, p["weight_scale"], block or p["weight"].shape))
 
 
 def read_compressed(entry: dict) -> Format:
     """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
     form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized"))
     for name in ("transform_config", "sparsity_config"):
-        if entry.get(name):
+        if entry.get(name) and objects(name, [entry[name]])[0].get("format") != "dense":
             refuse(name, entry[name], "weights are neither rotated nor sparse here")
     [named] = objects("config_groups", [entry.get("config_groups") or {}])
     groups = objects("config_groups", [*named.values()])
@@ -251,12 +265,15 @@ def read_compressed(entry: dict) -> Format:
         refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
                "same weights")
     for group in groups:
+        allow(group, "format", (form, None))
+        allow(group, "output_activations", (None, {}))
         [inputs] = objects("input_activations", [group.get("input_activations") or {}])
         if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") is not True):
             refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
                    "checkpoint whose weights alone are quantised")
     [weights] = objects("weights", [groups[0].get("weights") or {}])
     block = partial_block(weights)
+    allow(weights, "dynamic", (False, None))
     zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
     if form != "pack-quantized":
         kind = "float" if form == "float-quantized" else "int"
@@ -266,9 +283,10 @@ def read_compressed(entry: dict) -> Format:
             p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)))
     allow(weights, "type", ("int",), "int")
     bits = allow(weights, "num_bits", (4, 8))
-    order = ("weight_g_idx",) if str(weights.get("actorder")).lower() in ("group", "true") else ()
+    is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
+    order = ("weight_g_idx",) if is_ordered else ()
     return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order),
-                  lambda p: unpack_compressed(p, bits, block), bits, bool(order))
+                  lambda p: unpack_compressed(p, bits, block), bits, is_ordered)
 
 
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
@@ -286,22 +304,29 @@ def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
 
 
 def read_gptq(entry: dict) -> Format:
-    bits = allow(entry, "bits", (4, 8))
+    bits, size = allow(entry, "bits", (4, 8)), group_size(entry)
     name = "checkpoint_format" if "checkpoint_format" in entry else "format"  # old and new
     version = allow(entry, name, ("gptq", "gptq_v2"), "gptq")
-    return Format(("qweight", "qzeros", "scales", "g_idx"),
-                  lambda p: unpack_gptq(p, bits, 1 if version == "gptq" else 0), bits,
-                  bool(entry.get("desc_act")))
+    allow(entry, "is_marlin_format", (False, None))
+    is_symmetric, is_ordered = (allow(entry, name, (True, False), False)
+                                for name in ("sym", "desc_act"))
+    return Format(("qweight", "qzeros", "scales", "g_idx"), lambda p: unpack_gptq(
+        p, bits, size, 1 if version == "gptq" else 0, is_symmetric, is_ordered),
+                  bits, is_ordered, "g_idx")
 
 
 def read_awq(entry: dict) -> Format:
-    allow(entry, "bits", (4,))
+    allow(entry, "bits" if "bits" in entry else "w_bit", (4,))
     name = "version" if "version" in entry else "format"  # old and new
     allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
+    size, has_zeros = group_size(entry), allow(entry, "zero_point", (True, False), True)
+    return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size, has_zeros), 4)
+
+
+def group_size(entry: dict) -> int | None:
+    """The inputs that share a scale; None for all of them."""
     size = entry.get("group_size", entry.get("q_group_size"))
-    if size not in (None, -1):
-        [size] = blocks("group_size", size, 1)
-    return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size), 4)
+    return None if size in (None, -1) else blocks("group_size", size, 1)[0]
 
 
 # ------------------------------------------------------------------- arithmetic
@@ -398,18 +423,26 @@ def unpack_compressed(p: Parts, bits: int, block: Callable) -> Numbers:
     return Numbers(values, zeros, scales, block(values.shape), groups)
 
 
-def unpack_gptq(p: Parts, bits: int, added: int) -> Numbers:
+def unpack_gptq(p: Parts, bits: int, size: int | None, added: int, is_symmetric: bool,
+                is_ordered: bool) -> Numbers:
     """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: 1 where zero points
-    are stored minus 1. In 4 bits a stored 15 is -1, and so the zero point is 0."""
+    are stored minus 1. In 4 bits a stored 15 is -1, and so the zero point is 0. is_symmetric: the
+    zero point is in the middle, whatever is stored, which some files have minus 1 and some not."""
+    if is_ordered and "g_idx" not in p:
+        refuse("desc_act", True, "there is no g_idx, which says the order")
     values = unpack_words(p["qweight"], bits, 0).T
     zeros = (unpack_words(p["qzeros"], bits, 1) + added) % 2 ** bits
-    return Numbers(values, zeros[:, :len(values)].T, p["scales"].T, None, p["g_idx"])
+    zeros = zeros[:, :len(values)].T
+    if is_symmetric:
+        zeros = torch.full_like(zeros, 2 ** (bits - 1))
+    return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
 
 
-def unpack_awq(p: Parts, group_size: int) -> Numbers:
+def unpack_awq(p: Parts, size: int | None, has_zeros: bool) -> Numbers:
     """Transposed as well, with both packed along the outputs in an order of their own."""
     place = torch.tensor(AWQ_ORDER).argsort()
     values, zeros = (unpack_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
                      for name in ("qweight", "qzeros"))
-    length = values.shape[1] if group_size in (None, -1) else group_size
-    return Numbers(values, zeros, p["scales"].T, (1, length))
+    if not has_zeros and (zeros != 8).any():
+        refuse("zero_point", False, "zero points other than 8 are stored")
+    return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]))

@@ -195,7 +195,7 @@ def test_a_missing_tensor_is_named_as_the_checkpoint_would(copy_of, name):
     "model.layers.0.self_attn.q_norm.weight.scale", "model.layers.0.self_attn.sinks",
     "model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.qkv_proj.weight", "stray"])
 def test_a_left_over_tensor_is_named_with_its_file(copy_of, name):
-    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.zeros(4)})
+    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.ones(4)})
     with pytest.raises(ValueError, match=rf"model\.safetensors: the tensor {name} has no place"):
         load(folder)
 
