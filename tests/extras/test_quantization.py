@@ -252,7 +252,7 @@ def test_it_is_refused_before_anything_is_loaded(dummy):
     (dummy / "config.json").write_text(json.dumps(
         config | dict(quantization_config=dict(quant_method="bitsandbytes"))))
     with pytest.raises(ValueError, match="quant_method='bitsandbytes'"):
-        LLM(dummy)
+        LLM(dummy, skip_tokenizer_init=True)
 
 
 def test_a_plain_checkpoint_has_nothing_to_unpack(qwen3):
