@@ -57,6 +57,7 @@ class PoolingParams:
     dimensions: int | None = None  # Matryoshka: the embedding's first numbers, normalised again
     truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as fit
     task: str | None = None  # set by `embed`, `classify`, `score` and `encode`
+    prompt_name: str | None = None  # what a text begins with; None: the model's default, if any
 
     def __post_init__(self):
         if self.use_activation not in (None, True, False):
@@ -242,9 +243,15 @@ class PoolingInputs(InputProcessor):
         params = replace(params, task=task,
                          dimensions=params.dimensions or self.pooler.dimensions,
                          use_activation=self.pooler.use_activation if use is None else use)
+        if task.endswith("embed"):
+            prompt = self.pooler.begin(prompt, params.prompt_name or self.pooler.default_prompt)
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(ids, params.truncate_prompt_tokens)
         return PoolingRequest(request_id, text, ids, params, priority, self.pooler)
+
+    def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Not yet, where `process` may put another text in front."""
+        return prompts if self.pooler.prompts else super().tokenize(prompts)
 
     def check_generates(self) -> None:
         raise ValueError("this engine pools (runner='pooling') and generates no text: use encode() "
@@ -267,6 +274,10 @@ class PoolingInputs(InputProcessor):
 
     # ------------------------------------------------------ offline batches
 
+    @staticmethod
+    def _params(given: object, count: int, task: str) -> list[PoolingParams]:
+        return [_with_task(one, task) for one in one_for_each(given, count, "pooling_params")]
+
     @takes_vllms_words("encode()", "call")
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
@@ -284,8 +295,7 @@ class PoolingInputs(InputProcessor):
             raise ValueError("encode() needs pooling_task: choose one of "
                              f"{', '.join(self.pooler.tasks)}")
         prompts = as_list(prompts)
-        params = [_with_task(one, pooling_task)
-                  for one in one_for_each(pooling_params, len(prompts), "pooling_params")]
+        params = self._params(pooling_params, len(prompts), pooling_task)
         requests = llm.make_requests(prompts, params, priority, lora_request)
         results = {}
         with closing(llm.drive(requests)) as outputs, prompts_bar(
@@ -299,10 +309,10 @@ class PoolingInputs(InputProcessor):
               prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
         """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s. prompt_name: what
         texts begin with, of the names in config_sentence_transformers.json."""
-        if prompt_name or self.pooler.default_prompt:
-            name = prompt_name or self.pooler.default_prompt
-            prompts = [self.pooler.begin(prompt, name) for prompt in as_list(prompts)]
-        outputs = self.encode(llm, prompts, pooling_params, pooling_task="embed", **options)
+        prompts = as_list(prompts)
+        params = [replace(one, prompt_name=prompt_name or one.prompt_name) for one in
+                  self._params(pooling_params, len(prompts), "embed")]
+        outputs = self.encode(llm, prompts, params, pooling_task="embed", **options)
         return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
 
     def classify(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
@@ -331,7 +341,8 @@ class PoolingInputs(InputProcessor):
                              f"encode() with one of {', '.join(self.pooler.tasks)}")
         if len(first) == 1:
             first *= len(second)
-        prompts = [self.pair(*pair, chat_template)
+        count = getattr(pooling_params, "truncate_prompt_tokens", None)
+        prompts = [self.pair(*pair, chat_template, count)
                    for pair in zip(first, second, strict=True)]
         outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
         return _converted(outputs, lambda data: ScoringOutput(data.item()))
@@ -356,9 +367,11 @@ class PoolingInputs(InputProcessor):
             a.num_cached_tokens + b.num_cached_tokens)
             for a, b in zip(queries, documents, strict=True)]
 
-    def pair(self, query: str, document: str, chat_template: str | None = None) -> Prompt:
+    def pair(self, query: str, document: str, chat_template: str | None = None,
+             count: int | None = None) -> Prompt:
         """What a reranker reads: as its template says, one text behind the other (a generator that
-        answers yes or no), or as the tokenizer joins pairs."""
+        answers yes or no), or as the tokenizer joins pairs. count: `truncate_prompt_tokens`; the
+        tokenizer takes tokens off the longer text, so that a long query leaves a document there."""
         if not isinstance(query, str) or not isinstance(document, str) or not query + document:
             raise ValueError(f"score() needs texts, got {query!r:.80} and {document!r:.80}")
         if chat_template is not None:
@@ -368,7 +381,9 @@ class PoolingInputs(InputProcessor):
         if self.pooler.token_ids:
             return query + document
         try:
-            ids = self.tokenizer_for("score()")(query, document)["input_ids"]
+            ids = self.tokenizer_for("score()")(
+                query, document, truncation="longest_first" if count else False,
+                max_length=self.config.max_model_len if count == -1 else count)["input_ids"]
         except TypeError as error:  # as in `_encode`
             raise ValueError(f"no valid text, a lone surrogate? {query!r}, {document!r}") from error
         return {"prompt": query + document, "prompt_token_ids": ids}

@@ -79,7 +79,8 @@ class Job:
                              "one class")
         pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
         prompts = await self.engine.tokenize(
-            lambda: [inputs.pair(*pair, self.chat_template) for pair in pairs])
+            lambda: [inputs.pair(*pair, self.chat_template, body.truncate_prompt_tokens)
+                     for pair in pairs])
         requests = await self.prepare(prompts, "classify", body)
         return requests, self._classes(requests)
 

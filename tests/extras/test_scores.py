@@ -146,9 +146,9 @@ def test_a_query_is_embedded_once_for_all_its_documents(qwen3):
     """And not once for each: with many short documents, most of the work was the same vector."""
     with start(qwen3, pooler_config={"pooling_type": "MEAN"}) as llm:
         one_by_one = [llm.score("fox", text, use_tqdm=False)[0] for text in ("A king.", "A fox.")]
-        before = llm.metrics.num_step_tokens
+        before = llm.metrics.num_prompt_tokens
         outputs = llm.score("fox", ["A king.", "A fox."], use_tqdm=False)
-        assert llm.metrics.num_step_tokens - before == len("fox" "A king." "A fox.")
+        assert llm.metrics.num_prompt_tokens - before == len("fox" "A king." "A fox.")
         assert [output.prompt_token_ids for output in outputs] == [
             output.prompt_token_ids for output in one_by_one]
         assert [output.outputs.score for output in outputs] == pytest.approx(

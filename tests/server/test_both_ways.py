@@ -1,0 +1,133 @@
+"""Offline and served are one path: each public call gives the same both ways.
+
+The offline calls are held to transformers elsewhere; here the server is held to them, where prompts
+are cut, begin with a model's own text, or are pairs.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from encoders import make  # noqa: E402
+from serving import Serving  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
+from transformers import AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+
+from nanoserve import LLM, PoolingParams, SamplingParams  # noqa: E402
+
+TEXTS = ["the fox", "A king went into the forest.", "x " * 90]
+CUT = [None, -1, 20]
+
+
+def both(folder, **options):
+    return Serving(LLM(folder, **dict(num_gpu_blocks_override=64, dtype="float32") | options))
+
+
+def near(numbers):
+    return pytest.approx(numbers, abs=1e-5)
+
+
+@pytest.mark.parametrize("default", [None, "query"])
+def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path, default):
+    """`embed` put the model's default prompt in front of a text, and the server did not: other
+    vectors, in silence. So did scores of embeddings, and requests that are added one by one."""
+    folder = make("bert", tmp_path / "bert", is_matryoshka=True)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(dict(
+        prompts=dict(query="search: ", other="x: "), default_prompt_name=default)))
+    serving = both(folder)
+    try:
+        llm = serving.llm
+        for count in CUT[:1] if default is None else CUT:
+            texts = TEXTS if count else TEXTS[:2]
+            params = PoolingParams(truncate_prompt_tokens=count)
+            expected = [out.outputs.embedding for out in llm.embed(
+                texts, pooling_params=params, use_tqdm=False)]
+            if default is not None:
+                assert expected == [near(out.outputs.embedding) for out in llm.embed(
+                    texts, prompt_name=default, pooling_params=params, use_tqdm=False)]
+            body = dict(input=texts, truncate_prompt_tokens=count)
+            _, answer = serving.ask("/v1/embeddings", body)
+            assert [one["embedding"] for one in answer["data"]] == [near(row) for row in expected]
+            _, answer = serving.ask("/v1/embeddings", body | dict(dimensions=5))
+            assert [one["embedding"] for one in answer["data"]] == [
+                near(out.outputs.embedding) for out in llm.embed(texts, use_tqdm=False,
+                pooling_params=PoolingParams(truncate_prompt_tokens=count, dimensions=5))]
+            encoded = llm.encode(texts, params, pooling_task="embed", use_tqdm=False)
+            assert [out.outputs.data.tolist() for out in encoded] == [near(x) for x in expected]
+            assert asyncio.run(stream(serving, texts, params)) == [near(row) for row in expected]
+            scores = [sum(map(float.__mul__, expected[0], row)) for row in expected]
+            assert scores == near([out.outputs.score for out in llm.score(
+                texts[0], texts, pooling_params=params, use_tqdm=False)])
+            _, answer = serving.ask("/score", dict(text_1=texts[0], text_2=texts,
+                                                   truncate_prompt_tokens=count))
+            assert [one["score"] for one in answer["data"]] == near(scores)
+        if default is not None:
+            status, answer = serving.ask("/v1/embeddings", dict(input=[5, 6]))
+            assert status == 400 and "needs texts" in answer["error"]["message"]
+    finally:
+        serving.close()
+
+
+async def stream(serving, texts, params) -> list[list[float]]:
+    found = []
+    for text in texts:
+        async for output in serving.engine.encode(text, params):
+            found.append(output.outputs.data.tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory):
+    folder = make("bert", tmp_path_factory.mktemp("reranker"), AutoModelForSequenceClassification,
+                  num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A <|end|>", pair="<s> $A <|end|> $B:1 <|end|>:1",
+        special_tokens=[("<s>", 256), ("<|end|>", 258)])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("count", CUT)
+def test_pairs_are_scored_ranked_and_cut_alike(reranker, count):
+    serving = both(reranker)
+    try:
+        for query in ("where is the fox", "what runs through the forest at night " * 5):
+            if count is None and len(query) > 99:
+                continue
+            asked = dict(truncate_prompt_tokens=count)
+            expected = [out.outputs.score for out in serving.llm.score(
+                query, TEXTS[:2], pooling_params=PoolingParams(**asked), use_tqdm=False)]
+            assert expected[0] != near(expected[1])
+            _, answer = serving.ask("/score", dict(text_1=query, text_2=TEXTS[:2], **asked))
+            assert [one["score"] for one in answer["data"]] == near(expected)
+            _, answer = serving.ask("/rerank", dict(query=query, documents=TEXTS[:2], **asked))
+            assert {one["index"]: one["relevance_score"] for one in answer["results"]} == near(
+                dict(enumerate(expected)))
+    finally:
+        serving.close()
+
+
+def test_texts_and_chats_are_generated_alike():
+    serving = Serving(LLM(dtype="float32", num_gpu_blocks_override=64))
+    try:
+        params = SamplingParams(temperature=0, max_tokens=9, stop=["xyz"])
+        body = dict(temperature=0, max_tokens=9, stop="xyz")
+        for prompt in ("Once upon a time", [5, 6, 7]):
+            [out] = serving.llm.generate(prompt if isinstance(prompt, str) else [prompt], params,
+                                         use_tqdm=False)
+            _, answer = serving.ask("/v1/completions", body | dict(prompt=prompt))
+            assert answer["choices"][0]["text"] == out.outputs[0].text
+            assert answer["usage"]["prompt_tokens"] == len(out.prompt_token_ids)
+        for content in ("Who was the king?", [dict(type="text", text="Who was the king?")]):
+            chat = [dict(role="user", content=content)]
+            template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            serving.llm.tokenizer.chat_template = template
+            [out] = serving.llm.chat(chat, params, use_tqdm=False)
+            _, answer = serving.ask("/v1/chat/completions", body | dict(messages=chat))
+            assert answer["choices"][0]["message"]["content"] == out.outputs[0].text
+    finally:
+        serving.close()
