@@ -14,8 +14,9 @@ and the prefix cache are off, whatever was asked for; the start-up line says so.
 are the same alone and batched, and equal transformers': at load the network runs once with its own
 attention and once with ours, and the results must agree.
 
-Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. A pair's
-second text (token type 1) begins behind the first separator, so a text must not contain one. Heads
+Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. Where a
+tokenizer tells a pair's texts apart (token types), the second begins behind the first separator, so
+a text must not contain one. Heads
 are known for the classes of `class_head`; others are refused. Not known here: requests, blocks.
 Road not taken: padding and sorting by length, which concatenation makes unnecessary.
 """
@@ -42,6 +43,7 @@ from nanoserve.extras.transformers_model import (
     TransformersModel,
     describe,
     fill,
+    made_up,
     refusal,
 )
 from nanoserve.layers import Placement
@@ -166,8 +168,12 @@ class Encoder(TransformersModel):
 @torch.inference_mode()
 def self_check(network: nn.Module, on: Placement) -> tuple[torch.Tensor, torch.Tensor]:
     """Some token ids, and the class's output for them with its own attention."""
-    ids = torch.arange(3, 12, device=on.device)  # no padding, which has no position in RoBERTa
-    out = network(input_ids=ids[None])
+    padding = network.config.pad_token_id  # it has no position in RoBERTa
+    ids = torch.tensor([i for i in range(13) if i != padding][3:], device=on.device)
+    try:
+        out = network(input_ids=ids[None])
+    except Exception as error:  # sizes that don't fit together, for one
+        raise refusal(type(network).__name__, f"its own run ended with {error}") from error
     return ids, out.logits if hasattr(out, "logits") else out.last_hidden_state[0]
 
 
@@ -203,6 +209,8 @@ def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
     if classifies and getattr(hf_config, "classifier_pooling", "cls") != "cls":
         raise refusal(architecture, f"classifier_pooling={hf_config.classifier_pooling!r}: only "
                                     "'cls' is supported")
+    if hf_config.model_type in ROBERTAS and hf_config.pad_token_id is None:
+        raise refusal(architecture, "its positions begin behind pad_token_id, which is null")
     first = hf_config.pad_token_id + 1 if hf_config.model_type in ROBERTAS else 0
     config = describe(architecture, hf_config, {})
     longest = config.max_position_embeddings - first
@@ -214,25 +222,40 @@ def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
     separator = None
     if classifies and getattr(hf_config, "type_vocab_size", 1) > 1:
         tokenizer = load_tokenizer(folder, asked.tokenizer, optional=True)
-        separator = getattr(tokenizer, "sep_token_id", None)
+        separator = tokenizer and find_separator(architecture, hf_config.model_type, tokenizer)
     asked = replace(asked, runner="pooling", enable_prefix_caching=False,
                     enable_chunked_prefill=False)
     return asked, config, partial(load_encoder, asked, folder, model_class, hf_config, config,
                                   first, separator)
 
 
+def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
+    """The id behind which a pair's tokens are of type 1. None where all are of type 0, as RoBERTa's
+    are, which has types in its config all the same: `model_input_names` leaves them out. (A generic
+    class of tokenizers leaves them out by default: its own template says what it makes.)"""
+    says = "model_input_names" in tokenizer.init_kwargs or kind in ROBERTAS
+    if says and "token_type_ids" not in tokenizer.model_input_names:
+        return None
+    pair = tokenizer("a", "b", return_token_type_ids=True)
+    ids, types = pair["input_ids"], pair["token_type_ids"]
+    if not any(types):
+        return None
+    first = ids.index(ids[types.index(1) - 1])
+    if types != [int(i > first) for i in range(len(ids))]:
+        raise refusal(architecture, f"its tokenizer's token types are {types} for {ids}")
+    return ids[first]
+
+
 def load_encoder(asked: EngineConfig, folder: Path, model_class: type,
                  hf_config: transformers.PreTrainedConfig, config: ModelConfig,
                  first_position: int, separator: int | None, on: Placement) -> Encoder:
     if asked.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(asked.seed)
-            network = model_class(hf_config).to(on.dtype)
+        network = made_up(partial(model_class, hf_config), asked)
     else:
         passed_over = "$^" if config.architecture.endswith(CLASSIFIES) else PASSED_OVER
         network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
                        passed_over + r"|position_ids$")
-    network = network.to(on.device).eval().requires_grad_(False)
+    network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     return Encoder(network, config, on, first_position, separator)
 
 

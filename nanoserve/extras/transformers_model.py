@@ -26,6 +26,7 @@ taken: files of models in here, as in larger engines; `model.py` is for those wh
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -357,13 +358,23 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
          on: Placement) -> TransformersModel:
     """The network with its weights on a device. "dummy": transformers' own random weights."""
     if asked.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(asked.seed)
-            network = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=on.dtype)
+        network = made_up(partial(transformers.AutoModelForCausalLM.from_config, hf_config), asked)
     else:
         network = fill(model_class, hf_config, folder, asked.load_format, on.dtype)
-    network = network.to(on.device).eval().requires_grad_(False)
+    network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     return TransformersModel(network, config, on)
+
+
+def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
+    """A network with transformers' own random weights. Raises `ValueError` with what its class says
+    of a config, a padding id beyond the vocabulary for one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(asked.seed)
+        try:
+            return make()
+        except Exception as error:
+            raise ValueError(f"config.json: transformers can't make this network: {error!s:.500}"
+                             ) from error
 
 
 def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Path,

@@ -109,6 +109,96 @@ def test_a_cross_encoder_scores_pairs_with_token_types(tmp_path):
         assert_close([torch.tensor([output.outputs.score]) for output in outputs], expected)
 
 
+KINDS = ["roberta", "xlm-roberta", "camembert", "data2vec-text", "bert", "electra", "ernie"]
+TEMPLATES = {  # CLS is 256, SEP 258
+    "bert's": dict(single="<s> $A <|end|>", pair="<s> $A <|end|> $B:1 <|end|>:1"),
+    "roberta's": dict(single="<s> $A <|end|>", pair="<s> $A <|end|> <|end|> $B <|end|>")}
+
+
+def cross_encoder(kind: str, folder, template: str, names: list[str] | None = None, **config):
+    """A network of transformers' with two token types, and a tokenizer that joins pairs."""
+    from checkpoints import byte_tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoConfig
+
+    sizes = dict(vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=4, max_position_embeddings=128, embedding_size=32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **dict(
+            sizes, type_vocab_size=2, num_labels=1, initializer_range=0.5, **config)))
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        **TEMPLATES[template], special_tokens=[("<s>", 256), ("<|end|>", 258)])
+    if names is not None:
+        tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names
+    tokenizer.save_pretrained(folder)
+    return folder, tokenizer
+
+
+@pytest.mark.parametrize(("template", "names", "typed"), [
+    ("roberta's", None, ()), ("bert's", None, ("bert", "electra", "ernie")),
+    ("bert's", ["input_ids", "attention_mask"], ()),
+    ("bert's", ["input_ids", "token_type_ids", "attention_mask"], KINDS)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_have_types_where_their_tokenizer_makes_them(tmp_path, kind, template, names, typed):
+    """RoBERTa's config has two types by default, and its tokenizer makes none: scores of its kind
+    were those of other pairs, in silence."""
+    folder, tokenizer = cross_encoder(kind, tmp_path / kind, template, names)
+    documents = ["in the forest", "x", "nobody knows that, says the king"]
+    pairs = [tokenizer("where is the fox", one, return_token_type_ids=True) for one in documents]
+    types = [pair["token_type_ids"] for pair in pairs] if kind in typed else None
+    expected = classes_of(folder, [pair["input_ids"] for pair in pairs], types)
+    with start(folder, runner="auto") as llm:
+        outputs = llm.score("where is the fox", documents, use_tqdm=False)
+        assert_close([torch.tensor([output.outputs.score]) for output in outputs],
+                     [x.sigmoid() for x in expected])
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3, 5, 11, 12, 200])
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta", "camembert"])
+def test_any_id_may_be_the_paddings(tmp_path, kind, padding):
+    """A model whose padding is 3 was refused, because 3 was among the ids of the check at load.
+    Positions begin behind it."""
+    folder, _ = cross_encoder(kind, tmp_path / kind, "roberta's", pad_token_id=padding,
+                              max_position_embeddings=290)
+    prompt = [i for i in range(20, 20 + 289 - padding) if i != padding][:60]
+    with start(folder, runner="auto") as llm:
+        assert llm.config.max_model_len == 289 - padding
+        [output] = llm.classify([prompt], use_tqdm=False)
+    [expected] = classes_of(folder, [prompt])
+    assert_close([torch.tensor(output.outputs.probs)], [expected.sigmoid()])
+
+
+def test_what_transformers_refuses_to_make_is_refused_in_words(tmp_path):
+    """A padding id beyond the vocabulary ended as a bare AssertionError of torch, with random
+    weights only."""
+    folder, _ = cross_encoder("roberta", tmp_path / "roberta", "roberta's")
+    for options in (dict(load_format="dummy"), {}):
+        for wrong in (dict(pad_token_id=260), dict(num_attention_heads=5), dict(hidden_act="x")):
+            with pytest.raises(ValueError, match="config.json|its own run ended with"):
+                start(folder, runner="auto", hf_overrides=wrong, **options)
+    with pytest.raises(ValueError, match="begin behind pad_token_id, which is null"):
+        start(folder, runner="auto", hf_overrides=dict(pad_token_id=None))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("count", [-1, 64, 11, 5, 4])
+def test_a_pair_loses_tokens_of_its_longer_text(tmp_path, template, count):
+    """As its tokenizer cuts it: a long query pushed the document out, and all scores were equal."""
+    folder, tokenizer = cross_encoder("bert", tmp_path / "bert", template)
+    with start(folder, runner="auto") as llm:
+        for query, document in (("fox", "a fox in the forest " * 9), ("a", "b"),
+                                ("which fox is it? " * 9, "this"),
+                                ("where is it? " * 9, "the king of the sea " * 8)):
+            ids = tokenizer(query, document, truncation="longest_first",
+                            max_length=128 if count == -1 else count)["input_ids"]
+            [output] = llm.score(query, document, use_tqdm=False,
+                                 pooling_params=PoolingParams(truncate_prompt_tokens=count))
+            assert output.prompt_token_ids == ids and len(ids) <= (128 if count == -1 else count)
+
+
 def sentence_transformer(folder, pooling: str, dense: bool, normalize: bool, **text) -> None:
     """The files that sentence-transformers writes beside a model."""
     kinds = ["Transformer", "Pooling", *["Dense"] * dense, *["Normalize"] * normalize]
