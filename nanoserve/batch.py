@@ -122,16 +122,15 @@ PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.pe
 class BatchBuilder:
     """Writes steps into persistent buffers, which are used in turn.
 
-    With overlap the copy of step n may not have ended when step n+1 is written. So `num_buffers` is
-    one more than the number of steps in flight while a batch is built, and before a buffer is
-    reused its copy has ended. staged: the numbers are copied to one fixed buffer on the device; on
-    a CPU only a stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which
-    is one more sample.
+    With overlap the copy of step n may not have ended when step n+1 is written. So there is one
+    buffer more than steps in flight while a batch is built, and before a buffer is reused its copy
+    has ended. staged: the numbers are copied to one fixed buffer on the device; on a CPU only a
+    stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which is one more
+    sample.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-                 block_size: int, device: torch.device, num_buffers: int = 2,
-                 staged: bool = False, num_drafts: int = 0):
+                 block_size: int, device: torch.device, staged: bool = False, num_drafts: int = 0):
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
@@ -141,11 +140,10 @@ class BatchBuilder:
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
         size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4 for one in SECTIONS.values())
         pin = device.type == "cuda"
-        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
-                        for _ in range(num_buffers)]
+        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device) if (
             pin or staged) else None
-        self.copied = [torch.cuda.Event() if pin else None for _ in range(num_buffers)]
+        self.copied = [torch.cuda.Event() if pin else None for _ in self.buffers]
         self.turn = -1
         self.tables = np.zeros((max_num_seqs, width), dtype=np.int32)
         self.table_sources: list[list[int] | None] = [None] * max_num_seqs
@@ -180,7 +178,7 @@ class BatchBuilder:
 
     def write(self, step: Step, buffer: torch.Tensor, num_rows: int | None = None) -> None:
         """Fill the buffer. num_rows: what a step of decodes is padded to, for a graph."""
-        width = max((len(seq.block_table) for seq in step.num_new_tokens), default=1)
+        width = max([len(seq.block_table) for seq in step.num_new_tokens], default=1)
         numbers = self._numbers(step, width)
         missing = 0 if num_rows is None else num_rows - len(step.num_new_tokens)
         host, at, lengths = buffer.numpy(), HEADER, []
@@ -215,51 +213,17 @@ class BatchBuilder:
         adapter_ids = [seq.request.adapter_id for seq in seqs]
         return {
             **{name: params[name] for name in PARAMS.names},
-            "input_ids": self._input_ids(step, seqs, starts.tolist(), query_lens.tolist(),
-                                         num_decodes),
+            "input_ids": _input_ids(step, seqs, starts.tolist(), query_lens.tolist(), num_decodes),
             "positions": positions,
             "slot_mapping": blocks * self.block_size + positions % self.block_size,
             "cu_seqlens_q": cu_seqlens_q,
             "seq_lens": starts + query_lens,
-            "logits_indices": self._sampled_tokens(step, last_token_of),
+            "logits_indices": _sampled_tokens(step, last_token_of),
             "sample_rows": sample_rows,
-            "prompt_logprob_indices": self._prompt_logprob_tokens(step, last_token_of),
+            "prompt_logprob_indices": _prompt_logprob_tokens(step, last_token_of),
             "block_tables": self.tables[rows, :width].reshape(-1),
             "adapter_ids": adapter_ids if any(adapter_ids) else [],
             "block_moves": list(chain.from_iterable(step.block_moves))}
-
-    def _input_ids(self, step: Step, seqs: list[Sequence], starts: list[int],
-                   query_lens: list[int], num_decodes: int) -> np.ndarray:
-        """Token ids of all rows. The id of a decode may be unknown: the step before still samples
-        it. The ids of a chunk are all known, since a preempted sequence waits until they are. A
-        row's drafts follow its known ids."""
-        ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
-               for seq, start in zip(seqs[:num_decodes], starts, strict=False)]
-        for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],
-                                 strict=True):
-            drafts = step.drafts.get(seq, [])
-            assert start + n <= len(seq.token_ids) + len(drafts), (
-                f"{seq.name}: a chunk with an unknown token")
-            ids += seq.token_ids[start:start + n] + drafts
-        return np.array(ids, dtype=np.int32)
-
-    def _sampled_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
-        """Indices in the batch of the tokens whose logits are sampled: a row's last token, or with
-        k drafts its last k + 1."""
-        samples = step.samples()
-        if samples is step.sampling:
-            return [last_token_of[seq] for seq in samples]
-        return [last_token_of[seq] - i for seq in step.sampling
-                for i in range(len(step.drafts.get(seq, ())), -1, -1)]
-
-    def _prompt_logprob_tokens(self, step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
-        """Indices in the batch of the tokens that give prompt logprobs: the first ones of their
-        row."""
-        indices: list[int] = []
-        for seq, positions in step.prompt_logprob_positions.items():
-            first = last_token_of[seq] - step.num_new_tokens[seq] + 1
-            indices += range(first, first + len(positions))
-        return indices
 
     def _refresh_rows(self, seqs: list[Sequence]) -> np.ndarray:
         """Bring the persistent arrays up to date; returns the `Sequence.row` of each sequence.
@@ -288,9 +252,44 @@ def _decodes_first(step: Step) -> tuple[list[Sequence], np.ndarray, np.ndarray, 
     seqs = list(step.num_new_tokens)
     query_lens = np.array(list(step.num_new_tokens.values()), dtype=np.int32)
     starts = np.array(step.starts, dtype=np.int32)
-    num_decodes = int((query_lens == 1).sum())
+    num_decodes = int(np.count_nonzero(query_lens == 1))
     if 0 < num_decodes < len(seqs):
         order = np.argsort(query_lens > 1, kind="stable")
         seqs = [seqs[i] for i in order.tolist()]
         query_lens, starts = query_lens[order], starts[order]
     return seqs, query_lens, starts, num_decodes
+
+
+def _input_ids(step: Step, seqs: list[Sequence], starts: list[int], query_lens: list[int],
+               num_decodes: int) -> np.ndarray:
+    """Token ids of all rows. The id of a decode may be unknown: the step before still samples it.
+    The ids of a chunk are all known, since a preempted sequence waits until they are. A row's
+    drafts follow its known ids."""
+    ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
+           for seq, start in zip(seqs[:num_decodes], starts, strict=False)]
+    for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],
+                             strict=True):
+        drafts = step.drafts.get(seq, [])
+        assert start + n <= len(seq.token_ids) + len(drafts), (
+            f"{seq.name}: a chunk with an unknown token")
+        ids += seq.token_ids[start:start + n] + drafts
+    return np.array(ids, dtype=np.int32)
+
+
+def _sampled_tokens(step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
+    """Indices in the batch of the tokens whose logits are sampled: a row's last token, or with k
+    drafts its last k + 1."""
+    samples = step.samples()
+    if samples is step.sampling:
+        return [last_token_of[seq] for seq in samples]
+    return [last_token_of[seq] - i for seq in step.sampling
+            for i in range(len(step.drafts.get(seq, ())), -1, -1)]
+
+
+def _prompt_logprob_tokens(step: Step, last_token_of: dict[Sequence, int]) -> list[int]:
+    """Indices in the batch of the tokens that give prompt logprobs: the first ones of their row."""
+    indices: list[int] = []
+    for seq, positions in step.prompt_logprob_positions.items():
+        first = last_token_of[seq] - step.num_new_tokens[seq] + 1
+        indices += range(first, first + len(positions))
+    return indices

@@ -11,8 +11,9 @@ import pytest
 import torch
 from helpers import sequence
 
-from nanoserve.batch import HEADER, SECTIONS, Batch, BatchBuilder
+from nanoserve.batch import HEADER, MAX_MOVES, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.parallel.serving import HEAD
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
@@ -347,7 +348,18 @@ def test_a_step_whose_every_token_is_scored_fits_into_the_buffer():
     step = Step(0, {seq: 10 for seq in seqs}, [20] * num_seqs,
                 prompt_logprob_positions={seq: range(20, 30) for seq in seqs})
     assert builder.build(step).prompt_logprob_indices.tolist() == list(range(60))
-    assert builder.buffers[0].numel() >= HEADER + 4 * 60 + 5 * num_seqs + 1 + num_seqs * width
+
+
+@pytest.mark.parametrize("num_drafts, num_extra", [(0, 0), (3, 18), (30, 60)])
+def test_a_buffer_has_room_for_the_largest_step_and_no_more(num_drafts, num_extra):
+    """A token has an id, a position, a slot, and possibly logits that score a prompt. A row has a
+    start, a length, an adapter and its blocks, and behind the last start there is an end. A sample
+    has 6 numbers for the sampler (a seed is two), its logits' index and its row; a draft is one
+    more sample, which is a token of the budget. A block that is saved or loaded has two numbers."""
+    builder = BatchBuilder(6, 60, MAX_LEN, 4, CPU, num_drafts=num_drafts)
+    expected = HEADER + 4 * 60 + 6 * (3 + MAX_LEN // 4) + 1 + 8 * (6 + num_extra) + 4 * MAX_MOVES
+    assert [len(buffer) for buffer in builder.buffers] == [expected] * 2
+    assert expected > HEAD, "or a broadcast of a message's first part would be longer than it"
 
 
 def test_unknown_tokens_are_named_by_their_rows():
