@@ -46,7 +46,7 @@ Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` 
 class Placement:
     """The device and dtype of the weights, and the operators: the same for all layers of a model.
 
-    linear, embedding: what makes these layers; an annexe may put its own here. unpack: turns a
+    linear, embedding: what makes these layers; an annexe may put its own here. assemble: turns a
     quantised checkpoint's tensors into weights, see `load_weights`.
     """
 
@@ -56,7 +56,7 @@ class Placement:
     ops: ModuleType = ops  # or one of its twins, which have the same functions
     linear: Callable[..., "Linear"] = field(default_factory=lambda: Linear)
     embedding: Callable[..., "Embedding"] = field(default_factory=lambda: Embedding)
-    unpack: Callable | None = None
+    assemble: Callable | None = None
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Memory that the loader will fill."""

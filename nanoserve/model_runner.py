@@ -138,7 +138,7 @@ class ModelRunner:
         else:
             load_weights(model, model_config, folder, self.ranks.rank == 0,
                          pooler.unused if pooler is not None else (), self.config.load_format,
-                         placement.unpack)
+                         placement.assemble)
         return model
 
     # ---------------------------------------------------------------- memory

@@ -56,9 +56,9 @@ Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                  show_progress: bool = True, unused: tuple[str, ...] = (),
                  load_format: str = "auto",
-                 unpack: Callable[[Tensors, dict], Tensors] | None = None) -> None:
+                 assemble: Callable[[Tensors, dict], Tensors] | None = None) -> None:
     """Fill `model` from the files in `folder`. unused: beginnings of the names of tensors that are
-    skipped. load_format: see FORMATS. unpack: turns a quantised checkpoint's tensors into weights.
+    skipped. load_format: see FORMATS. assemble: makes weights of a quantised checkpoint's tensors.
 
     The dict `missing` begins with every tensor that the model needs, and each tensor that is read
     is removed from it. A tensor that is not in it is left over, or comes twice; what remains in it
@@ -70,10 +70,10 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     known = frozenset(missing)
     tensors = stored_tensors(folder, load_format, show_progress)
     if config.quantization is not None:
-        if unpack is None:
+        if assemble is None:
             raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
                              "'dequantize', or use the unquantised one")
-        tensors = unpack(tensors, config.quantization)
+        tensors = assemble(tensors, config.quantization)
     for file, name, tensor in tensors:
         if name.startswith(unused):
             continue

@@ -12,10 +12,10 @@ matrix is transposed:
     gptq                                qweight, transposed     qzeros, stored minus 1     per group
     awq                                 qweight, transposed     qzeros, both in its own order
 
-`unpack` stands between the files and the loader. It gathers the tensors of one matrix, hands on one
-weight in float32 and forgets the rest, so the loader still checks that every weight comes exactly
-once. The checkpoint's own names decide which matrices are quantised: a plain `weight`
-stays as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
+`assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
+one weight in float32 and forgets the rest, so the loader still checks that every weight comes
+exactly once. The checkpoint's own names decide which matrices are quantised: a plain `weight` stays
+as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
 memory is saved. `"int8"` and `"fp8"` round what comes out of here once more: see
 quantized_linear.py and fp8_linear.py. For `"int4"` a matrix of 4 bits in groups is handed on as it
 is: see int4_linear.py.
@@ -91,7 +91,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
                   say: Callable[[str], None]) -> tuple[EngineConfig, dict[str, Any]]:
     """The config, with `quantization` filled in, and the entries of `Placement` that it
     needs. Raises `ValueError` for what is not supported; a slow choice is reported."""
-    stored, layers = model_config.quantization, {"unpack": unpack}
+    stored, layers = model_config.quantization, {"assemble": assemble}
     if config.model_impl == "transformers":
         raise ValueError(f"quantization={config.quantization!r}, but the network is transformers' "
                          f"{model_config.architecture}, whose products are its own: leave it out")
@@ -130,7 +130,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         linear = Int4Linear if is_4 else RoundedInt4Linear
         layers |= {"linear": partial(linear, kind=rows, groups=groups),
-                   "unpack": partial(unpack, keep=True)}
+                   "assemble": partial(assemble, keep=True)}
         if is_4 and form.is_ordered:
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "
                 "neighbours: such weights become int8")
@@ -145,7 +145,7 @@ def small_kinds(kernels: str) -> tuple[type, type]:
     return (Panels, GroupedPanels) if kernels == "cpu" else (Rows, GroupedRows)
 
 
-def unpack(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
+def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     """The tensors of a checkpoint, each group of parts become one weight (outputs, inputs).
 
     entry: config.json's `quantization_config`. keep: a weight of 4 bits in groups becomes a
@@ -286,7 +286,7 @@ def read_compressed(entry: dict) -> Format:
     is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
     order = ("weight_g_idx",) if is_ordered else ()
     return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order),
-                  lambda p: unpack_compressed(p, bits, block), bits, is_ordered)
+                  lambda p: compressed_numbers(p, bits, block), bits, is_ordered)
 
 
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
@@ -310,7 +310,7 @@ def read_gptq(entry: dict) -> Format:
     allow(entry, "is_marlin_format", (False, None))
     is_symmetric, is_ordered = (allow(entry, name, (True, False), False)
                                 for name in ("sym", "desc_act"))
-    return Format(("qweight", "qzeros", "scales", "g_idx"), lambda p: unpack_gptq(
+    return Format(("qweight", "qzeros", "scales", "g_idx"), lambda p: read_gptq(
         p, bits, size, 1 if version == "gptq" else 0, is_symmetric, is_ordered),
                   bits, is_ordered, "g_idx")
 
@@ -320,7 +320,7 @@ def read_awq(entry: dict) -> Format:
     name = "version" if "version" in entry else "format"  # old and new
     allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
     size, has_zeros = group_size(entry), allow(entry, "zero_point", (True, False), True)
-    return Format(("qweight", "qzeros", "scales"), lambda p: unpack_awq(p, size, has_zeros), 4)
+    return Format(("qweight", "qzeros", "scales"), lambda p: awq_numbers(p, size, has_zeros), 4)
 
 
 def group_size(entry: dict) -> int | None:
@@ -397,7 +397,7 @@ def checked_groups(numbers: Numbers) -> torch.Tensor:
     return groups
 
 
-def unpack_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Words into numbers of `bits` bits, the lowest bits first; each becomes 32 / bits of them."""
     if packed.dtype != torch.int32:
         raise ValueError(f"words are {packed.dtype}, not int32")
@@ -408,40 +408,40 @@ def unpack_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return numbers.flatten(dim, dim + 1)
 
 
-def unpack_compressed(p: Parts, bits: int, block: Callable) -> Numbers:
+def compressed_numbers(p: Parts, bits: int, block: Callable) -> Numbers:
     """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
     rows, columns = p["weight_shape"].tolist()
-    values, scales = unpack_words(p["weight_packed"], bits, 1)[:, :columns], p["weight_scale"]
+    values, scales = split_words(p["weight_packed"], bits, 1)[:, :columns], p["weight_scale"]
     if tuple(values.shape) != (rows, columns):
         raise ValueError(f"weight_shape says {(rows, columns)}")
     zeros = torch.full_like(scales, 2 ** (bits - 1))
     if "weight_zero_point" in p:
-        zeros = unpack_words(p["weight_zero_point"], bits, 0)[:rows]
+        zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
     groups = p.get("weight_g_idx")
     if groups is not None and (groups < 0).any():  # -1: there is no order
         groups = None
     return Numbers(values, zeros, scales, block(values.shape), groups)
 
 
-def unpack_gptq(p: Parts, bits: int, size: int | None, added: int, is_symmetric: bool,
-                is_ordered: bool) -> Numbers:
+def gptq_numbers(p: Parts, bits: int, size: int | None, added: int, is_symmetric: bool,
+                 is_ordered: bool) -> Numbers:
     """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: 1 where zero points
     are stored minus 1. In 4 bits a stored 15 is -1, and so the zero point is 0. is_symmetric: the
     zero point is in the middle, whatever is stored, which some files have minus 1 and some not."""
     if is_ordered and "g_idx" not in p:
         refuse("desc_act", True, "there is no g_idx, which says the order")
-    values = unpack_words(p["qweight"], bits, 0).T
-    zeros = (unpack_words(p["qzeros"], bits, 1) + added) % 2 ** bits
+    values = split_words(p["qweight"], bits, 0).T
+    zeros = (split_words(p["qzeros"], bits, 1) + added) % 2 ** bits
     zeros = zeros[:, :len(values)].T
     if is_symmetric:
         zeros = torch.full_like(zeros, 2 ** (bits - 1))
     return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
 
 
-def unpack_awq(p: Parts, size: int | None, has_zeros: bool) -> Numbers:
+def awq_numbers(p: Parts, size: int | None, has_zeros: bool) -> Numbers:
     """Transposed as well, with both packed along the outputs in an order of their own."""
     place = torch.tensor(AWQ_ORDER).argsort()
-    values, zeros = (unpack_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
+    values, zeros = (split_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
                      for name in ("qweight", "qzeros"))
     if not has_zeros and (zeros != 8).any():
         refuse("zero_point", False, "zero points other than 8 are stored")

@@ -221,7 +221,7 @@ def full_rows(rows: int, columns: int, seed: int) -> Packed:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_by_row_keeps_its_numbers(dtype, checkpoints, tmp_path):
-    """It is unpacked and rounded again: to the same numbers. A scale is that of the engine's
+    """It is dequantised and rounded again: to the same numbers. A scale is that of the engine's
     dtype."""
     quantized, _ = write(checkpoints["qwen3"], tmp_path, full_rows)
     stored = stored_tensors(quantized)

@@ -1,6 +1,6 @@
 """Engines whose weights are 4 bits: what is kept of a checkpoint, what is rounded, what is wider.
 
-The oracle of a text is an engine on a dense checkpoint whose matrices packing.py unpacked or
+The oracle of a text is an engine on a dense checkpoint whose matrices packing.py dequantised or
 rounded, number for number. An LM head, where nothing else is said, is 8 bits by row.
 """
 
@@ -63,7 +63,7 @@ def small_ones(llm: LLM) -> dict:
 @pytest.mark.parametrize("dtype, kernels", [
     ("bfloat16", "auto"), ("float16", "auto"),
     pytest.param("float16", "triton", marks=needs_interpreter)])
-def test_a_product_of_an_engine_is_near_that_of_the_unpacked_weights(dtype, kernels, checkpoints,
+def test_a_product_of_an_engine_is_near_that_of_the_dequantised_weights(dtype, kernels, checkpoints,
                                                                      tmp_path):
     quantized, _ = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
     outs, x = [], None
@@ -133,7 +133,7 @@ def test_groups_that_8_does_not_divide_become_int8(checkpoints, tmp_path):
     assert text_of(quantized, quantization="int4") == text_of(dense, quantization="int8")
 
 
-def test_an_embedding_of_4_bits_is_unpacked(checkpoints, tmp_path):
+def test_an_embedding_of_4_bits_is_dequantised(checkpoints, tmp_path):
     """Where it is the head, too, the head's 8 bits are made of it."""
     quantized, dense = write(checkpoints["qwen3-tied"], tmp_path, FORMATS["gptq"])
     stored, plain, key = stored_tensors(quantized), stored_tensors(dense), "model.embed_tokens."

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from nanoserve import LLM
 from nanoserve import llm as llm_module
-from nanoserve.extras.quantization import read_format, unpack
+from nanoserve.extras.quantization import assemble, read_format
 from nanoserve.extras.speculative import Speculation
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
@@ -25,7 +25,7 @@ SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_o
 def read(one: Packed, **others: torch.Tensor) -> dict[str, torch.Tensor]:
     """What becomes of a matrix called `layer`, and of other tensors."""
     names = {f"layer.{part}": tensor for part, tensor in one.tensors.items()} | others
-    found = [(name, tensor) for _, name, tensor in unpack(
+    found = [(name, tensor) for _, name, tensor in assemble(
         iter(("a file", name, tensor) for name, tensor in names.items()), one.entry)]
     assert len(found) == len(dict(found))
     return dict(found)
@@ -72,7 +72,7 @@ def test_a_high_bit_is_no_sign():
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "int-quantized, zeros", "pack-quantized, zeros",
                                   "gptq, act-order", "awq"])
-def test_the_text_is_that_of_the_unpacked_weights(name, checkpoints, tmp_path, capfd):
+def test_the_text_is_that_of_the_dequantised_weights(name, checkpoints, tmp_path, capfd):
     """Token for token in float32. The parts of a matrix may lie in different files."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS[name],
                              shards=2 if name == "awq" else 1)
@@ -85,8 +85,8 @@ def test_the_text_is_that_of_the_unpacked_weights(name, checkpoints, tmp_path, c
     assert "float32, quantization='dequantize'" in capfd.readouterr().err
 
 
-def test_ranks_unpack_their_shares(checkpoints, tmp_path, monkeypatch):
-    """A share need not end where a block or a group ends: whole matrices are unpacked."""
+def test_ranks_assemble_their_shares(checkpoints, tmp_path, monkeypatch):
+    """A share need not end where a block or a group ends: whole matrices are assembled."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["pack-quantized, zeros"])
 
     with LLM(dense, **SMALL) as llm:
@@ -149,7 +149,7 @@ def test_a_part_that_comes_twice_is_named():
     one = int_rows(8, 16, 0)
     tensors = [("a file", "layer.weight", one.tensors["weight"])] * 2
     with pytest.raises(ValueError, match="a file: the tensor layer.weight comes twice"):
-        list(unpack(iter(tensors), one.entry))
+        list(assemble(iter(tensors), one.entry))
 
 
 def test_shapes_that_contradict_each_other_are_named():
@@ -176,7 +176,7 @@ def test_shapes_that_contradict_each_other_are_named():
     (pack, "weight_shape", lambda t: t.float(), "weight_shape"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_parts_of_the_right_size_that_mean_something_else_are_refused(make, part, change, words):
-    """Scales that lie transposed were reshaped, and other integers than words of 32 bits unpacked:
+    """Scales that lie transposed were reshaped, and other integers than words of 32 bits read:
     a weight of the right shape with wrong numbers."""
     one = make(40, 64, 0)
     one.tensors[part] = change(one.tensors[part])
@@ -188,7 +188,7 @@ def test_quantised_experts_are_refused():
     one = int_rows(8, 16, 0)
     tensors = [("a file", "layers.0.mlp.experts.3.up_proj.weight", one.tensors["weight"])]
     with pytest.raises(ValueError, match="experts.3.up_proj.weight: quantised experts are not"):
-        list(unpack(iter(tensors), one.entry))
+        list(assemble(iter(tensors), one.entry))
 
 
 # --------------------------------------------------------------------------- refusals
@@ -255,7 +255,7 @@ def test_it_is_refused_before_anything_is_loaded(dummy):
         LLM(dummy, skip_tokenizer_init=True)
 
 
-def test_a_plain_checkpoint_has_nothing_to_unpack(qwen3):
+def test_a_plain_checkpoint_has_nothing_to_assemble(qwen3):
     with pytest.raises(ValueError, match="quantization='dequantize', but .*qwen3 is not quantised"):
         LLM(qwen3, quantization="dequantize")
     with pytest.raises(ValueError, match="must be dequantize, int8, int4 or fp8 .*got 'awq'"):

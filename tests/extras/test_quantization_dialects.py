@@ -15,7 +15,7 @@ from packing import GROUP, Drawn, Packed, awq, compressed, fp8, gptq, int_rows, 
 from safetensors.torch import save_file
 
 from nanoserve import LLM
-from nanoserve.extras.quantization import read_format, unpack
+from nanoserve.extras.quantization import assemble, read_format
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
              device="cpu")
@@ -24,7 +24,7 @@ SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_o
 def read(one: Packed, **entry) -> torch.Tensor:
     """What becomes of a matrix. entry: settings of config.json beside its own."""
     parts = iter(("a file", f"layer.{part}", tensor) for part, tensor in one.tensors.items())
-    [(_, name, weight)] = unpack(parts, one.entry | entry)
+    [(_, name, weight)] = assemble(parts, one.entry | entry)
     assert name == "layer.weight"
     return weight
 
@@ -70,7 +70,7 @@ def texts(*folders: Path, **options) -> list:
 
 
 def test_the_text_of_a_symmetric_file_of_the_other_version(checkpoints, tmp_path):
-    """Unpacked it is the dense one's; in int4 it is that of a file as the format describes it."""
+    """Dequantised it is the dense one's; in int4 that of a file as the format describes it."""
     odd, dense = write(checkpoints["qwen3"], tmp_path / "odd", lambda *of: without(
         symmetric(*of, stored="8"), "g_idx"))
     usual, _ = write(checkpoints["qwen3"], tmp_path / "usual", symmetric)
@@ -107,7 +107,7 @@ def test_g_idx_may_come_last_and_in_another_file():
     one = gptq(40, 64, 3, shuffled=True)
     parts = [(f"file {i}", f"layer.{part}", tensor)
              for i, (part, tensor) in enumerate(sorted(one.tensors.items(), reverse=True))]
-    [(_, name, weight)] = unpack(iter(parts), one.entry)
+    [(_, name, weight)] = assemble(iter(parts), one.entry)
     assert torch.equal(weight, one.dense) and name == "layer.weight"
 
 
@@ -227,7 +227,7 @@ def test_zero_points_of_symmetric_weights_are_zeros(make):
                        one.dense)
     parts = iter(("a file", f"layer.{part}", tensor) for part, tensor in beside(
         one, weight_zero_point=torch.ones(40, 1, dtype=kind)).tensors.items())
-    assert "layer.weight_zero_point" in [name for _, name, _ in unpack(parts, one.entry)]
+    assert "layer.weight_zero_point" in [name for _, name, _ in assemble(parts, one.entry)]
 
 
 def changed(one: Packed, group: dict | None = None, **weights) -> Packed:
@@ -299,4 +299,4 @@ def test_exponents_are_scales():
 def test_a_fixed_scale_of_activations_is_refused_by_its_name(part):
     one = fp8(96, 64, 3)
     with pytest.raises(ValueError, match=f"layer.{part} is a scale of activations"):
-        list(unpack(iter([("a file", f"layer.{part}", torch.ones(1))]), one.entry))
+        list(assemble(iter([("a file", f"layer.{part}", torch.ones(1))]), one.entry))

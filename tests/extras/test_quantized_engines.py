@@ -105,7 +105,7 @@ def test_ranks_round_their_own_shares(quantization, checkpoints, rounded, monkey
         assert greedy(llm, 16) == expected
 
 
-def test_a_quantised_checkpoint_is_unpacked_and_rounded(checkpoints, tmp_path):
+def test_a_quantised_checkpoint_is_dequantised_and_rounded(checkpoints, tmp_path):
     """4 bits in groups become 8 bits by row: near it, and small in memory."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
     with LLM(dense, **SMALL, quantization="int8") as llm:
