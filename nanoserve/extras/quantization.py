@@ -310,7 +310,7 @@ def read_gptq(entry: dict) -> Format:
     allow(entry, "is_marlin_format", (False, None))
     is_symmetric, is_ordered = (allow(entry, name, (True, False), False)
                                 for name in ("sym", "desc_act"))
-    return Format(("qweight", "qzeros", "scales", "g_idx"), lambda p: read_gptq(
+    return Format(("qweight", "qzeros", "scales", "g_idx"), lambda p: gptq_numbers(
         p, bits, size, 1 if version == "gptq" else 0, is_symmetric, is_ordered),
                   bits, is_ordered, "g_idx")
 
