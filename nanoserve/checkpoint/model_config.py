@@ -136,9 +136,7 @@ class ModelConfig:
         override_new_spelling(config, overrides)
         if "torch_dtype" in overrides:
             config["dtype"] = overrides["torch_dtype"]
-        generation = read_json(folder / "generation_config.json")
-        model_config = cls.from_dict(config, generation | {
-            name: overrides[name] for name in ("eos_token_id",) if name in overrides})
+        model_config = cls.from_dict(config, read_generation(folder, overrides))
         # sentence-transformers leaves its own file beside the architecture of a generator.
         return replace(model_config, pools=model_config.pools or (folder / "modules.json").exists())
 
@@ -150,11 +148,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
-        """Read the contents of the two files.
-
-        EOS ids are those of generation_config.json, if it has any: a chat model's turn often ends
-        with a token that config.json doesn't name, and would run on without it.
-        """
+        """Read the contents of the two files."""
         architecture = read_architecture(config)
         family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
         if family is None:
@@ -165,7 +159,6 @@ class ModelConfig:
         _refuse_what_is_not_implemented(config)
         sizes = _read_sizes(config)
         generation = generation or {}
-        eos = generation.get("eos_token_id")
         rope, rope_local = read_ropes(config)
         sizes["max_position_embeddings"] = stretched_length(config, rope)
         bias = read_flag("attention_bias", config.get("attention_bias", False))
@@ -188,7 +181,7 @@ class ModelConfig:
             attention_softcap=_softcap(config, "attn_logit_softcapping"),
             logits_softcap=_softcap(config, "final_logit_softcapping"),
             dtype=read_dtype(config),
-            eos_token_ids=read_ids(config.get("eos_token_id") if eos is None else eos),
+            eos_token_ids=read_eos(config, generation),
             generation_defaults=generation, quantization=_read_quantization(config))
 
     @property
@@ -337,7 +330,20 @@ def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> 
     return value
 
 
-def read_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def read_generation(folder: Path, overrides: dict) -> dict:
+    """`generation_config.json`, if it is there, with the EOS that the user overrides."""
+    return read_json(folder / "generation_config.json") | {
+        name: overrides[name] for name in ("eos_token_id",) if name in overrides}
+
+
+def read_eos(config: dict, generation: dict) -> tuple[int, ...]:
+    """All that the two files name, and no class's default. A chat model's turn often ends with a
+    token that only one of them has, and would run on without it."""
+    ids = [*_read_ids(generation.get("eos_token_id")), *_read_ids(config.get("eos_token_id"))]
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """`eos_token_id` is a number, a list of numbers, or absent."""
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if any(type(i) is not int for i in ids):

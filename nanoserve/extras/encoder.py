@@ -212,7 +212,7 @@ def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
     if hf_config.model_type in ROBERTAS and hf_config.pad_token_id is None:
         raise refusal(architecture, "its positions begin behind pad_token_id, which is null")
     first = hf_config.pad_token_id + 1 if hf_config.model_type in ROBERTAS else 0
-    config = describe(architecture, hf_config, {})
+    config = describe(architecture, hf_config)
     longest = config.max_position_embeddings - first
     limit = read_json(folder / "sentence_bert_config.json").get("max_seq_length") or longest
     if type(limit) is not int or limit < 1:

@@ -18,7 +18,14 @@ from pathlib import Path
 
 import transformers
 
-from nanoserve.checkpoint.model_config import QUANTIZED, ModelConfig, read_architecture, read_json
+from nanoserve.checkpoint.model_config import (
+    QUANTIZED,
+    ModelConfig,
+    read_architecture,
+    read_eos,
+    read_generation,
+    read_json,
+)
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
@@ -59,7 +66,9 @@ def read_foreign(asked: EngineConfig,
             (folder / "modules.json").exists() or ENCODERS.search(architecture)):
         return read_encoder(asked, folder, architecture, hf_config)
     model_class = find_class(architecture, hf_config)
-    config = describe(architecture, hf_config, read_json(folder / "generation_config.json"))
+    generation = read_generation(folder, asked.hf_overrides or {})
+    config = replace(describe(architecture, hf_config), generation_defaults=generation,
+                     eos_token_ids=read_eos(entries, generation))
     return asked, config, partial(load, asked, folder, model_class, hf_config, config)
 
 

@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import stored_tensors
-from nanoserve.checkpoint.model_config import SUPPORTED, ModelConfig, read_dtype, read_ids
+from nanoserve.checkpoint.model_config import SUPPORTED, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.layers import CHECKPOINT_DTYPES, Placement
@@ -307,8 +307,7 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
     return model_class
 
 
-def describe(architecture: str, hf_config: transformers.PreTrainedConfig,
-             generation: dict) -> ModelConfig:
+def describe(architecture: str, hf_config: transformers.PreTrainedConfig) -> ModelConfig:
     """The sizes; other fields are neutral, since the network knows them. Windows are left out, so
     blocks behind them are kept. The MLP is guessed for the roofline, which counts three matrices:
     two of 4 times the hidden size (OPT, GPT-2) have as many numbers as three of 8/3 times."""
@@ -324,7 +323,6 @@ def describe(architecture: str, hf_config: transformers.PreTrainedConfig,
 
     heads, hidden, layers = (size(name) for name in (
         "num_attention_heads", "hidden_size", "num_hidden_layers"))
-    eos = generation.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
     return ModelConfig(
         architecture=architecture, vocab_size=size("vocab_size"), hidden_size=hidden,
         num_hidden_layers=layers, num_attention_heads=heads,
@@ -332,7 +330,7 @@ def describe(architecture: str, hf_config: transformers.PreTrainedConfig,
         head_dim=size("head_dim", hidden // heads), intermediate_size=8 * hidden // 3,
         max_position_embeddings=min(size("max_position_embeddings"), *trained_lengths(hf_config)),
         dtype=read_dtype({"dtype": hf_config.dtype or "float32"}),
-        eos_token_ids=read_ids(eos), generation_defaults=generation,
+        eos_token_ids=(), generation_defaults={},
         tie_word_embeddings=bool(hf_config.tie_word_embeddings), windows=(None,) * layers,
         moe_layers=(False,) * layers, num_experts=0, num_experts_per_tok=0,
         moe_intermediate_size=0, norm_topk_prob=False, rms_norm_eps=0.0,

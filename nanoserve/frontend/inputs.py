@@ -59,6 +59,7 @@ class InputProcessor:
                 "kv_cache_memory_bytes, if the KV cache is what limits it)")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
+        params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
         self._check_vocabulary(params)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) == -1:  # all; from here on a number like any other
@@ -216,15 +217,29 @@ class InputProcessor:
         return self.tokenizer
 
     def _eos_ids(self) -> tuple[int, ...]:
-        """generation_config.json's, else config.json's, else the tokenizer's.
+        """The tokenizer's and those of both files: all of them end a text, as in vLLM.
 
-        Often there are several: a chat model ends a turn with one and a document with another. The
-        tokenizer names only one, and is asked last (vLLM adds its one to the others).
+        Often there are several: a chat model ends a turn with one and a document with another. A
+        fine-tuned one may name its turn's end in its tokenizer alone.
         """
-        if self.model_config.eos_token_ids:
-            return self.model_config.eos_token_ids
         eos = getattr(self.tokenizer, "eos_token_id", None)
-        return () if eos is None else (eos,)
+        return (*self.model_config.eos_token_ids, *(() if eos is None else (eos,)))
+
+    def _stops_that_are_skipped(self, params: SamplingParams) -> list[int]:
+        """Stop strings that are special tokens never get into the text, so the token is what stops
+        it. Raises `ValueError` for a stop string of more than such a token."""
+        found: list[int] = []
+        for stop in params.stop if params.skip_special_tokens else ():
+            ids = self._encode(stop, "stop", add_special_tokens=False)
+            shown, whole = (self.tokenizer_for("stop").decode(ids, skip_special_tokens=skip)
+                            for skip in (True, False))
+            if stop not in whole or stop in shown:
+                continue
+            if len(ids) > 1:
+                raise ValueError(f"stop={stop!r} contains a special token, which the text never "
+                                 "shows: use skip_special_tokens=False, or that token alone")
+            found += ids
+        return found
 
 
 def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: frozenset[int],

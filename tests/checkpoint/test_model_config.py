@@ -86,12 +86,13 @@ def test_both_spellings_of_the_dtype(config, dtype):
 
 @pytest.mark.parametrize("config, generation, expected", [
     (dict(eos_token_id=7), None, (7,)),
-    (dict(eos_token_id=7), dict(eos_token_id=[3, 5]), (3, 5)),
+    (dict(eos_token_id=7), dict(eos_token_id=[3, 5]), (3, 5, 7)),
     (dict(eos_token_id=[7, 8]), dict(temperature=0.5), (7, 8)),
-    (dict(eos_token_id=7), dict(eos_token_id=0), (0,)),  # 0 is an id like any other
-    ({}, {}, ()),
+    (dict(eos_token_id=7), dict(eos_token_id=0), (0, 7)),  # 0 is an id like any other
+    (dict(eos_token_id=[7, 3]), dict(eos_token_id=3), (3, 7)), ({}, {}, ()),
+    (dict(eos_token_id=None), dict(eos_token_id=None), ()),
 ])
-def test_eos_ids_come_from_generation_config_first(config, generation, expected):
+def test_all_eos_ids_of_both_files_end_a_text(config, generation, expected):
     assert ModelConfig.from_dict(LLAMA | config, generation).eos_token_ids == expected
 
 

@@ -1,6 +1,8 @@
 """How texts end, samples of one prompt, priorities, and the prefix cache."""
 
+import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -46,6 +48,9 @@ def test_a_text_ends_at_the_models_maximum(llm, expected, max_tokens):
     ("Hi yo", dict(stop="you"), "Hi yo", 6, ("stop", None)),  # held back, then released
     ("Hi you", dict(stop="you", max_tokens=5), "Hi yo", 5, ("length", None)),
     ("Hi you", dict(stop="you", max_tokens=6), "Hi ", 6, ("stop", "you")),  # both at once
+    ("Hi<|end|>you", dict(stop="<|end|>"), "Hi", 3, ("stop", 258)),  # never in the text
+    ("Hi<|end|>you", dict(stop="<|end|>", skip_special_tokens=False), "Hi", 3, ("stop", "<|end|>")),
+    ("Hi<pad>you", dict(stop=["<|end|>", "y"]), "Hi", 4, ("stop", "y")),
     ("", dict(), "", 1, ("stop", None)),
     ("é", dict(max_tokens=1), "\ufffd", 1, ("length", None)),
 ], ids=str)
@@ -56,6 +61,41 @@ def test_how_a_text_ends(llm, say, said, params, text, num_tokens, reason):
     sample = out.outputs[0]
     assert (sample.text, len(sample.token_ids)) == (text, num_tokens)
     assert (sample.finish_reason, sample.stop_reason) == reason
+
+
+@pytest.mark.parametrize("stop", ["<|end|>\n", "a<pad>", "<s><s>"])
+def test_a_stop_string_that_can_not_appear_is_refused(llm, stop):
+    """It waited for special tokens in a text that leaves them out, and the model ran on."""
+    with pytest.raises(ValueError, match="special token, which the text never shows: use skip_sp"):
+        run(llm, "Say: ", greedy(stop=["ok", stop]))
+    run(llm, "Say: ", greedy(stop=["ok", stop], skip_special_tokens=False))
+
+
+@pytest.mark.parametrize(("config", "generation", "tokenizer", "ends"), [
+    (None, None, None, {}), (None, None, "</s>", {257}), (257, None, None, {257}),
+    (None, 256, "</s>", {256, 257}), ([5, 258], 256, None, {5, 256, 258}),
+    (5, [256, 258], "</s>", {5, 256, 257, 258}), (257, 257, "</s>", {257})], ids=str)
+def test_all_files_say_who_ends_a_text_whosever_the_network_is(
+        checkpoints, tmp_path, config, generation, tokenizer, ends):
+    """A fine-tuned chat model ran on for ever, because the base model's generation_config.json was
+    asked alone. And where config.json names no EOS, transformers' network ended a text at its
+    class's default, ours at the tokenizer's."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["llama3.1"], folder)
+    change_json(folder / "config.json", eos_token_id=config)
+    change_json(folder / "generation_config.json", eos_token_id=generation)
+    change_json(folder / "tokenizer_config.json", eos_token=tokenizer)
+    for whose in ("nanoserve", "transformers"):
+        with make(folder, model_impl=whose) as llm:
+            for token in (2, 5, 256, 257, 258):
+                [out] = run(llm, [7, 8], greedy(3, logit_bias={token: 100}))
+                assert (out.outputs[0].finish_reason == "stop") == (token in ends), (whose, token)
+
+
+def change_json(file, **entries) -> None:
+    """None removes an entry."""
+    content = (json.loads(file.read_text()) if file.exists() else {}) | entries
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def test_without_detokenizing_there_are_tokens_only(llm, say):
