@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import sequence, storage
-from test_block_store import store_of
+from stores import store_of
 from test_block_store_engine import GREEDY, LONG, OTHER, SMALL, ask, num_loaded
 
 from nanoserve import LLM, SamplingParams

@@ -8,6 +8,7 @@ import pytest
 import xxhash
 from helpers import sequence
 from hypothesis import given, settings
+from stores import store_of
 from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
 
 from nanoserve import SamplingParams
@@ -32,20 +33,6 @@ class DeviceWithHost(FakeDevice):
                 saved = self.saved[-1 - host_id]
                 self.slots |= {block * size + i: kv for i, kv in enumerate(saved)}
         super().run(launched)
-
-
-class StandIn:
-    """For a scheduler. A store doesn't keep its scheduler alive."""
-
-    def __init__(self, blocks: BlockManager):
-        self.blocks, self.in_flight = blocks, []
-
-
-def store_of(host, blocks: BlockManager) -> BlockStore:
-    scheduler = StandIn(blocks)
-    store = BlockStore(host, scheduler, b"", None, {})
-    store.kept = scheduler
-    return store
 
 
 class StoredDrive(Drive):

@@ -4,12 +4,11 @@ The oracle is transformers on a checkpoint into which the adapter was merged her
 the paper: W + scaling * B A.
 """
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from adapters import ALL, ATTENTION, GREEDY, PROMPTS, SMALL, Adapters
 from checkpoints import Reference, assert_same_text
 from loading import stored_tensors
 from rank_threads import start_in_threads
@@ -18,60 +17,6 @@ from small_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
-SETTINGS = dict(peft_type="LORA", r=4, lora_alpha=8, bias="none")
-PROMPTS = [list(range(5, 25)), [7, 3, 9], list(range(5, 25)), list(range(40, 45)),
-           list(range(5, 40))]
-GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
-SMALL = dict(dtype="float32", device="cpu", enable_lora=True, max_loras=2, max_lora_rank=8,
-             max_model_len=64, block_size=4, num_gpu_blocks_override=64)
-
-
-class Adapters:
-    """Adapters of a checkpoint, by a number, and what transformers says with each merged."""
-
-    def __init__(self, base: Path, root: Path):
-        self.base, self.root = base, root
-        self.texts = {}
-
-    def write(self, seed: int, targets=ALL, rank=4, scaling=2.0, **settings) -> Path:
-        folder, merged = self.root / f"adapter-{seed}", self.root / f"merged-{seed}"
-        folder.mkdir()
-        generator, tensors = torch.Generator().manual_seed(seed), {}
-        weights = stored_tensors(self.base)
-        for name, weight in weights.items():
-            if any(name.endswith(f"{target}.weight") for target in targets):
-                a = torch.randn(rank, weight.shape[1], generator=generator) * 0.3
-                b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
-                path = f"base_model.model.{name.removesuffix('.weight')}"
-                tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
-                weights[name] = weight.float() + scaling * (b @ a)
-        assert tensors
-        save_file(tensors, folder / "adapter_model.safetensors")
-        entries = SETTINGS | dict(r=rank, target_modules=targets) | settings
-        (folder / "adapter_config.json").write_text(json.dumps(entries))
-        shutil.copytree(self.base, merged)
-        save_file(weights, merged / "model.safetensors", {"format": "pt"})
-        return folder
-
-    def request(self, seed: int | None) -> LoRARequest | None:
-        return None if seed is None else LoRARequest(
-            f"voice {seed}", seed, str(self.root / f"adapter-{seed}"))
-
-    def check(self, llm: LLM, seeds: list[int | None], where: str = "") -> list[list[int]]:
-        """A call with these adapters, one for each of the first prompts."""
-        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[:len(seeds)]]
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False,
-                               lora_request=[self.request(seed) for seed in seeds])
-        for ids, seed, output in zip(PROMPTS, seeds, outputs, strict=False):
-            key = (seed, tuple(ids))
-            if key not in self.texts:
-                folder = self.base if seed is None else self.root / f"merged-{seed}"
-                self.texts[key] = Reference(folder).generate(ids, GREEDY.max_tokens)
-            assert_same_text(output.outputs[0].token_ids, *self.texts[key], f"{where} {seed}")
-        return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from adapters import SMALL, Adapters  # noqa: E402
 from serving import NAME, Serving  # noqa: E402
-from test_lora import SMALL, Adapters  # noqa: E402
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
 from nanoserve.server import cli  # noqa: E402

@@ -1,0 +1,18 @@
+"""A block store without an engine."""
+
+from nanoserve.block_manager import BlockManager
+from nanoserve.extras.block_store import BlockStore
+
+
+class StandIn:
+    """For a scheduler. A store doesn't keep its scheduler alive."""
+
+    def __init__(self, blocks: BlockManager):
+        self.blocks, self.in_flight = blocks, []
+
+
+def store_of(host, blocks: BlockManager) -> BlockStore:
+    scheduler = StandIn(blocks)
+    store = BlockStore(host, scheduler, b"", None, {})
+    store.kept = scheduler
+    return store
