@@ -1,7 +1,7 @@
 """What a config.json says, and what is refused by name: `ModelConfig`, without torch.
 
 A feature that is silently left out gives fluent wrong text. What transformers reads in the same
-files is compared in test_config_transformers.
+files is compared in test_model_config_transformers.
 """
 
 import json

@@ -311,17 +311,18 @@ def test_no_compiler_warns(flavour):
     assert result.returncode == 0, result.stderr
 
 
-ORACLES = Path(__file__).with_name("test_namespaces.py")
+HERE = Path(__file__).parent
+ORACLES = HERE.parent / "test_ops.py"
 
 
 def run_oracles(cache: Path, flags: str, *options: str, but: str = "") -> str:
-    """test_namespaces.py for the compiled twin, in a process whose library has other flags. but:
+    """test_ops.py for the compiled twin, in a process whose library has other flags. but:
     what need not be repeated, as float16, which comes to the library as float32."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *options, "-k",
          f"cpu and not (attention and (many or mixed or long)){but}", str(ORACLES)],
         text=True, capture_output=True, check=False, env=os.environ | {
-            "CXXFLAGS": flags, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ORACLES.parent)})
+            "CXXFLAGS": flags, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(HERE)})
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     assert re.search(r"\d\d\d passed", result.stdout), result.stdout
     return result.stdout

@@ -9,7 +9,7 @@ import xxhash
 from helpers import sequence
 from hypothesis import given, settings
 from stores import store_of
-from test_random_workloads import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
+from test_scheduler_random import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager

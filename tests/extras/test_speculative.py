@@ -4,7 +4,7 @@ The oracles are independent of what they check: transformers' greedy text, the s
 drafts (drawn tokens, logprobs, stop strings, token for token), distributions computed by hand from
 transformers' logits, and a search through the whole text for the n-gram index. Two draft models:
 the model itself with noise in its weights, which is right now and then, and another one entirely.
-(That wrong drafts leave no trace in blocks and prefix cache is held in test_random_workloads.)
+(That wrong drafts leave no trace in blocks and prefix cache is held in test_scheduler_random.)
 """
 
 import itertools

@@ -417,7 +417,7 @@ def test_random_workloads_with_drafts(depth):
 
 def run_random_workloads(depth: int, max_examples: int, enough: int) -> None:
     """Every finished sequence's tokens are the twin's, every aborted one's a beginning of them;
-    every block comes back; the audit holds after every step. (test_random_workloads_longer.py has
+    every block comes back; the audit holds after every step. (test_scheduler_random_longer.py has
     more examples.)"""
     seen = Counter()
 

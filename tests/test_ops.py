@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from helpers import sequence
+from quick_interpreter import quick_interpreter  # noqa: F401
 
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import KERNELS, SamplingParams

@@ -1,7 +1,7 @@
 """The random workloads of the scheduler once more, with more examples than the quick tests have."""
 
 import pytest
-from test_random_workloads import run_random_drafts, run_random_workloads
+from test_scheduler_random import run_random_drafts, run_random_workloads
 
 
 @pytest.mark.parametrize("depth", [0, 1])
