@@ -8,11 +8,11 @@ import torch
 from checkpoints import Reference
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from nanoserve import LLM, SamplingParams, ops
+from nanoserve import LLM, SamplingParams
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import load_dummy_weights
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers import Embedding, Experts, Linear, Placement
+from nanoserve.layers import Placement
 from nanoserve.model import Decoder
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -73,21 +73,6 @@ def test_the_last_layer_leaves_out_what_nobody_reads(checkpoints, name, wanted):
         torch.testing.assert_close(tensor, before)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "mixtral"])
-def test_a_weight_that_is_packed_is_there_once(checkpoints, name):
-    """The checkpoint's order of memory is let go of. Only an embedding keeps it, which is looked up
-    row by row, beside its packed twin where it is the LM head as well."""
-    model = LLM(checkpoints[name]).runner.model
-    for module in model.modules():
-        if isinstance(module, Linear):
-            assert module.weight is None and module.packed is not None
-        elif isinstance(module, Experts):
-            assert module.gate_up_proj is module.down_proj is None and len(module.packed) == 2
-        elif isinstance(module, Embedding):
-            assert module.weight is not None and (module.packed is not None) == module.tied
-    assert model.embed_tokens.tied == (model.lm_head is None) == (name == "qwen3-tied")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gemmas_embedding_is_scaled_in_its_own_precision(dtype):
     """sqrt(48) is 6.928, but 6.9375 in bfloat16: Gemma was trained with the second."""
@@ -100,21 +85,3 @@ def test_gemmas_embedding_is_scaled_in_its_own_precision(dtype):
     theirs.weight.data = model.embed_tokens.weight.data
     ids = torch.arange(260)
     assert torch.equal(model.embed(ids), theirs(ids))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_norm_leaves_its_arguments_as_they_are(dtype, residual):
-    """In float32 what it computes with is no copy of what it was given. The stream that it hands
-    on goes to the next norm, too."""
-    generator = torch.Generator().manual_seed(0)
-    x, other = (torch.randn(3, 8, generator=generator).to(dtype) for _ in range(2))
-    weight, before = torch.full((8,), 0.5), (x.clone(), other.clone())
-    normed, total = ops.add_rms_norm(x, other if residual else None, weight, 1e-6)
-    assert torch.equal(x, before[0]) and torch.equal(other, before[1]) and (weight == 0.5).all()
-    expected = before[0] + before[1] if residual else before[0]
-    assert torch.equal(total, expected)
-    wide = expected.double()
-    wide = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * 0.5
-    within = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(normed.double(), wide, rtol=within, atol=within)

@@ -1,4 +1,4 @@
-"""What each rank keeps, and that all of it together is the model. No processes: ranks are threads.
+"""What a layer keeps of a checkpoint, alone and on each rank. No processes: ranks are threads.
 
 The oracles: put side by side, the shares of all ranks are the checkpoint's numbers, exactly; and a
 step of all ranks gives transformers' logits. Sizes are uneven on purpose: 3 KV heads over 2 ranks,
@@ -358,3 +358,18 @@ def test_all_ranks_together_have_transformers_logits(folders, recorded, name, si
     first, *others = Group(size).run(work)
     torch.testing.assert_close(torch.cat(first), expected, rtol=1e-3, atol=2e-4)
     assert all(logits is None for other in others for logits in other)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-tied", "mixtral"])
+def test_a_weight_that_is_packed_is_there_once(checkpoints, name):
+    """The checkpoint's order of memory is let go of. Only an embedding keeps it, which is looked up
+    row by row, beside its packed twin where it is the LM head as well."""
+    model = LLM(checkpoints[name]).runner.model
+    for module in model.modules():
+        if isinstance(module, Linear):
+            assert module.weight is None and module.packed is not None
+        elif isinstance(module, Experts):
+            assert module.gate_up_proj is module.down_proj is None and len(module.packed) == 2
+        elif isinstance(module, Embedding):
+            assert module.weight is not None and (module.packed is not None) == module.tied
+    assert model.embed_tokens.tied == (model.lm_head is None) == (name == "qwen3-tied")
