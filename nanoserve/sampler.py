@@ -149,10 +149,10 @@ def sample(step: Step | None, batch: Batch, hidden: torch.Tensor, compute_logits
            ) -> SamplerOutput:
     """All that a step's rows ask for: tokens, logprobs, and the scores of prompts.
 
-    step: None on ranks above 0. They compute their shares of all logits, for which `compute_logits`
-    gives them None, and return stand-ins for rank 0's tokens. hidden: (s + p, hidden_size), of the
-    tokens that sample, then of the prompt positions. ops: the namespace that computes. constraints:
-    of rows, by annexes. chosen: what a graph has chosen, without the edits.
+    step: ranks above 0 do without. They compute their shares of all logits, for which
+    `compute_logits` gives them None, and return stand-ins for rank 0's tokens. hidden: (s + p,
+    hidden_size), of the tokens that sample, then of the prompt positions. ops: the namespace that
+    computes. constraints: of rows, by annexes. chosen: what a graph has chosen, without the edits.
     """
     inputs = SamplingInputs() if step is None else SamplingInputs.of(step, batch, constraints)
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
@@ -163,7 +163,7 @@ def sample(step: Step | None, batch: Batch, hidden: torch.Tensor, compute_logits
         elif chosen is None or inputs.edits is not None:
             chosen = choose(logits, batch, inputs, ops)
     output = SamplerOutput(chosen)
-    if inputs.logprob_rows:
+    if inputs.logprob_rows and logits is not None:
         asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
         output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)
         output.logprob_rows = inputs.logprob_rows

@@ -19,8 +19,10 @@ from nanoserve import llm as llm_module
 from nanoserve.checkpoint import loader
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks
 from nanoserve.parallel.ranks import Ranks, Span
 
@@ -218,3 +220,21 @@ def test_a_single_rank_makes_no_group(monkeypatch, device):
     hidden = torch.ones(2, 3)
     assert ranks.all_reduce(hidden) is hidden and ranks.gather(hidden, 3) is hidden
     ranks.close()
+
+
+def test_all_ranks_run_the_largest_step(qwen3):
+    """On GPUs each of them finds out what it leaves of the memory. Its rows ask for everything that
+    a sampler can do, logprobs of prompts too; only rank 0 has logits to do it with."""
+    config = EngineConfig(model=str(qwen3), dtype="float32", max_num_batched_tokens=64,
+                          max_num_seqs=5, async_scheduling=True, tensor_parallel_size=2)
+    model_config = ModelConfig.from_folder(qwen3)
+    config = config.resolved("cpu", model_config)
+
+    def work(ranks: Ranks) -> list[int]:
+        runner = ModelRunner(config, model_config, qwen3, ranks)
+        launch, found = runner.launch, []
+        runner.launch = lambda step: found.append(launch(step)) or found[-1]
+        runner.run_largest_step()
+        return [len(output.token_ids) for output in found]
+
+    assert in_threads(thread_ranks(2), work) == [[5]] * 2
