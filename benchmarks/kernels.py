@@ -70,6 +70,10 @@ def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
     # Gemma's, which have one loop more, and much more to compute.
     found["prefill window softcap"] = partial(attend, dtype, 128, 16, num_chunks=1, window=4096,
                                               softcap=50.0)
+    # gpt-oss's: half of its layers have a window.
+    for phase, options in (("split", dict(num_decodes=8)), ("prefill window", dict(
+            num_chunks=1, window=128))):
+        found[f"{phase} sinks"] = partial(attend, dtype, 64, 16, sinks=torch.zeros(4), **options)
     return found
 
 

@@ -134,14 +134,16 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
-                    scale: float, window: int | None = None,
-                    softcap: float | None = None) -> torch.Tensor:
+                    scale: float, window: int | None = None, softcap: float | None = None,
+                    sinks: torch.Tensor | None = None) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's queries over its own sequence (Kwon et al. 2023).
 
     q: (num_tokens, num_heads, head_dim). The step's own keys and values are in the cache already,
     so a prefix hit, an earlier chunk and the step's own tokens are no different from each other.
     window: a query sees this many keys at most, its own included. softcap: a score becomes
-    softcap * tanh(score / softcap) (Gemma 2). Returns q's shape; padding (seq_len 0) gives zeros.
+    softcap * tanh(score / softcap) (Gemma 2). sinks: (num_heads,) in float32, each the score of one
+    more key whose value is 0, so that a head's weights may sum up to less than 1 (gpt-oss).
+    Returns q's shape; padding (seq_len 0) gives zeros.
 
         row: seq_len 38, query_len 3, blocks of 16, block table [7, 2, 9]
         keys 0..15 lie in block 7, 16..31 in block 2, 32..37 in block 9; the rest of block 9
@@ -169,7 +171,11 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         visible = positions <= queries[:, None]  # (query_len, num_keys)
         if window is not None:
             visible &= positions > queries[:, None] - window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:  # a last column, which is dropped behind the softmax
+            column = sinks.view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., :len(positions)]
         out[start:end] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(q[start:end].shape)
     return out
 

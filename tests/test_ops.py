@@ -218,21 +218,29 @@ def scatter(rows: list[tuple[int, int]], block_size: int) -> tuple[list[list[int
 
 
 def naive(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, scale: float,
-          window: int | None, softcap: float | None) -> torch.Tensor:
-    """One query, in float64. q: (heads, head_dim); keys, values: (tokens, KV heads, head_dim)."""
+          window: int | None, softcap: float | None,
+          sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """One query, in float64. q: (heads, head_dim); keys, values: (tokens, KV heads, head_dim). A
+    sink is one more key, whose value is 0: it adds to the sum of weights alone."""
     first, group = 0 if window is None else max(0, position - window + 1), len(q) // keys.shape[1]
     keys, values = (x[first:position + 1].double().repeat_interleave(group, 1)
                     for x in (keys, values))
     scores = (keys * q.double()).sum(-1) * scale  # (tokens, heads)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
-    weights = (scores - scores.amax(0)).exp()
-    return (weights[..., None] * values).sum(0) / weights.sum(0)[:, None]
+    weights, sink = scores.exp(), 0 if sinks is None else sinks.double().exp()
+    return (weights[..., None] * values).sum(0) / (weights.sum(0) + sink)[:, None]
 
 
-@pytest.mark.parametrize("window, softcap", [(None, None), (9, None), (30, 5.0)])
+# Sinks far below all scores, among them, and far above: then hardly anything of V is left.
+SINKS = torch.tensor([-1e38, -2.0, 0.5, 1.0, 3.0, 60.0, 0.0, -0.5])
+
+
+@pytest.mark.parametrize("window, softcap, sinks", [
+    (None, None, None), (9, None, None), (30, 5.0, None), (None, None, SINKS), (9, 5.0, SINKS)],
+    ids=["plain", "window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_attention(ops, dtype, case, window, softcap):
+def test_attention(ops, dtype, case, window, softcap, sinks):
     """Against a loop over queries and keys. Dead slots hold infinities and NaN, other requests'
     numbers, which must not leak in, not even multiplied by zero."""
     shapes = SHAPES
@@ -241,10 +249,10 @@ def test_attention(ops, dtype, case, window, softcap):
             return
         shapes = SHAPES[::3] if window == 30 else SHAPES[:1]
     for shape in shapes:
-        check_attention(ops, dtype, shape, CASES[case], window, softcap)
+        check_attention(ops, dtype, shape, CASES[case], window, softcap, sinks)
 
 
-def check_attention(ops, dtype, shape, rows, window, softcap) -> None:
+def check_attention(ops, dtype, shape, rows, window, softcap, sinks) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     tables, num_blocks = scatter(rows, block_size)
     cache = ops.new_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, CPU)
@@ -264,11 +272,13 @@ def check_attention(ops, dtype, shape, rows, window, softcap) -> None:
     batch = make_batch(tables, query_lens, [seq_len for _, seq_len in rows], block_size)
     q = numbers(sum(query_lens), num_heads, head_dim, dtype=dtype)
     scale = head_dim ** -0.5
-    got = ops.paged_attention(q, *cache, batch, scale, window, softcap)
+    if sinks is not None:
+        sinks = sinks.repeat(-(-num_heads // len(sinks)))[:num_heads]
+    got = ops.paged_attention(q, *cache, batch, scale, window, softcap, sinks)
     expected, token = torch.zeros(q.shape, dtype=torch.float64), 0
     for (query_len, seq_len), (k, v) in zip(rows, kvs, strict=True):
         for position in range(seq_len - query_len, seq_len):
-            expected[token] = naive(q[token], k, v, position, scale, window, softcap)
+            expected[token] = naive(q[token], k, v, position, scale, window, softcap, sinks)
             token += 1
     close(got, expected, 2)
 

@@ -359,6 +359,7 @@ template <class T> struct Attention {
     const int32_t *tables, *seq_lens, *starts;  // starts: cu_seqlens_q
     long table_stride, heads, head_dim, window;
     float scale, softcap;
+    const float *sinks;  // of each head, or null
     Cache<T> cache;
     T *out;
 
@@ -383,6 +384,10 @@ template <class T> struct Attention {
         std::fill(sums, sums + padded_rows * cache.padded, 0.0f);
         std::fill(highest, total, -1e30f);  // not -inf: inf - inf is NaN
         std::fill(total, total + padded_rows, 0.0f);
+        for (long m = 0; sinks && m < rows; m++) {  // as if the sink's key had been the first
+            highest[m] = std::max(sinks[kv_head * group + m % group], -1e30f);
+            total[m] = 1;
+        }
 
         Piece pieces[TILES_AT_ONCE], next[TILES_AT_ONCE];
         long n = cut(row, window ? std::max(0L, position - window + 1) : 0, end, next);
@@ -523,11 +528,12 @@ constexpr long ROWS_AT_ONCE = 64;  // of a product: queries times heads of a gro
 template <class T>
 void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
                      const int32_t *seq_lens, const int32_t *starts, float scale, long window,
-                     float softcap, T *out, long tokens, long heads, long head_dim, long block_size,
-                     long kv_heads, long padded, long num_rows, long table_stride) {
+                     float softcap, const float *sinks, T *out, long tokens, long heads,
+                     long head_dim, long block_size, long kv_heads, long padded, long num_rows,
+                     long table_stride) {
     const Attention<T> attention = {q, tables, seq_lens, starts, table_stride, heads, head_dim,
-                                    window, scale, softcap, {k, v, kv_heads, padded, block_size},
-                                    out};
+                                    window, scale, softcap, sinks,
+                                    {k, v, kv_heads, padded, block_size}, out};
     struct Work { long row, first, count; };
     std::vector<Work> work;  // for each KV head
     const long at_once = std::max(1L, ROWS_AT_ONCE / (heads / kv_heads));
@@ -678,7 +684,7 @@ extern "C" const Function functions[] = {
              i32 slots[tokens] -> T q[tokens heads size]),
     FUNCTION(paged_attention, T q[tokens heads size], T k[_blocks block_size kv_heads padded],
              T v[_blocks block_size kv_heads padded], i32 tables[rows width], i32 seq_lens[rows],
-             i32 starts[_ends], float scale, long window, float softcap ->
+             i32 starts[_ends], float scale, long window, float softcap, f32? sinks[heads] ->
              T out[tokens heads size]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
     FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],

@@ -65,8 +65,8 @@ MIN_SPLIT_KEYS = 256  # reading fewer keys takes less time than joining one more
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
-                    scale: float, window: int | None = None,
-                    softcap: float | None = None) -> torch.Tensor:
+                    scale: float, window: int | None = None, softcap: float | None = None,
+                    sinks: torch.Tensor | None = None) -> torch.Tensor:
     """`ops.paged_attention`, with the same arguments and meaning.
 
     q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
@@ -84,7 +84,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
     def launch(phase: str, programs: int, splits: int, out: torch.Tensor, stats=None) -> None:
         _attention_kernel[num_kv_heads, programs, splits](
-            q, k_cache, v_cache, out, stats, batch.block_tables, batch.seq_lens,
+            q, k_cache, v_cache, out, stats, sinks, batch.block_tables, batch.seq_lens,
             batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
             scale * LOG2E.value, *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[-3:-1],
             out.stride(0), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
@@ -136,7 +136,7 @@ def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int)
 # an address in the batch's buffer, would otherwise compile another program.
 @triton.jit(do_not_specialize=["num_decodes", "num_rows", "table_stride"],
             do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
-def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_lens_ptr,
+def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, sinks_ptr, tables_ptr, seq_lens_ptr,
                       cu_seqlens_q_ptr, num_decodes, num_rows, table_stride, scale,
                       q_stride_token, q_stride_head, kv_stride_block, kv_stride_slot,
                       kv_stride_head, out_stride_token, out_stride_head, out_stride_split,
@@ -185,6 +185,10 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, tables_ptr, seq_l
 
     highest = tl.full((BLOCK_M,), -1e30, tl.float32)  # not -inf: inf - inf is NaN
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:  # as if the sink's key had been the first: of the first split alone
+        sinks = tl.maximum(tl.load(sinks_ptr + heads) * LOG2E, highest)
+        highest = tl.where(split == 0, sinks, highest)
+        total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     k_ptr += kv_head * kv_stride_head
     v_ptr += kv_head * kv_stride_head

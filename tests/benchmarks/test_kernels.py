@@ -26,7 +26,8 @@ SHARED = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448}
 ALL = "^bfloat16 (?!.*(head 256|head 80|norm 4096|first|gelu|(split|decode) .* block 64))"
 # H100 gets these (the command has more), A100 where its lines of the tables differ from H100's or
 # a program is large, and an RTX 4090 the two that are the largest.
-TILED = r"^bfloat16 (\w+ head 128 block 16|experts .* silu|sample filtered|(int8|.* of 32), )"
+TILED = (r"^bfloat16 (\w+ head 128 block 16|.* sinks|experts .* silu|sample filtered|"
+         r"(int8|.* of 32), )")
 LARGEST = "^bfloat16 (prefill window|experts many silu)"
 JOBS = {"sm_90": [("sm_90", ALL)], "others": [("sm_80", TILED), ("sm_89", LARGEST)]}
 

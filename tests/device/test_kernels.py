@@ -29,8 +29,10 @@ GUARD = 64  # numbers on either side of an output that must stay as they were
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
-def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window, softcap):
-    """In float64, a row and a KV head at a time, from keys picked one by one."""
+def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, window, softcap,
+                    sinks=None):
+    """In float64, a row and a KV head at a time, from keys picked one by one. A sink is a key by
+    itself, with a value of 0."""
     block_size, num_kv_heads = k_cache.shape[1:3]
     out, at = torch.zeros(q.shape, dtype=torch.float64), 0
     for table, query_len, seq_len in zip(tables, query_lens, seq_lens, strict=True):
@@ -46,8 +48,9 @@ def naive_attention(q, k_cache, v_cache, tables, query_lens, seq_lens, scale, wi
             scores = q[at:at + query_len, head].double() @ k[:, kv_head].T * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            out[at:at + query_len, head] = weights @ v[:, kv_head]
+            weights = scores.masked_fill(hidden, -torch.inf).exp()
+            sink = 0 if sinks is None else sinks[head].double().exp()
+            out[at:at + query_len, head] = weights @ v[:, kv_head] / (weights.sum(-1, True) + sink)
         at += query_len
     return out
 
@@ -129,7 +132,8 @@ def to_device(batch, first: int = 3, spare: int = 5) -> None:
 
 
 def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads, head_dim,
-                        block_size, dtype=torch.float32, window=None, softcap=None, seed=0, **how):
+                        block_size, dtype=torch.float32, window=None, softcap=None, sinks=False,
+                        seed=0, **how):
     # The cache is the middle of a larger one, and padding of the tables points behind its end.
     caches = poisoned_cache(num_blocks + 8, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
@@ -138,15 +142,17 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
     q = torch.randn(sum(query_lens), heads[0], head_dim, device=DEVICE,
                     generator=torch.Generator(DEVICE).manual_seed(seed + 1)).to(dtype)
     batch, scale = make_batch(tables, query_lens, seq_lens), 1.3 * head_dim ** -0.5
-    expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, scale, window, softcap)
+    sinks = torch.randn(heads[0]).mul(3) if sinks else None
+    expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, scale, window, softcap, sinks)
     for row, seq_len in enumerate(seq_lens):
         batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
     to_device(batch, first=3 + seed)
-    got = attend(q, k_cache, v_cache, batch, scale, window, softcap, **how).cpu()
+    got = attend(q, k_cache, v_cache, batch, scale, window, softcap,
+                 None if sinks is None else sinks.to(DEVICE), **how).cpu()
     assert got.dtype == dtype
     assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     naive = naive_attention(q.cpu(), k_cache.cpu(), v_cache.cpu(), tables, query_lens, seq_lens,
-                            scale, window, softcap)
+                            scale, window, softcap, sinks)
     assert_close(got.double(), naive, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for cache, copy in zip((k_cache, v_cache), before, strict=True):
         assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
@@ -172,7 +178,8 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
         assert_equals_twins(
             attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size,
             dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
-            window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)))
+            window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)),
+            sinks=rng.choice((False, True)))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -181,7 +188,7 @@ def test_decodes_on_both_sides_of_every_boundary(attend, seq_len, splits):
     """Tiles of 64 keys, splits of at least 64: some rows have fewer tiles than splits."""
     tables, num_blocks = cut_tables(random.Random(seq_len), [seq_len, 70], 16)
     assert_equals_twins(attend, tables, [1, 1], [seq_len, 70], num_blocks, (4, 2), 32, 16,
-                        splits=splits)
+                        splits=splits, sinks=seq_len % 2 == 0)
 
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 65, 100, 1000])
