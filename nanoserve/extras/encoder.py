@@ -70,12 +70,12 @@ class Rows:
     num_calls: int = 0
 
     def attend(self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               mask: object, scale: float, window: int | None,
-               softcap: float | None) -> torch.Tensor:
+               mask: object, scale: float, window: int | None, softcap: float | None,
+               sinks: torch.Tensor | None) -> torch.Tensor:
         """q, k, v: (1, heads, num_tokens, head_dim); returns (1, num_tokens, heads, head_dim).
         Neighbours of the same length are computed together."""
-        if mask is not None or softcap is not None:
-            raise ValueError("its attention has a mask of its own, or a soft-cap")
+        if mask is not None or softcap is not None or sinks is not None:
+            raise ValueError("its attention has a mask of its own, a soft-cap, or sinks")
         window, self.num_calls = self.windows[self.num_calls], self.num_calls + 1
         parts = []
         for start, end, length in runs_of(self.query_lens):

@@ -54,12 +54,14 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
            attention_mask: object, *, nanoserve: object = None, scaling: float | None = None,
            sliding_window: int | None = None, softcap: float | None = None,
            is_causal: bool | None = None, dropout: float = 0.0,
-           position_ids: torch.Tensor | None = None, **others) -> tuple[torch.Tensor, None]:
+           position_ids: torch.Tensor | None = None, s_aux: torch.Tensor | None = None,
+           **others) -> tuple[torch.Tensor, None]:
     """What transformers calls in each layer; `nanoserve` is what `forward` handed down.
 
     query: (1, heads, num_tokens, head_dim); key and value with their own number of heads. Returns
-    (1, num_tokens, heads, head_dim). Raises `ValueError` for whatever it doesn't know; None and
-    False mean "not used". Positions are in q and k already, and nothing is dropped out.
+    (1, num_tokens, heads, head_dim). s_aux: sinks, (heads,). Raises `ValueError` for whatever it
+    doesn't know; None and False mean "not used". Positions are in q and k already, and nothing is
+    dropped out.
     """
     strange = [name for name, given in others.items() if given is not None and given is not False]
     if strange:
@@ -69,9 +71,12 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
     looks_ahead = is_causal is False or not getattr(module, "is_causal", True)
     if looks_ahead != nanoserve.looks_ahead:
         raise ValueError(f"its attention {'looks ahead' if looks_ahead else 'is causal'}")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise ValueError(f"its attention is given s_aux of {tuple(s_aux.shape)}, not one for each "
+                         f"of {query.shape[1]} heads")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return nanoserve.attend(getattr(module, "layer_idx", None), query, key, value, attention_mask,
-                            scale, sliding_window, softcap), None
+                            scale, sliding_window, softcap, s_aux), None
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,8 @@ class Probe:
     looks_ahead: bool = False
 
     def attend(self, layer: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-               mask: object, scale: float, window: int | None,
-               softcap: float | None) -> torch.Tensor:
+               mask: object, scale: float, window: int | None, softcap: float | None,
+               sinks: torch.Tensor | None) -> torch.Tensor:
         layer = len(self.layers) if layer is None else layer
         if layer in self.layers:
             raise ValueError(f"attention is called more than once in layer {layer}")
@@ -146,7 +151,8 @@ class Pages:
     angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object,
-               scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+               scale: float, window: int | None, softcap: float | None,
+               sinks: torch.Tensor | None) -> torch.Tensor:
         """Store k and v, and look q up. Normalising and turning is done: no weights, angle 0."""
         if mask is not None:
             raise ValueError(f"layer {layer} makes a mask of its own")
@@ -160,7 +166,8 @@ class Pages:
             qkv.to(self.on.dtype).contiguous(), None, None, 0.0, *self.angles[size],
             *self.kv_cache[layer], self.batch.slot_mapping)
         out = self.on.ops.paged_attention(q_stored, *self.kv_cache[layer], self.batch, scale,
-                                          self.windows[layer], softcap)
+                                          self.windows[layer], softcap,
+                                          None if sinks is None else sinks.float())
         return out[None, :, :, :v_size].to(q.dtype).contiguous()
 
 

@@ -18,7 +18,10 @@ from transformers import (
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteSWAConfig,
+    MiMoV2FlashConfig,
     Olmo2Config,
     OPTConfig,
     Phi3Config,
@@ -67,6 +70,18 @@ ARCHITECTURES: dict[str, Callable] = {
         **SIZES, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=8, v_head_dim=10, n_routed_experts=4, n_group=1, topk_group=1,
         num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
+    "gpt-oss": lambda: GptOssConfig(  # sinks and windows; experts with biases
+        **GQA, head_dim=8, sliding_window=13, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"]),
+    # The same sinks, applied behind attention by the log of its sum; a layer without positions.
+    "granite-swa": lambda: GraniteSWAConfig(
+        **GQA, sliding_window=13, layer_types=["sliding_attention", "full_attention"],
+        layer_rope_theta=[10000.0, 0.0]),
+    # Sinks in one layer and none in the other; values are narrower than keys.
+    "mimo2": lambda: MiMoV2FlashConfig(
+        **GQA, head_dim=12, v_head_dim=8, sliding_window=13, n_routed_experts=4,
+        layer_types=["sliding_attention", "full_attention"], num_experts_per_tok=2,
+        moe_intermediate_size=24),
     "qwen3": lambda: Qwen3Config(**GQA, head_dim=16),  # ours both ways
 }
 

@@ -244,8 +244,6 @@ REFUSED = {
         attention_types=[[["global", "local"], 1]]), "by itself"),
     "T5ForConditionalGeneration": (lambda: transformers.T5Config(
         vocab_size=260, d_model=32, num_layers=2, num_heads=4), "encoder-decoders"),
-    "GptOssForCausalLM": (lambda: transformers.GptOssConfig(
-        **GQA, num_local_experts=2, num_experts_per_tok=1, head_dim=8), "given s_aux"),
     "RecurrentGemmaForCausalLM": (lambda: transformers.RecurrentGemmaConfig(
         **GQA, lru_width=32, attention_window_size=13), "not called in layer 0, 1 of 2"),
     "Lfm2ForCausalLM": (lambda: transformers.Lfm2Config(
@@ -323,10 +321,12 @@ def call(**options):
 def test_attend_names_its_arguments_and_raises_on_any_other():
     """A trial that swallowed gpt-oss's attention sinks wrote wrong text in silence."""
     call(scaling=0.5, dropout=0.0, output_attentions=False, position_ids=torch.zeros(1), s_aux=None)
-    for name, value in dict(s_aux=torch.zeros(4), position_bias=torch.zeros(1), sinks=1.0,
-                            cross_attention=True).items():
+    for name, value in dict(position_bias=torch.zeros(1), sinks=1.0, cross_attention=True).items():
         with pytest.raises(ValueError, match=f"given {name}, which we don't compute"):
             call(**{name: value})
+    call(s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"s_aux of \(1, 4, 3, 1\), not one for each of 4 heads"):
+        call(s_aux=torch.zeros(1, 4, 3, 1))  # a sink for each token, as Inkling 2 has them
     with pytest.raises(ValueError, match="keyword arguments don't reach"):
         call(nanoserve=None)
     with pytest.raises(ValueError, match="looks ahead"):
