@@ -18,10 +18,12 @@ too large, as some servers do; the caller would get an answer to another questio
 import time
 from collections import UserDict
 from dataclasses import replace
+from functools import partial
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.frontend.messages import render_messages
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
 from nanoserve.frontend.request import Request
@@ -194,12 +196,8 @@ class InputProcessor:
         if not (template_options.get("chat_template") or tokenizer.chat_template):
             raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
                              "generate()")
-        conversation = [message | {"role": _role(message), "content": _content(message)}
-                        for message in conversation]
-        try:
-            text = tokenizer.apply_chat_template(conversation, tokenize=False, **template_options)
-        except Exception as error:  # a template is a program of its own
-            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        text = render_messages(conversation, partial(
+            tokenizer.apply_chat_template, tokenize=False, **template_options))
         # The template has written the special tokens, BOS included.
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
 
@@ -262,27 +260,6 @@ def _check_something_is_left(params: SamplingParams, vocab_size: int, late_ids: 
             f"{str(params.bad_words):.80} and min_tokens={params.min_tokens} leave no token that "
             "is always possible (min_tokens rules out EOS and stop_token_ids, a bad word its last "
             "token): allow another token")
-
-
-def _role(message: dict) -> str:
-    """The message's role. A template silently drops a message without one."""
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"a message needs a 'role' such as 'system', 'user' or 'assistant', got "
-                         f"role={role!r} in {str(message)[:80]}")
-    return role
-
-
-def _content(message: dict) -> str | None:
-    """A message's text. OpenAI's list of parts is joined, as vLLM does it, if all of them are text;
-    a template would print anything else into the prompt without a word."""
-    content = message.get("content")
-    if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
-    return content
 
 
 def _text_alone(prompt: Prompt) -> str | None:

@@ -1,0 +1,117 @@
+"""A conversation through a chat template, in the form that the template expects.
+
+Clients send one thing in several forms, and a template reads only one of them:
+
+    content       "Hi"      [{"type": "text", "text": "Hi"}]        a text, or its parts
+    arguments     {"city": "Paris"}      '{"city": "Paris"}'        an object, or JSON as text
+    role          "developer"              "system"                 its older name
+
+So the conversation is rendered in the form that most templates read, and the prompt is looked at:
+is each message's text in it, and no Python object? If not, the next form is tried.
+
+Invariants: an empty list, null and an absent key are one thing, and a template sees none of them
+(in the place of a content that is not there it sees ""). And no message is dropped without a word:
+one whose text no form brings into the prompt is an error. A text that isn't found may have been
+changed on purpose, trimmed say, so the conversation is rendered once more with marks for texts.
+
+Not known here: tokens. Road not taken: to read the template's source, as vLLM does to find out
+whether it loops over parts; what it does is what counts.
+"""
+
+import json
+from collections.abc import Callable
+from itertools import product
+
+
+def render_messages(conversation: list[dict], render: Callable[[list[dict]], str]) -> str:
+    """Raises `ValueError` for a message that is none, or that the template refuses or drops."""
+    messages, why = [_tidy(message) for message in conversation], ""
+    texts = [message["content"].strip() for message in messages]
+    has_developer = any(message["role"] == "developer" for message in messages)
+    has_calls = any("tool_calls" in message for message in messages)
+    for form in product((False, True), (False, True)[:1 + has_developer],
+                        (False, True)[:1 + has_calls]):
+        given = [_in_form(message, *form) for message in messages]
+        objects = [message["content"] for message in given] + [
+            call.get("function", call)["arguments"] for message in given
+            for call in message.get("tool_calls", ())]
+        try:
+            prompt = render(given)
+        except Exception as error:  # a template is a program of its own
+            why = why or f"the chat template refuses this conversation: {error}"
+            continue
+        if dropped := _find_dropped(given, texts, prompt, render):
+            why = why or (f"the chat template does not write this message: {str(dropped)[:80]}: put"
+                          " it into a message of the user's, or choose another template")
+        elif not any(one and not isinstance(one, str) and str(one) in prompt for one in objects):
+            return prompt
+    raise ValueError(why or "the chat template writes calls as no JSON: choose another template")
+
+
+def _find_dropped(messages: list[dict], texts: list[str], prompt: str,
+                  render: Callable) -> dict | None:
+    """The first message whose text is not written. A short text may be in the prompt by chance, so
+    only where the usual roles say it, is that proof enough."""
+    doubtful = {i: text for i, text in enumerate(texts) if text and (
+        text not in prompt or messages[i]["role"] not in ("user", "assistant"))}
+    if not doubtful:
+        return None
+    marks = {i: f"mark{i}mark" for i in doubtful}
+    try:
+        prompt = render([message | {"content": _like(message["content"], marks[i])} if i in marks
+                         else message for i, message in enumerate(messages)])
+    except Exception:  # the template looks into the text: then that counts
+        marks = doubtful
+    return next((messages[i] for i, mark in marks.items() if mark not in prompt), None)
+
+
+def _tidy(message: dict) -> dict:
+    """One form for all that means the same."""
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"a message needs a 'role' such as 'system', 'user' or 'assistant', got "
+                         f"role={role!r} in {str(message)[:80]}")
+    kept = {key: value for key, value in message.items() if value not in (None, [], {})}
+    if function := kept.pop("function_call", None):  # the older form of one call
+        kept.setdefault("tool_calls", [{"type": "function", "function": function}])
+    content = kept.pop("content", None)
+    if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "\n".join(part["text"] for part in content)
+    if content is None and (role == "assistant" or message.get("content") == []):
+        content = kept.pop("refusal", "")
+    if not isinstance(content, str):
+        raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
+    return kept | {"role": role, "content": content}
+
+
+def _in_form(message: dict, in_parts: bool, older: bool, as_text: bool) -> dict:
+    form = dict(message, content=_like([] if in_parts else "", message["content"]))
+    if older and message["role"] == "developer":
+        form["role"] = "system"
+    if calls := message.get("tool_calls"):
+        form["tool_calls"] = [_call(one, as_text) for one in (
+            calls if isinstance(calls, list) else [calls])]
+    return form
+
+
+def _call(call: dict, as_text: bool) -> dict:
+    """A call whose arguments are an object, or a text of JSON. Raises `ValueError`."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    given = (function.get("arguments") or {}) if isinstance(function, dict) else None
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("a message's tool_calls must be a list of functions, each with a name and "
+                         f"arguments that are a JSON object, got {call!r:.80}")
+    if as_text:
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
+
+
+def _like(content: str | list, text: str) -> str | list:
+    """The text in the form of `content`."""
+    return text if isinstance(content, str) else [{"type": "text", "text": text}] if text else []

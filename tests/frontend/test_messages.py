@@ -1,0 +1,155 @@
+"""Messages reach a chat template in the form that it expects.
+
+Oracle: what transformers renders of the conversation when a caller who has read the template hands
+it over in the right form. The templates are those of public models, shortened.
+"""
+
+import pytest
+from checkpoints import byte_tokenizer
+
+from nanoserve.frontend.messages import render_messages
+
+TOKENIZER = byte_tokenizer()
+ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+TEMPLATES = {
+    "chatml": ROLES,
+    "llama 3.1": (  # asks whether the key is there; only one call at a time; trims
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{% set c = m.tool_calls[0].function %}"
+        '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
+        "{% elif m.role == 'tool' %}<ipython>{{ m.content | tojson }}{% else %}<{{ m.role }}>"
+        "{{ m.content | trim }}{% endif %}\n{% endfor %}"),
+    "qwen coder": (  # iterates over the arguments
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string and m.content | trim | "
+        "length > 0 %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}<function="
+        "{{ c.function.name }}>{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}"
+        "{% endfor %}{% endfor %}\n{% endfor %}"),
+    "deepseek": (  # adds the arguments to a text
+        "{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls %}{% for c in "
+        "m.tool_calls %}{{ c.function.name + '```json' + c.function.arguments + '```' }}"
+        "{% endfor %}{% elif m.role == 'assistant' %}<assistant>{{ m.content.split('</think>')[-1] "
+        "}}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}\n{% endfor %}"),
+    "plain text": (  # prints the arguments as they come
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments }}){% endfor %}\n{% endfor %}"),
+    "llama guard": (  # reads parts alone
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content | selectattr('type', "
+        "'equalto', 'text') %}{{ p.text | trim }}{% endfor %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"),
+    "old llama": (  # knows three roles
+        "{% for m in messages %}{% if m.role == 'system' %}<<SYS>>{{ m.content }}{% elif m.role == "
+        "'user' %}[INST]{{ m.content }}{% elif m.role == 'assistant' %}{{ m.content }}{% endif %}\n"
+        "{% endfor %}"),
+    "mistral": (  # refuses others
+        "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
+        "{{ raise_exception('only some roles') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}"),
+}
+RIGHT = {  # content, empty content, arguments; whether calls are written
+    "llama 3.1": (str, "", dict), "qwen coder": (str, "", dict), "deepseek": (str, "", str),
+    "plain text": (str, "", str), "llama guard": (list, [], dict), "mistral": (str, "", dict)}
+
+
+def expected(name: str, messages: list[dict]) -> str:
+    return TOKENIZER.apply_chat_template(messages, tokenize=False, chat_template=TEMPLATES[name])
+
+
+def got(name: str, messages: list[dict]) -> str:
+    return render_messages(messages, lambda given: expected(name, given))
+
+
+def call(arguments, **more) -> dict:
+    return dict(id="call_1", type="function", function=dict(name="weather", arguments=arguments),
+                **more)
+
+
+@pytest.mark.parametrize("content", [dict(content=None), dict(content=""), dict(content=[]), {}],
+                         ids=str)
+@pytest.mark.parametrize("arguments", ['{"city": "Café", "days": [1, 2]}',
+                                       {"city": "Café", "days": [1, 2]}], ids=["text", "object"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_calls_reach_the_template_whatever_the_client_sends(name, arguments, content):
+    """OpenAI's wire has a call's arguments as a text of JSON: templates printed it with quotes
+    around, or refused to iterate over it. A null was printed as "None"."""
+    kind, empty, form = RIGHT[name]
+    right = {str: '{"city": "Café", "days": [1, 2]}', dict: dict(city="Café", days=[1, 2])}[form]
+
+    def text(content):
+        return content if kind is str else [dict(type="text", text=content)]
+
+    chat = [dict(role="user", content=text("How warm is it?")),
+            dict(role="assistant", content=empty, tool_calls=[call(right)]),
+            dict(role="tool", tool_call_id="call_1", content=text("12"))]
+    sent = [dict(role="user", content="How warm is it?", name=None, audio=None),
+            dict(role="assistant", refusal=None, tool_calls=[call(arguments)], **content),
+            dict(role="tool", tool_call_id="call_1", content="12", tool_calls=[])]
+    assert got(name, sent) == expected(name, chat)
+    if not isinstance(arguments, dict):  # the older form
+        sent[1] = dict(role="assistant", **content, function_call=dict(
+            name="weather", arguments=arguments))
+        assert got(name, sent) == expected(name, chat)
+
+
+@pytest.mark.parametrize("nothing", [dict(tool_calls=[]), dict(tool_calls=None), {},
+                                     dict(function_call=None, refusal=None, audio=None)], ids=str)
+@pytest.mark.parametrize("content", ["Hi! ", [dict(type="text", text="Hi! ")]], ids=str)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_comes_back_as_the_client_got_it(name, content, nothing):
+    """`tool_calls: []` made templates that ask for the key refuse an ordinary chat."""
+    parts = name == "llama guard"
+    chat = [(role, [dict(type="text", text=text)] if parts else text) for role, text in (
+        ("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi! "), ("user", "Why?"))]
+    sent = [dict(role="system", content="Be brief."), dict(role="user", content="Hello"),
+            dict(role="assistant", content=content, **nothing), dict(role="user", content="Why?")]
+    assert got(name, sent) == expected(name, [
+        dict(role=role, content=text) for role, text in chat])
+
+
+@pytest.mark.parametrize(("name", "becomes"), [
+    ("chatml", "developer"), ("old llama", "system"), ("mistral", "system")])
+def test_a_developer_is_the_system_where_only_that_is_known(name, becomes):
+    """OpenAI's newer name: templates that don't know it dropped its text in silence."""
+    chat = [dict(role="developer", content="Be brief."), dict(role="user", content="Be brief.")]
+    assert got(name, chat) == expected(name, [chat[0] | dict(role=becomes), chat[1]])
+
+
+@pytest.mark.parametrize("role", ["tool", "critic", "function"])
+def test_no_message_is_dropped_without_a_word(role):
+    """Also where the same words stand elsewhere in the prompt."""
+    chat = [dict(role="user", content="Hello"), dict(role=role, content="Hello")]
+    with pytest.raises(ValueError, match=f"does not write this message.*'role': '{role}'"):
+        got("old llama", chat)
+    assert got("old llama", [chat[0], dict(role="assistant", content="")])
+    with pytest.raises(ValueError, match="does not write this message.*'Second'"):
+        render_messages([dict(role="user", content="First"), dict(role="user", content="Second")],
+                        lambda messages: messages[0]["content"])
+
+
+def test_texts_that_a_template_changes_are_not_missed():
+    assert "<assistant>So." in got("deepseek", [
+        dict(role="user", content="a"), dict(role="assistant", content="<think>Hm</think>So.")])
+    thoughts = dict(role="assistant", content="<think>Hm</think>")
+    assert "Hm" not in got("deepseek", [thoughts])
+    assert '<ipython>"say \\"12\\""' in got("llama 3.1", [dict(role="tool", content='say "12"')])
+
+
+@pytest.mark.parametrize(("message", "words"), [
+    (dict(role="user", content=None), "content must be text"), (dict(role="user"), "must be text"),
+    (dict(role="user", content=[dict(type="image_url")]), "content must be text"),
+    (dict(content="x"), "needs a 'role'"),
+    (dict(role="assistant", tool_calls=[call("{")]), "arguments that are a JSON object"),
+    (dict(role="assistant", tool_calls=[call("[1]")]), "arguments that are a JSON object"),
+    (dict(role="assistant", tool_calls=[5]), "tool_calls must be a list of functions"),
+    (dict(role="assistant", tool_calls=5), "tool_calls must be a list of functions"),
+    (dict(role="assistant", tool_calls=[dict(function="f")]), "must be a list of functions"),
+    (dict(role="assistant", function_call="f"), "must be a list of functions")], ids=str)
+def test_what_is_no_message_is_refused_by_name(message, words):
+    with pytest.raises(ValueError, match=words):
+        got("qwen coder", [dict(role="user", content="a"), message])
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    for given in ("", "{}", {}, None):
+        chat = [dict(role="user", content="a"), dict(role="assistant", tool_calls=[call(given)])]
+        assert '"parameters": {}}' in got("llama 3.1", chat)
+        assert "weather({})" in got("plain text", chat)
