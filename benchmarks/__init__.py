@@ -3,7 +3,7 @@
     throughput    one model, one workload: tokens a second, latencies, the share of the roofline;
                   beside other engines (--against), or idea by idea (--ladder)
     host          the host's time of a step, and what observers cost
-    kernels       the GPU kernels' machine code, without a GPU
+    kernels       the compiled GPU kernels, without a GPU
     gpu           what a GPU does: kernels, the engine, what each idea is worth
     tables        measures the tables of docs/benchmarks.md and of README, and writes them
     lora, quantization, speculative, structured, pooling, server, block_store

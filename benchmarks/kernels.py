@@ -1,4 +1,4 @@
-"""Look at the kernels' machine code without a GPU: every shipped launch, compiled ahead of time.
+"""Look at the compiled kernels without a GPU: every shipped launch, compiled ahead of time.
 
     python -m benchmarks.kernels
     python -m benchmarks.kernels --arch sm_90 --only prefill --json report.json
@@ -6,13 +6,17 @@
 The engine's own functions are called, on small tensors on the CPU, under a driver that says "I am
 an H100" and compiles each launch but does not start it. So what is read here is what a GPU would
 run, no launch is listed by hand, and a new kernel needs one more line in `cases`. Triton's wheel
-carries the assembler and the disassembler. What a GPU would find out at its first launch, or only
-as a disappointing speed:
+carries the assembler. What a GPU would find out at its first launch, or only as a disappointing
+speed:
 
     regs, stack   registers a thread; a stack means that they did not suffice (spills)
     shared        bytes of shared memory; too many are no compile error, the launch fails
     wgmma, mma    instructions for Hopper's warpgroups and for older tensor cores
     wide, narrow  loads of 128 bits from global memory, and of fewer (lengths, table entries)
+
+The first two are the assembler's words about the machine code. Instructions are counted in PTX, its
+input: the disassembler takes a quarter of a second for each program, and says the same, but where
+the assembler unrolls a short loop.
 
 Known limit: it counts instructions and not how often they run, nor how long they wait for memory.
 It finds suspicious code; only a run on a GPU shows how fast a kernel is.
@@ -39,12 +43,10 @@ from nanoserve.extras.quantized_triton import TritonGroups, TritonRows
 # RTX 4090, H100. The others are RTX 3090, B200 and RTX 5090.
 SHARED = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_86": 101_376,
           "sm_100": 232_448, "sm_120": 101_376}
-# What the table counts, as the disassembler spells it.
-INSTRUCTIONS = {
-    "wgmma": r"\bHGMMA\.", "mma": r"\bHMMA\.",
-    "wide": r"\b(LDGSTS|LDG)\.\S*\b128\b", "narrow": r"\b(LDGSTS|LDG)\.(?!\S*\b128\b)",
-    "total": r"^\s+/\*[0-9a-f]{4,}\*/",
-}
+# What the table counts, as PTX spells it. A load of 16 bytes goes to registers or to shared memory.
+WIDE = r"ld\.global\S*\.(v4\.b32|v2\.b64|v8\.b16)|cp\.async\..*, 0x10,"
+INSTRUCTIONS = {"wgmma": r"\bwgmma\.mma_async\.", "mma": r"\bmma\.sync\.", "wide": WIDE,
+                "narrow": rf"^(?!.*({WIDE})).*(ld\.global|cp\.async\..*, 0x[48],)", "total": ";$"}
 COLUMNS = ("arch", "kernel", "case", "warps", "regs", "stack", "shared", *INSTRUCTIONS)
 
 
@@ -208,9 +210,9 @@ def measure(program) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(program.asm["cubin"])
         cuobjdump = kernels.triton.knobs.nvidia.cuobjdump.path
-        code = subprocess.run([cuobjdump, "-res-usage", "-sass", file.name], check=True,
+        code = subprocess.run([cuobjdump, "-res-usage", file.name], check=True,
                               capture_output=True, text=True).stdout
-    lines = code.splitlines()
+    lines = program.asm["ptx"].splitlines()
     counts = {name: sum(bool(re.search(pattern, line)) for line in lines)
               for name, pattern in INSTRUCTIONS.items()}
     return dict(kernel=program.metadata.name, warps=program.metadata.num_warps,

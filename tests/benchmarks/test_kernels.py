@@ -1,4 +1,4 @@
-"""The kernels' machine code for GPUs that are not here: every shipped launch, compiled and read.
+"""The kernels as GPUs that are not here would get them: every shipped launch, compiled and read.
 
 The interpreter says what a kernel computes; this says whether a GPU could start it and whether it
 would be fast: registers, shared memory, the instructions. It runs in processes of their own,
