@@ -81,7 +81,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
             continue
         fill = missing.pop(_translated(name), None)
-        if fill is None and _adds_nothing(name, tensor) and _translated(name) not in known:
+        if config.quantization is not None and fill is None and (
+                _adds_nothing(name, tensor) and _translated(name) not in known):
             continue
         if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "

@@ -216,6 +216,12 @@ def missing_method(name: str, known: Collection[str]) -> str:
 
 def _nearest(word: str, known: Collection[str]) -> str:
     """For typing errors: the name that was meant, if one is really near."""
-    if found := get_close_matches(word, known, 1, 0.83):  # max_new_tokens: max_tokens has 0.833
-        return f"did you mean {found[0]}?"
+    near = [name for name in known if _parts(name) == _parts(word)]  # max_seq_num: max_num_seqs
+    near += get_close_matches(word, known, 1, 0.83)  # max_new_tokens: max_tokens has 0.833
+    if near:
+        return f"did you mean {near[0]}?"
     return "its help() tells what there is"
+
+
+def _parts(name: str) -> set[str]:
+    return {part.rstrip("s") for part in name.split("_")}
