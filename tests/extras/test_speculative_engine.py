@@ -134,17 +134,6 @@ def test_engines_and_networks_that_have_no_text(qwen3, checkpoints, tmp_path):
         start(qwen3, speculative_config=dict(SMALL, model=str(folder)))
 
 
-def test_defaults_of_the_look_up(qwen3):
-    def bounds(**given):
-        asked = dict(method="ngram", num_speculative_tokens=2, **given)
-        config = start(qwen3, speculative_config=asked).config.speculative_config
-        return config["prompt_lookup_max"], config["prompt_lookup_min"]
-
-    assert bounds() == (5, 5) and bounds(prompt_lookup_max=3) == (3, 3)
-    assert bounds(prompt_lookup_min=2) == (2, 2)
-    assert bounds(prompt_lookup_max=3, prompt_lookup_min=1) == (3, 1)
-
-
 def test_a_draft_model_with_other_tokens(qwen3, tmp_path):
     """As many tokens, but others: it would guess nonsense for ever, and nothing would say why."""
     folder = shutil.copytree(qwen3, tmp_path / "other")

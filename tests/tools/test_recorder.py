@@ -68,17 +68,6 @@ def test_no_text_can_end_the_data(tmp_path):
     assert data["requests"][0][3] == data["meta"]["title"] == EVIL
 
 
-def test_two_thousand_steps_of_256_requests_are_a_small_file(tmp_path):
-    """A crowd that is preempted and chunked all along, not one that cruises: below 10 MB."""
-    rng = random.Random(0)
-    arrivals = [Arrival(rng.randint(100, 900), rng.randint(100, 900), 64, i / 100)
-                for i in range(256)]
-    trace = simulate(tmp_path, arrivals, 512, 4096, 16, 256)
-    assert len(trace.frames) > 1500 and any("p" in frame for frame in trace.frames)
-    trace.write()
-    assert (tmp_path / "run.html").stat().st_size < 10e6 / 4
-
-
 def test_the_chrome_trace_has_the_same_tokens(tmp_path):
     """Every token of every request is in one slice of its track, and slices don't overlap."""
     trace = simulate(tmp_path, [Arrival(10, 5, 8), Arrival(12, 5, 8), Arrival(14, 3)], 12, 9, 4, 4)

@@ -291,16 +291,6 @@ def test_prompts_from_a_file(capsys, monkeypatch, qwen3, tmp_path):
     assert "prompt 1 has 260 tokens, and the model has room for 232" in capsys.readouterr().err
 
 
-def test_without_a_tokenizer_the_prompts_are_random(capsys, monkeypatch, qwen3, tmp_path):
-    use_modes(monkeypatch, "batched")
-    folder = tmp_path / "model"
-    shutil.copytree(qwen3, folder, ignore=shutil.ignore_patterns("*token*"))
-    code, rows, _ = run(capsys, folder, "--num-prompts", 3, "--max-tokens", 4)
-    assert code == 0 and rows["batched"]["texts"] == "3"
-    assert main([str(folder), "--prompts", "x.txt"]) == 2
-    assert "needs a tokenizer" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("change, message", [
     (lambda folder: shutil.rmtree(folder), "is not a local folder"),
     (lambda folder: (folder / "config.json").unlink(), "config.json does not exist"),
