@@ -2,6 +2,7 @@
 
     nanoserve                   the list
     nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
+    nanoserve verify [MODEL]    the engine's text beside transformers' (tools/verify.py)
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
 that none of them costs the others anything. Commands are annexes: they may be deleted, and may need
@@ -17,14 +18,16 @@ from nanoserve import __version__
 from nanoserve.frontend.command import command
 
 HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
-COMMANDS = {"serve": "nanoserve.server.cli"}  # a word, and the module with its `main`
+# A word, and the module with its `main`.
+COMMANDS = {"serve": "nanoserve.server.cli", "trace": "nanoserve.tools.trace",
+            "verify": "nanoserve.tools.verify"}
 LIST = f"""\
 nanoserve {__version__}, {HOME}
 
 Commands (--help tells more)
-  nanoserve serve [MODEL]                  an HTTP server with OpenAI's endpoints
-  python -m nanoserve.tools.trace          the scheduler at work, without a model
-  python -m nanoserve.tools.verify MODEL   the engine's text beside transformers', in every mode
+  nanoserve serve [MODEL]    an HTTP server with OpenAI's endpoints
+  nanoserve trace            the scheduler at work, without a model
+  nanoserve verify [MODEL]   the engine's text beside transformers', in every mode
 
 In Python
   from nanoserve import LLM, SamplingParams

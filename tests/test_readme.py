@@ -28,5 +28,5 @@ def test_the_example_prints_what_is_shown():
 
 
 def test_the_step_trace_is_real():
-    shown = block_after(README, "<!-- printed by: python -m nanoserve.tools.trace -->")
-    assert run("-m", "nanoserve.tools.trace") == shown
+    shown = block_after(README, "<!-- printed by: python -m nanoserve trace -->")
+    assert run("-m", "nanoserve", "trace") == shown

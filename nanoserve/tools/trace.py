@@ -1,9 +1,9 @@
 """Watch the scheduler work: the real scheduler and block manager, a fake model, one line a step.
 
-    python -m nanoserve.tools.trace
-    python -m nanoserve.tools.trace --budget 6 --blocks 12 --request 9:4 --request 20:2
-    python -m nanoserve.tools.trace --csv arrivals.csv --blocks 4096 --html run.html
-    python -m nanoserve.tools.trace --csv arrivals.csv --blocks 4096 --policy shortest
+    python -m nanoserve trace
+    python -m nanoserve trace --budget 6 --blocks 12 --request 9:4 --request 20:2
+    python -m nanoserve trace --csv arrivals.csv --blocks 4096 --html run.html
+    python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
@@ -47,8 +47,9 @@ DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 WIDEST_TABLE = 12  # requests; more have no table, only a summary
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="nanoserve trace",
+                                     description=__doc__.split("\n")[0])
     parser.add_argument("--budget", type=int, default=12, help="tokens a step")
     parser.add_argument("--blocks", type=int, default=9, help="KV blocks")
     parser.add_argument("--block-size", type=int, default=4, help="tokens a block")
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
     parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         arrivals = read_csv(args.csv) if args.csv else []
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]

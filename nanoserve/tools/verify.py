@@ -1,9 +1,9 @@
 """Check the engine on *this* checkpoint: its text beside transformers', in every mode.
 
-    python -m nanoserve.tools.verify                   the bundled model
-    python -m nanoserve.tools.verify Qwen/Qwen3-0.6B --prompts prompts.txt
-    python -m nanoserve.tools.verify folder --tensor-parallel-size 2
-    python -m nanoserve.tools.verify folder --model-impl transformers
+    python -m nanoserve verify                   the bundled model
+    python -m nanoserve verify Qwen/Qwen3-0.6B --prompts prompts.txt
+    python -m nanoserve verify folder --tensor-parallel-size 2
+    python -m nanoserve verify folder --model-impl transformers
 
 The scheduler may change *when* a token is computed, never *which* token comes out. So transformers
 writes greedily, one prompt at a time, once; then the engine has to write the same in each mode, a
@@ -305,7 +305,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m nanoserve.tools.verify", epilog=EXIT_CODES,
+    parser = argparse.ArgumentParser(prog="nanoserve verify", epilog=EXIT_CODES,
                                      description=__doc__.split("\n")[0])
     parser.add_argument("model", metavar="MODEL", nargs="?", default="storyteller",
                         help="a folder or a hub id; default: the bundled model")

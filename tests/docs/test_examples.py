@@ -39,9 +39,9 @@ def test_a_program_prints_what_is_shown(name):
 
 def test_verify_prints_what_is_shown():
     page = read("docs/models.md")
-    command = re.search(r"`python (-m nanoserve.tools.verify nanoserve/.*?)`", page)[1]
+    command = re.search(r"`python (-m nanoserve verify nanoserve/.*?)`", page)[1]
     assert run(*command.split()) == block_after(
-        page, "<!-- printed by: python -m nanoserve.tools.verify -->")
+        page, "<!-- printed by: python -m nanoserve verify -->")
 
 
 def test_openais_client_prints_what_is_shown():

@@ -71,7 +71,7 @@ def test_the_command_runs_without_torch():
 
 
 def run(*args: str, fails: bool = False) -> str:
-    out = subprocess.run([sys.executable, "-m", "nanoserve.tools.trace", *args],
+    out = subprocess.run([sys.executable, "-m", "nanoserve", "trace", *args],
                          capture_output=True, text=True)
     assert (out.returncode != 0) == fails, out.stderr
     return out.stderr if fails else out.stdout
