@@ -39,6 +39,7 @@ class Network(Protocol):
 
     config: ModelConfig
     kv_shapes: list[tuple[int, int]]  # (heads, head_dim) of each layer's keys
+    left_out: int  # bytes of a wrapping's towers, which were passed over
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                  batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor: ...
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
-        self.config, self.ranks = config, on.ranks
+        self.config, self.ranks, self.left_out = config, on.ranks, 0
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * config.num_hidden_layers
         vocabulary = on.ranks.share(config.vocab_size)

@@ -136,9 +136,10 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            load_weights(model, model_config, folder, self.ranks.rank == 0,
-                         pooler.unused if pooler is not None else (), self.config.load_format,
-                         placement.assemble)
+            model.left_out = load_weights(
+                model, model_config, folder, self.ranks.rank == 0,
+                pooler.unused if pooler is not None else (), self.config.load_format,
+                placement.assemble)
         return model
 
     # ---------------------------------------------------------------- memory

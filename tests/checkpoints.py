@@ -148,8 +148,9 @@ class Checkpoints(dict):
 class Reference:
     """transformers, one prompt at a time, greedy, fp32: token ids and the gap of each choice."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32,
+                 auto: type = AutoModelForCausalLM):
+        self.model = auto.from_pretrained(folder, dtype=dtype).eval()
 
     @torch.no_grad()
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:

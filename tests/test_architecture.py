@@ -16,14 +16,15 @@ BOTTOM_UP = ("config", "sequence", "block_manager", "scheduler", "batch", "ops",
              "controls", "sampler", "model_runner", "engine", "llm")
 READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "ops", "layers",
                  "model", "sampler", "config", "controls", "model_runner", "llm")
-CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config"]
+CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config", "checkpoint/wrappings"]
 # Bottom up: a file may import what its row allows; a pattern stands for several files.
 MAY_IMPORT = {
     "words/*": [],
     "checkpoint/hub": [],
     "checkpoint/rope_config": [],
     "checkpoint/rope_frequencies": ["checkpoint/rope_config"],
-    "checkpoint/model_config": ["checkpoint/rope_config"],
+    "checkpoint/wrappings": [],
+    "checkpoint/model_config": ["checkpoint/rope_config", "checkpoint/wrappings"],
     "checkpoint/tokenizers": ["checkpoint/hub"],
     "parallel/*": ["parallel/*"],
     "config": [*CONFIG_FILES, "words/*"],
@@ -52,9 +53,10 @@ LATE = {"device/choice": ["device/kernels", "device/cpu"],
         "llm": ["extras/*", "tools/recorder"]}
 
 # Can be read, run and tested without torch, in seconds.
-PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/model_config",
-        "words/vllm", "words/rules", "config", "sequence", "block_manager",
-        "scheduler", "frontend/command", "frontend/metrics", "frontend/prompts", "parallel/turns"]
+PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
+        "checkpoint/model_config", "words/vllm", "words/rules", "config", "sequence",
+        "block_manager", "scheduler", "frontend/command", "frontend/metrics", "frontend/prompts",
+        "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}

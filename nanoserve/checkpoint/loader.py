@@ -13,6 +13,7 @@ that copies what belongs there (layers.py). Names are those that most checkpoint
 of the others are translated here:
 
     model.layers.0.self_attn.k_proj.weight         layers.0.self_attn.k_proj.weight
+    language_model.model.layers.0...               layers.0...       (wrappings, see wrappings.py)
     ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
 
 With tensor parallelism each rank reads the same files, and copies from each tensor the share that
@@ -39,9 +40,11 @@ from torch import nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.wrappings import check_names, is_text
 
 # How other files spell the names that layers know: applied in this order.
-DIALECTS = [(r"^model\.", ""), (r"\.block_sparse_moe\.", ".mlp."),
+DIALECTS = [(r"^(model\.)?((language_model|text_model)\.)?(model\.)?", ""),
+            (r"\.block_sparse_moe\.", ".mlp."),
             (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
             (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
             (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj.")]
@@ -56,9 +59,10 @@ Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                  show_progress: bool = True, unused: tuple[str, ...] = (),
                  load_format: str = "auto",
-                 assemble: Callable[[Tensors, dict], Tensors] | None = None) -> None:
+                 assemble: Callable[[Tensors, dict], Tensors] | None = None) -> int:
     """Fill `model` from the files in `folder`. unused: beginnings of the names of tensors that are
     skipped. load_format: see FORMATS. assemble: makes weights of a quantised checkpoint's tensors.
+    Returns the bytes of a wrapping's towers, which are passed over.
 
     The dict `missing` begins with every tensor that the model needs, and each tensor that is read
     is removed from it. A tensor that is not in it is left over, or comes twice; what remains in it
@@ -66,23 +70,27 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
-    missing, tied_head = expected_tensors(model), None
-    known = frozenset(missing)
+    check_names(folder, config.architecture, config.has_towers)
+    missing, tied_head, left_out = expected_tensors(model), None, [0]
+    expected = frozenset(missing)
     tensors = stored_tensors(folder, load_format, show_progress)
+    if config.has_towers:
+        tensors = text_alone(tensors, left_out)
     if config.quantization is not None:
         if assemble is None:
             raise ValueError(f"{folder}: the checkpoint is quantised: set quantization="
                              "'dequantize', or use the unquantised one")
         tensors = assemble(tensors, config.quantization)
     for file, name, tensor in tensors:
-        if name.startswith(unused):
+        known = translated(name)
+        if known.startswith(unused):
             continue
-        if _is_redundant(name, config):
-            tied_head = (file, tensor) if name == "lm_head.weight" else tied_head
+        if _is_redundant(known, config):
+            tied_head = (file, tensor) if known == "lm_head.weight" else tied_head
             continue
-        fill = missing.pop(_translated(name), None)
+        fill = missing.pop(known, None)
         if config.quantization is not None and fill is None and (
-                _adds_nothing(name, tensor) and _translated(name) not in known):
+                _adds_nothing(name, tensor) and known not in expected):
             continue
         if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
@@ -100,6 +108,17 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
     if tied_head is not None:
         _check_tied(model, *tied_head)
     _finish(model)
+    return sum(left_out)
+
+
+def text_alone(tensors: Tensors, left_out: list[int]) -> Tensors:
+    """Without the tensors of a wrapping's towers, whose sizes are noted. Nothing of them is read:
+    a file is mapped."""
+    for file, name, tensor in tensors:
+        if is_text(name):
+            yield file, name, tensor
+        else:
+            left_out.append(tensor.nbytes)
 
 
 def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], None]]:
@@ -114,7 +133,7 @@ def expected_tensors(model: nn.Module) -> dict[str, Callable[[torch.Tensor], Non
     return found
 
 
-def _translated(name: str) -> str:
+def translated(name: str) -> str:
     """A checkpoint's name for a tensor, in the layers' words."""
     for pattern, replacement in DIALECTS:
         name = re.sub(pattern, replacement, name)

@@ -31,6 +31,7 @@ from nanoserve.checkpoint.rope_config import (
     read_ropes,
     stretched_length,
 )
+from nanoserve.checkpoint.wrappings import WRAPPINGS, family_of, flatten, stored_names
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -87,6 +88,7 @@ class ModelConfig:
 
     architecture: str
     pools: bool = False  # made for pooling and not for generating, as far as its files tell
+    has_towers: bool = False  # for images or sound: a wrapping, of which only the text is run
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -132,7 +134,7 @@ class ModelConfig:
         Raises `ValueError` naming the file, the architecture or the entry that is not supported.
         """
         folder, overrides = Path(folder), overrides or {}
-        config = read_json(folder / "config.json", required=True) | overrides
+        config = read_flat(folder, overrides)
         override_new_spelling(config, overrides)
         if "torch_dtype" in overrides:
             config["dtype"] = overrides["torch_dtype"]
@@ -143,14 +145,14 @@ class ModelConfig:
     @staticmethod
     def is_known(folder: str | Path, overrides: dict | None = None) -> bool:
         """Whether the engine's own decoder computes this architecture."""
-        config = read_json(Path(folder) / "config.json", required=True) | (overrides or {})
-        return HEAD.sub("", read_architecture(config)) + "ForCausalLM" in FAMILIES
+        return find_family(read_flat(Path(folder), overrides or {})) is not None
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
         """Read the contents of the two files."""
         architecture = read_architecture(config)
-        family = FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
+        config = flatten(architecture, config, {}, []) if "text_config" in config else config
+        family = find_family(config)
         if family is None:
             raise ValueError(f"the architecture {architecture} is not supported: choose "
                              f"{SUPPORTED}")
@@ -165,7 +167,8 @@ class ModelConfig:
         scale = read_number("query_pre_attn_scalar",
                         config.get("query_pre_attn_scalar", sizes["head_dim"])) ** -0.5
         return cls(
-            architecture=architecture, pools=not architecture.endswith("ForCausalLM"),
+            architecture=architecture, has_towers=architecture in WRAPPINGS,
+            pools=not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")),
             **sizes, **_read_experts(config, family, sizes),
             rms_norm_eps=read_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope=rope, rope_local=rope_local,
@@ -187,7 +190,8 @@ class ModelConfig:
     @property
     def has_lm_head(self) -> bool:
         """Whether the checkpoint can generate. "LMHeadModel" is the older ending, as in GPT-2."""
-        return self.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+        return self.architecture.endswith(("ForCausalLM", "LMHeadModel",
+                                           "ForConditionalGeneration"))
 
     @property
     def kv_width(self) -> int:
@@ -216,16 +220,34 @@ def read_architecture(config: dict) -> str:
     return name
 
 
+def read_flat(folder: Path, overrides: dict) -> dict:
+    """config.json with overrides, a wrapping's as that of the text network inside."""
+    config = read_json(folder / "config.json", required=True)
+    architecture = read_architecture(config | overrides)
+    names = stored_names(folder) if architecture in WRAPPINGS else []
+    return flatten(architecture, config, overrides, names)
+
+
+def find_family(config: dict) -> dict | None:
+    """What `FAMILIES` has for a config, a wrapping's being flat; None for a network not ours."""
+    architecture = read_architecture(config)
+    name = family_of(architecture, config) or HEAD.sub("", architecture) + "ForCausalLM"
+    return FAMILIES.get(name)
+
+
 def read_json(path: Path, required: bool = False) -> dict:
-    """{} for a missing file, unless it is required. Raises `ValueError` naming the file and the
-    reason."""
+    """{} for a missing file, unless it is required. transformers 5 writes an infinity as
+    {"__float__": "Infinity"}. Raises `ValueError` naming the file and the reason."""
+    def number(entry: dict) -> dict | float:
+        return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
+
     if not path.exists() and not required:
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: a model folder needs its config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")

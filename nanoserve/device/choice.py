@@ -106,9 +106,12 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
     ranks = f" on {c.tensor_parallel_size} ranks" if c.tensor_parallel_size > 1 else ""
     graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
     pools = f", {runner.pooler}" if runner.pooler else ""
+    text = ", text only" if runner.model_config.has_towers else ""
+    if text and runner.model.left_out:
+        text += f", {runner.model.left_out / 1e9:.2g} GB of vision left out"
     dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
     return (f"{Path(c.model).name}: {architecture} by {c.model_impl}, {device}, {dtype}{ranks}, "
-            f"{c.kernels} attention, {graphs}{pools} | "
+            f"{c.kernels} attention, {graphs}{pools}{text} | "
             f"KV cache {num_blocks:,} blocks of {c.block_size} = "
             f"{num_blocks * c.block_size:,} tokens, "
             f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "

@@ -42,6 +42,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from nanoserve.batch import Batch
+from nanoserve.checkpoint.loader import translated
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
 from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
@@ -288,7 +289,7 @@ def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, st
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         path, _, kind = name.removesuffix(".weight").rpartition(".")
-        path = path.removeprefix(PREFIX).removeprefix("model.")
+        path = translated(path.removeprefix(PREFIX))
         if kind not in ("lora_A", "lora_B") or path not in layers:
             raise ValueError(f"{folder}: {name} changes what no adapter can change here: only the "
                              "projections of attention and of a dense MLP (q_proj, k_proj, ..., "

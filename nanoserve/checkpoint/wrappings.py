@@ -1,0 +1,143 @@
+"""Wrappings: a text network of ours that is published with towers for images or sound beside it.
+
+Somebody who only wants text runs the part in the middle, whose sizes and tensors are there:
+
+    config.json   {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106],
+                   "text_config": {"hidden_size": 2560, ...}, "vision_config": {...}}
+    tensors       language_model.model.layers.0...        beside vision_tower...
+                  model.language_model.layers.0...        beside model.visual...
+                  model.layers.0...                       beside visual...
+
+`flatten` makes one object of the two: the text's entries, what stands outside alone, and defaults
+of the text's class, which such files leave out more than others do (Gemma 3 4B doesn't say how many
+heads it has). With text alone, M-RoPE's three positions (time, height, width; Qwen2-VL, Wang et al.
+2024) are equal, so it is RoPE: Qwen2.5-VL *is* Qwen2, and Qwen3-VL *is* Qwen3.
+
+Invariant: only wrappings of the table are read. Others may do more with text than their text
+network does; transformers knows. Not known here: torch, families' flags.
+"""
+
+import json
+import re
+from pathlib import Path
+
+_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
+_QWEN_VL = dict(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+                num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6,
+                max_window_layers=80)
+_QWEN = _7B | dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32)
+# By the text's model_type: the family, and the defaults of its class in transformers.
+TEXTS: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaForCausalLM", _7B | dict(vocab_size=32000, intermediate_size=11008)),
+    "mistral": ("MistralForCausalLM", _7B | dict(vocab_size=32000, intermediate_size=14336)),
+    "qwen2": ("Qwen2ForCausalLM", _QWEN),
+    "qwen3": ("Qwen3ForCausalLM", _QWEN),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN_VL),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", _QWEN | dict(max_position_embeddings=128000,
+                                                       rope_theta=5e5)),
+    "gemma3_text": ("Gemma3ForCausalLM", dict(
+        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+        num_attention_heads=8)),
+}
+# By architecture: the model_type of a text_config that names none.
+WRAPPINGS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text", "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2", "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama", "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text", "SmolVLMForConditionalGeneration": "llama"}
+# What counts where it stands outside of the text_config, too.
+OUTER = ("architectures", "dtype", "torch_dtype", "eos_token_id", "quantization_config",
+         "quantization")
+# The beginning of a text network's names, which is its dialect; and the names of towers.
+TEXT = re.compile(r"((?:model\.)?(?:language_model|text_model)\.(?:model\.)?|model\.|)"
+                  r"(?:layers\.\d|embed_tokens\.|norm\.)")
+TOWER = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|audio_tower|embed_vision|"
+                   r"multi_modal_projector|connector)\.")
+
+
+def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) -> dict:
+    """The entries of the text network inside the wrapping that config.json describes, under the
+    wrapping's name; any other config as it is. names: of the checkpoint's tensors, if known.
+
+    Raises `ValueError` for a wrapping without a text part.
+    """
+    if architecture not in WRAPPINGS:
+        return config | overrides
+    inner = config.get("text_config")
+    if inner is None and "hidden_size" in config:  # Qwen2-VL's first files have one level
+        inner = {k: v for k, v in config.items() if k not in ("vision_config", "model_type")}
+    if not isinstance(inner, dict):
+        raise ValueError(f"config.json: {architecture} with text_config={inner!r:.60} has no text "
+                         "part: use the config.json that came with the weights")
+    kind = inner.get("model_type", WRAPPINGS[architecture])
+    defaults = TEXTS[kind][1] if kind in TEXTS else {}
+    text = defaults | inner | {k: config[k] for k in OUTER if config.get(k) is not None}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := text.get(name), dict) and "mrope" in rope.values():
+            text[name] = {k: "default" if v == "mrope" else v for k, v in rope.items()}
+    said = [c["tie_word_embeddings"] for c in (config, inner)
+            if c.get("tie_word_embeddings") is not None]
+    if any(re.search(r"(^|\.)lm_head\.", name) for name in names):
+        said = [False]  # a head that is stored counts, as in transformers
+    if said or names:  # else the family's default
+        text["tie_word_embeddings"] = any(said) if said else True
+    nested = overrides.get("text_config") or {}
+    return {k: v for k, v in (text | {"model_type": kind} | overrides | nested).items()
+            if k != "text_config"}
+
+
+def family_of(architecture: str, config: dict) -> str | None:
+    """The family of a flattened wrapping; None if its text is none of ours."""
+    if architecture not in WRAPPINGS or config.get("model_type") not in TEXTS:
+        return None
+    return TEXTS[config["model_type"]][0]
+
+
+# --------------------------------------------------------------------- names
+
+
+def stored_names(folder: Path) -> list[str]:
+    """The names of a checkpoint's tensors, of its index or its files' headers. [] where they can't
+    be known without reading weights (one pickle), or where the loader will say what is wrong."""
+    try:
+        for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            if (folder / index).exists():
+                return [*json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]]
+        single = folder / "model.safetensors"
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        return [name for file in files for name in _header(file) if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _header(file: Path) -> dict:
+    """A safetensors file begins with the length of its header, which is JSON."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return json.loads(opened.read(length)) if length <= file.stat().st_size else {}
+
+
+def check_names(folder: Path, architecture: str, has_towers: bool) -> None:
+    """Raises `ValueError` for the names of two dialects, and for towers that config.json doesn't
+    know of."""
+    names = stored_names(folder)
+    dialects = sorted({found[1] for name in names if (found := TEXT.match(name))})
+    if len(dialects) > 1 and any("_model." in one for one in dialects):
+        raise ValueError(f"{folder}: the text network's tensors have two kinds of names, "
+                         f"{dialects[0] or 'no prefix'} and {dialects[1]}: keep the files of one "
+                         "of them")
+    tower = next(filter(TOWER.match, names), None)
+    if tower is not None and not has_towers:
+        raise ValueError(f"{folder}: the tensor {tower} is part of a tower for images or sound, "
+                         f"and {architecture} in config.json has none: use the config.json that "
+                         "came with the weights")
+
+
+def is_text(name: str) -> bool:
+    """Whether a tensor of a wrapping belongs to its text network or that one's head."""
+    return bool(TEXT.match(name) or re.search(r"(^|\.)(language_model|text_model|lm_head)\.", name)
+                or name.startswith("score."))

@@ -1,0 +1,142 @@
+"""A wrapping's config.json: the text network in it is what transformers' classes read there."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from same_config import assert_equals_transformers
+from transformers import CONFIG_MAPPING
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.wrappings import TEXTS, WRAPPINGS, stored_names
+
+OUTER = {  # the model_type of each wrapping
+    "Gemma3": "gemma3", "Idefics3": "idefics3", "InternVL": "internvl", "Llava": "llava",
+    "LlavaNext": "llava_next", "LlavaOnevision": "llava_onevision", "Mistral3": "mistral3",
+    "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "SmolVLM": "smolvlm"}
+ENDING = "ForConditionalGeneration"
+
+
+def read(tmp_path, names=(), overrides=None, **entries) -> ModelConfig:
+    """From a folder with this config.json, and tensors of these names."""
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    if names:
+        save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    return ModelConfig.from_folder(tmp_path, overrides)
+
+
+def test_there_is_a_case_for_every_wrapping():
+    assert [f"{name}{ENDING}" for name in OUTER] == [*WRAPPINGS]
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_what_a_text_config_leaves_out_is_its_classs_default(tmp_path, kind):
+    """Gemma 3 4B names no heads, LLaVA 1.5 no sizes at all."""
+    theirs = CONFIG_MAPPING[kind]()
+    theirs.tie_word_embeddings = False
+    for architecture in WRAPPINGS:
+        ours = read(tmp_path, architectures=[architecture], text_config=dict(model_type=kind),
+                    tie_word_embeddings=False)
+        assert_equals_transformers(ours, theirs)
+        assert ours.has_towers and ours.has_lm_head and not ours.pools
+        assert ours.architecture == architecture
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_text_config_without_a_model_type_is_of_the_wrappings_own(tmp_path, name):
+    entries = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=99,
+                   intermediate_size=48, num_key_value_heads=2, max_position_embeddings=77)
+    theirs = CONFIG_MAPPING[OUTER[name]].from_dict(
+        dict(text_config=dict(entries), tie_word_embeddings=False)).get_text_config(decoder=True)
+    theirs.tie_word_embeddings = False
+    assert_equals_transformers(read(tmp_path, architectures=[name + ENDING], text_config=entries,
+                                    tie_word_embeddings=False), theirs)
+
+
+@pytest.mark.parametrize("rope", [
+    dict(rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24])),
+    dict(rope_scaling=dict(type="default", rope_type="default", mrope_section=[16, 24, 24])),
+    dict(rope_parameters=dict(rope_type="mrope", rope_theta=1e6, mrope_section=[16, 24, 24])),
+    dict(rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=32768,
+                           mrope_section=[16, 24, 24]))], ids=str)
+def test_m_rope_is_rope_where_all_three_positions_are_equal(tmp_path, rope):
+    """Qwen2-VL's first files have one level, and say "mrope"."""
+    sizes = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, vocab_size=152064,
+                 intermediate_size=18944, num_key_value_heads=4, max_position_embeddings=32768)
+    for name in ("Qwen2VL", "Qwen2_5_VL"):
+        for nested in (True, False):
+            text = sizes | json.loads(json.dumps(rope))
+            entries = dict(text_config=text) if nested else text
+            theirs = CONFIG_MAPPING[OUTER[name]].from_dict(json.loads(json.dumps(entries)))
+            ours = read(tmp_path, architectures=[name + ENDING], model_type=OUTER[name],
+                        vision_config=dict(depth=32), tie_word_embeddings=False, **entries)
+            theirs = theirs.get_text_config(decoder=True)
+            assert ours.rope.theta == theirs.rope_parameters["rope_theta"] == 1e6
+            assert ours.rope.rope_type == theirs.rope_parameters["rope_type"]
+            assert (ours.hidden_size, ours.num_hidden_layers) == (3584, 28)
+            assert ours.qkv_bias and not ours.o_bias
+
+
+def test_a_head_that_is_stored_counts_and_one_that_is_not_is_the_embedding(tmp_path):
+    """Files say it outside, inside, or not at all; Mistral Small 3.1 has a head and doesn't say it,
+    InternVL has none."""
+    embedding = "language_model.model.embed_tokens.weight"
+    for architecture, outer, inner in product(WRAPPINGS, (None, False, True), (None, False, True)):
+        entries = dict(architectures=[architecture], tie_word_embeddings=outer,
+                       text_config=dict(tie_word_embeddings=inner))
+        for head in ("lm_head.weight", "language_model.lm_head.weight", "lm_head.qweight"):
+            assert not read(tmp_path, [embedding, head], **entries).tie_word_embeddings
+        # Both say no, or one and the other nothing: then a tensor is missing, as they say.
+        said = [entry for entry in (outer, inner) if entry is not None]
+        assert read(tmp_path, [embedding], **entries).tie_word_embeddings == (
+            any(said) if said else True)
+
+
+def test_what_stands_outside_alone_counts(tmp_path):
+    config = read(tmp_path, architectures=["Gemma3ForConditionalGeneration"], dtype="bfloat16",
+                  eos_token_id=[1, 106], quantization_config=dict(quant_method="gptq"),
+                  text_config=dict(dtype="float32", eos_token_id=7))
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
+    assert config.quantization == dict(quant_method="gptq")
+
+
+def test_overrides_reach_the_text(tmp_path):
+    entries = dict(architectures=["LlavaForConditionalGeneration"], text_config=dict(vocab_size=99))
+    for overrides in (dict(max_position_embeddings=512),
+                      dict(text_config=dict(max_position_embeddings=512))):
+        config = read(tmp_path, overrides=overrides, **entries)
+        assert (config.max_position_embeddings, config.vocab_size) == (512, 99)
+
+
+def test_a_text_of_another_kind_is_not_ours(tmp_path):
+    entries = dict(architectures=["Mistral3ForConditionalGeneration"],
+                   text_config=dict(model_type="ministral3"))
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert not ModelConfig.is_known(tmp_path)
+    with pytest.raises(ValueError, match="Mistral3ForConditionalGeneration is not supported"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_names_are_read_from_headers_and_indexes(tmp_path):
+    assert stored_names(tmp_path) == []
+    save_file({"b": torch.zeros(1), "a": torch.zeros(2)}, tmp_path / "model.safetensors",
+              {"format": "pt"})
+    assert sorted(stored_names(tmp_path)) == ["a", "b"]
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 9)  # the loader says what is wrong
+    assert stored_names(tmp_path) == []
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"c": "x", "d": "x"}}')
+    assert stored_names(tmp_path) == ["c", "d"]
+
+
+def test_an_infinity_as_transformers_5_writes_it(tmp_path):
+    """And as Python's own json does: {"__float__": "Infinity"}, Infinity."""
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlavaForConditionalGeneration"], "text_config": {"limits": '
+        '[0.0, {"__float__": "Infinity"}], "more": Infinity, "hidden_size": 64}}')
+    assert ModelConfig.from_folder(tmp_path).hidden_size == 64
+    (tmp_path / "config.json").write_text('{"limit": {"__float__": "many"}}')
+    with pytest.raises(ValueError, match="is not valid JSON: could not convert"):
+        ModelConfig.from_folder(tmp_path)
