@@ -29,6 +29,7 @@ from nanoserve.checkpoint.model_config import (
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
+from nanoserve.extras.towers import text_class
 from nanoserve.extras.transformers_model import describe, find_class, load, refusal
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
@@ -67,8 +68,10 @@ def read_foreign(asked: EngineConfig,
         return read_encoder(asked, folder, architecture, hf_config)
     model_class = find_class(architecture, hf_config)
     generation = read_generation(folder, asked.hf_overrides or {})
+    eos = read_eos(entries, generation) or read_eos(entries.get("text_config") or {}, {})
     config = replace(describe(architecture, hf_config), generation_defaults=generation,
-                     eos_token_ids=read_eos(entries, generation))
+                     eos_token_ids=eos)
+    model_class, hf_config = text_class(model_class, hf_config)
     return asked, config, partial(load, asked, folder, model_class, hf_config, config)
 
 

@@ -36,10 +36,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import stored_tensors
+from nanoserve.checkpoint.loader import stored_tensors, text_alone
 from nanoserve.checkpoint.model_config import SUPPORTED, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.wrappings import check_names
 from nanoserve.config import EngineConfig
+from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.layers import CHECKPOINT_DTYPES, Placement
 from nanoserve.model import KVCache
 
@@ -211,15 +213,20 @@ class TransformersModel(nn.Module):
     looks_ahead = False
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
-                 first_position: int = 0):
+                 first_position: int = 0, left_out: int = 0):
         super().__init__()
         pack(network, on)
-        self.config, self.on, self.layers = config, on, network
+        self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         self.first_position = first_position
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
         self.windows = [window for *_, window in probed]
         self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed]  # see Decoder
-        network.set_attn_implementation(PAGED)
+        self.set_attention(PAGED)
+
+    def set_attention(self, name: str) -> None:
+        """Of a wrapping, in its text part alone: the towers that its config has are not there."""
+        whole = not self.config.has_towers
+        (self.layers if whole else self.layers.get_decoder()).set_attn_implementation(name)
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
@@ -242,7 +249,7 @@ class TransformersModel(nn.Module):
         """Each layer's q, k, v and window. width: of what comes out for a token. Raises
         `ValueError` for a network that can't be run in one row with others, saying why."""
         try:
-            self.layers.set_attn_implementation(PROBED)
+            self.set_attention(PROBED)
             return self._probe(width)
         except Exception as error:  # a model may stumble over anything that is not as usual
             reason = str(error) if isinstance(error, ValueError) else (
@@ -301,8 +308,12 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
     """The class that config.json names. It must be causal, and let its attention be replaced."""
     if hf_config.is_encoder_decoder:
         raise refusal(architecture, "encoder-decoders are another kind of network")
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), ())
-    for model_class in known if isinstance(known, tuple) else (known,):
+    known: list = []
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+                    transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        found = mapping.get(type(hf_config), ())
+        known += found if isinstance(found, tuple) else (found,)
+    for model_class in known:
         if model_class.__name__ == architecture:
             break
     else:
@@ -314,10 +325,13 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
     return model_class
 
 
-def describe(architecture: str, hf_config: transformers.PreTrainedConfig) -> ModelConfig:
-    """The sizes; other fields are neutral, since the network knows them. Windows are left out, so
+def describe(architecture: str, outer: transformers.PreTrainedConfig) -> ModelConfig:
+    """The sizes, of a wrapping those of its text network, but dtype and whether the head is the
+    embedding. Other fields are neutral, since the network knows them. Windows are left out, so
     blocks behind them are kept. The MLP is guessed for the roofline, which counts three matrices:
     two of 4 times the hidden size (OPT, GPT-2) have as many numbers as three of 8/3 times."""
+    hf_config = text_config_of(outer)
+
     def size(name: str, default: int | None = None) -> int:
         try:
             value = getattr(hf_config, name, None) or default
@@ -331,14 +345,15 @@ def describe(architecture: str, hf_config: transformers.PreTrainedConfig) -> Mod
     heads, hidden, layers = (size(name) for name in (
         "num_attention_heads", "hidden_size", "num_hidden_layers"))
     return ModelConfig(
-        architecture=architecture, vocab_size=size("vocab_size"), hidden_size=hidden,
+        architecture=architecture, has_towers=hf_config is not outer,
+        vocab_size=size("vocab_size"), hidden_size=hidden,
         num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=size("num_key_value_heads", heads),
         head_dim=size("head_dim", hidden // heads), intermediate_size=8 * hidden // 3,
         max_position_embeddings=min(size("max_position_embeddings"), *trained_lengths(hf_config)),
-        dtype=read_dtype({"dtype": hf_config.dtype or "float32"}),
-        eos_token_ids=(), generation_defaults={},
-        tie_word_embeddings=bool(hf_config.tie_word_embeddings), windows=(None,) * layers,
+        dtype=read_dtype({"dtype": outer.dtype or hf_config.dtype or "float32"}),
+        eos_token_ids=(), generation_defaults={}, windows=(None,) * layers,
+        tie_word_embeddings=bool(getattr(outer, "tie_word_embeddings", False)),
         moe_layers=(False,) * layers, num_experts=0, num_experts_per_tok=0,
         moe_intermediate_size=0, norm_topk_prob=False, rms_norm_eps=0.0,
         rope=RopeConfig(), rope_local=None, qkv_bias=False, o_bias=False, mlp_bias=False,
@@ -362,12 +377,15 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
          hf_config: transformers.PreTrainedConfig, config: ModelConfig,
          on: Placement) -> TransformersModel:
     """The network with its weights on a device. "dummy": transformers' own random weights."""
+    left_out: list[int] = []
     if asked.load_format == "dummy":
-        network = made_up(partial(transformers.AutoModelForCausalLM.from_config, hf_config), asked)
+        network, _ = made_up(partial(
+            make_network, model_class, hf_config, {}, on.dtype, config.has_towers), asked)
     else:
-        network = fill(model_class, hf_config, folder, asked.load_format, on.dtype)
+        network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
+                       left_out=left_out if config.has_towers else None)
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
-    return TransformersModel(network, config, on)
+    return TransformersModel(network, config, on, left_out=sum(left_out))
 
 
 def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
@@ -383,18 +401,20 @@ def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
 
 
 def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Path,
-         load_format: str, dtype: torch.dtype, passed_over: str = "$^") -> nn.Module:
+         load_format: str, dtype: torch.dtype, passed_over: str = "$^",
+         left_out: list[int] | None = None) -> nn.Module:
     """transformers makes up what is missing, with a warning. Here that is an error, and so are
     tensors that are left over, come twice, or are quantised. passed_over: a pattern of names that
-    nobody needs, there or not."""
+    nobody needs, there or not. left_out: of a wrapping, takes the sizes of its towers' tensors."""
+    check_names(folder, model_class.__name__, has_towers=left_out is not None)
     stored: dict[str, torch.Tensor] = {}
-    for file, name, tensor in stored_tensors(folder, load_format, show_progress=True):
+    tensors = stored_tensors(folder, load_format, show_progress=True)
+    for file, name, tensor in tensors if left_out is None else text_alone(tensors, left_out):
         if name in stored:
             raise ValueError(f"{file}: the tensor {name} comes twice")
         stored[name] = tensor
     try:
-        network, found = model_class.from_pretrained(
-            None, config=hf_config, state_dict=dict(stored), dtype=dtype, output_loading_info=True)
+        network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None)
     except Exception as error:  # shapes that don't match, for one
         raise ValueError(f"{folder}: the weights do not match config.json: {error}") from error
     for what, names in found.items():

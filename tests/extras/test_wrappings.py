@@ -1,0 +1,199 @@
+"""Text of multimodal checkpoints: token for token what transformers' whole network writes.
+
+The oracle has all towers; the engine has none of them. Checkpoints are those of wrappings.py.
+`benchmarks.wrappings` runs every mode of `tools.verify`; here are those that differ most.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import assert_same_text
+from helpers import write_json
+from safetensors.torch import load_file, save_file
+from wrappings import OURS, WRAPPINGS, make_wrapping, reference
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+
+MAX_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+MODES = [  # each runs the prompts twice, and the second time finds them in the prefix cache
+    dict(num_gpu_blocks_override=64, max_num_batched_tokens=7),
+    # 10 blocks of 5 hold the longest text and little more: everybody else is preempted.
+    dict(num_gpu_blocks_override=10, block_size=5, max_num_batched_tokens=33,
+         async_scheduling=True)]
+WHO = [(name, "transformers") for name in [*WRAPPINGS, "gemma3n"]] + [
+    (name, "nanoserve") for name in OURS]
+
+
+class Folders(dict):
+    """Folders by name, each made when it is first asked for."""
+
+    def __init__(self, root: Path):
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, name: str) -> Path:
+        folder = self[name] = make_wrapping(name, self.root / name)
+        return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("wrappings"))
+
+
+@pytest.fixture(scope="session")
+def few_prompts() -> list[list[int]]:
+    """Around blocks and windows, two with a common beginning."""
+    rng = random.Random(0)
+    shared, *own = ([rng.randrange(250) for _ in range(n)] for n in (20, 1, 16, 11, 5))
+    return [*own[:2], shared + own[2], shared + own[3]]
+
+
+@pytest.fixture(scope="session")
+def texts_of(folders, few_prompts):
+    known = {}
+
+    def of(name: str) -> list[tuple[list[int], list[float]]]:
+        if name not in known:
+            oracle = reference(folders[name])
+            known[name] = [oracle.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
+        return known[name]
+
+    return of
+
+
+def start(folder, **options) -> LLM:
+    return LLM(folder, **dict(num_gpu_blocks_override=24, dtype="float32") | options)
+
+
+def assert_parity(llm: LLM, prompts, texts, where: str) -> None:
+    for attempt in ("first", "cached"):
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for output, (tokens, gaps) in zip(outputs, texts, strict=True):
+            assert_same_text(output.outputs[0].token_ids, tokens, gaps, f"{where}, {attempt}")
+
+
+@pytest.mark.parametrize("name, impl", WHO)
+def test_text_alone_is_what_the_whole_network_writes(folders, few_prompts, texts_of, name, impl,
+                                                     capsys):
+    assert len({tuple(tokens) for tokens, _ in texts_of(name)}) == len(few_prompts)  # lively
+    for options in MODES:
+        with start(folders[name], model_impl=impl, **options) as llm:
+            assert_parity(llm, few_prompts, texts_of(name), f"{name}, {options}")
+            said = capsys.readouterr().err
+            assert f"ForConditionalGeneration by {impl}" in said and ", text only, " in said
+            assert not any(words in path for path, _ in llm.runner.model.named_parameters()
+                           for words in ("vis", "projector", "connector"))
+
+
+def test_auto_takes_our_decoder_where_the_text_is_of_one_of_its_families(folders):
+    for name in [*WRAPPINGS, "gemma3n"]:
+        assert ModelConfig.is_known(folders[name]) == (name in OURS), name
+
+
+def test_what_is_left_out_is_said_in_bytes_and_never_read(folders, tmp_path, capsys):
+    """Whatever the towers' numbers are, also in a dtype that text could not have."""
+    tensors = load_file(folders["gemma3"] / "model.safetensors")
+    towers = {name: torch.zeros(5_000_000, dtype=torch.int8) for name in tensors
+              if "language_model" not in name}
+    for file in folders["gemma3"].glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    save_file(tensors | towers, tmp_path / "model.safetensors")
+    for impl in ("nanoserve", "transformers"):
+        start(tmp_path, model_impl=impl).shutdown()
+        assert f"text only, {5e6 * len(towers) / 1e9:.2g} GB of vision left out" in (
+            capsys.readouterr().err)
+
+
+def test_files_whose_towers_were_stripped_serve_text(folders, few_prompts, texts_of, tmp_path):
+    for name in ("llava", "glm4v"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in folders[name].glob("*.json"):
+            (folder / file.name).write_text(file.read_text())
+        tensors = load_file(folders[name] / "model.safetensors")
+        save_file({key: tensor for key, tensor in tensors.items()
+                   if "vis" not in key and "projector" not in key}, folder / "model.safetensors")
+        for impl in ("auto", "transformers"):
+            with start(folder, model_impl=impl) as llm:
+                assert_parity(llm, few_prompts, texts_of(name), name)
+
+
+def test_random_weights_need_a_config_alone(folders, tmp_path):
+    for name, impl in (("glm4v", "auto"), ("gemma3n", "auto"), ("qwen3-vl", "nanoserve")):
+        (tmp_path / "config.json").write_text((folders[name] / "config.json").read_text())
+        with start(tmp_path, load_format="dummy", skip_tokenizer_init=True,
+                   model_impl=impl) as llm:
+            output = llm.generate([[1, 2, 3]], SamplingParams(
+                temperature=0, max_tokens=3, ignore_eos=True, detokenize=False))[0].outputs[0]
+            assert len(output.token_ids) == 3
+
+
+def test_every_eos_id_of_the_outer_config_ends_the_text(folders, few_prompts, texts_of, tmp_path):
+    """Gemma 3's files list <end_of_turn> there; its text_config has none."""
+    end = texts_of("gemma3")[2][0][3]
+    for file in folders["gemma3"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").unlink()
+    write_json(tmp_path / "config.json", eos_token_id=[257, end])
+    for impl in ("nanoserve", "transformers"):
+        with start(tmp_path, model_impl=impl) as llm:
+            output = llm.generate(few_prompts[2:3], GREEDY, use_tqdm=False)[0].outputs[0]
+        assert output.finish_reason == "stop" and output.token_ids[-1] == end
+
+
+# ----------------------------------------------------------------- bad input
+
+
+def changed(folder: Path, to: Path, rename=lambda name: name, **entries) -> Path:
+    for file in folder.glob("*.json"):
+        (to / file.name).write_text(file.read_text())
+    write_json(to / "config.json", **entries)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in tensors.items()}, to / "model.safetensors")
+    return to
+
+
+def test_names_of_two_dialects_are_refused_before_weights_are_read(folders, tmp_path):
+    folder = changed(folders["qwen3-vl"], tmp_path, lambda name: name.replace(
+        "model.language_model.layers.1", "model.layers.1"))
+    for impl in ("nanoserve", "transformers"):
+        with pytest.raises(ValueError, match=(r"two kinds of names, model\. and model\."
+                                              r"language_model\.: keep the files of one")):
+            start(folder, model_impl=impl)
+
+
+def test_a_wrapping_without_a_text_part_is_named(folders, tmp_path):
+    folder = changed(folders["gemma3"], tmp_path, text_config=None)
+    for impl in ("auto", "nanoserve"):
+        with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration with text_config=None "
+                                             "has no text part: use the config.json that"):
+            start(folder, model_impl=impl)
+
+
+def test_towers_that_the_config_does_not_know_are_named(folders, tmp_path):
+    text = json.loads((folders["gemma3"] / "config.json").read_text())["text_config"]
+    folder = changed(folders["gemma3"], tmp_path, **text | dict(
+        architectures=["Gemma3ForCausalLM"], text_config=None, vision_config=None))
+    for impl in ("nanoserve", "transformers"):
+        with pytest.raises(ValueError, match=(
+                "the tensor multi_modal_projector.* is part of a tower .* and Gemma3ForCausalLM in "
+                "config.json has none: use the config.json that came with the weights")):
+            start(folder, model_impl=impl)
+
+
+def test_missing_tensors_of_the_text_are_named(folders, tmp_path):
+    for name in ("qwen3-vl", "glm4v"):
+        folder = tmp_path / name
+        folder.mkdir()
+        changed(folders[name], folder)
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["model.language_model.layers.1.self_attn.k_proj.weight"]
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ValueError, match="missing.*layers.1.self_attn.k_proj.weight"):
+            start(folder)
