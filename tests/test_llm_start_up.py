@@ -13,8 +13,8 @@ from nanoserve import LLM
 
 def test_an_unknown_keyword_is_a_type_error(dummy):
     """Engines of this kind took any keyword and ignored it: a mistyped limit was no limit."""
-    with pytest.raises(TypeError, match="max_num_seq: did you mean max_num_seqs"):
-        start(dummy, max_num_seq=3)
+    with pytest.raises(TypeError, match="max_seq_num.*max_num_seqs"):
+        start(dummy, max_seq_num=3)
     with pytest.raises(TypeError):
         LLM(dummy, "tokenizer")  # everything after the model is keyword-only
     assert_serves(start(dummy, max_num_seqs=3))
