@@ -75,11 +75,19 @@ def read_foreign(asked: EngineConfig,
     return asked, config, partial(load, asked, folder, model_class, hf_config, config)
 
 
+def unknown(kind: object, entries: dict) -> str:
+    """Why the installed transformers can't read a config: it's too old, or never could."""
+    said, installed = str(entries.get("transformers_version")), transformers.__version__
+    newer = [*map(int, re.findall(r"\d+", said)[:2])] > [*map(int, installed.split(".")[:2])]
+    why = (f"config.json was written by {said}, so install that" if newer
+           else "code that comes with a model is never run")
+    return f"transformers {installed} knows no model_type={kind!r}, and {why}"
+
+
 def read_hf_config(architecture: str, entries: dict) -> transformers.PreTrainedConfig:
     kind = entries.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
-        raise refusal(architecture, f"transformers {transformers.__version__} knows no model_type="
-                                    f"{kind!r}, and code that comes with a model is never run")
+        raise refusal(architecture, unknown(kind, entries))
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(entries)
     except Exception as error:  # whatever its classes raise

@@ -334,7 +334,7 @@ def test_a_masked_language_models_checkpoint_embeds(tmp_path, texts):
 
 
 @pytest.mark.parametrize("options, words", [
-    (dict(runner="generate"), "transformers has no causal model of that name"),
+    (dict(runner="generate"), "has no model of that name that writes text"),
     (dict(convert="classify"), "convert='classify', but BertModel has not a classifier"),
     (dict(convert="reward"), "convert='reward' is not for encoders"),
     (dict(tensor_parallel_size=2), "runs on one rank"),

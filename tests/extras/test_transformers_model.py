@@ -233,24 +233,28 @@ def refused(tmp_path, config, **options) -> str:
 
 STATELESS = dict(vocab_size=260, hidden_size=32, num_hidden_layers=2)
 REFUSED = {
-    "BloomForCausalLM": (lambda: transformers.BloomConfig(**STATELESS, n_head=4), "ALiBi"),
+    "BloomForCausalLM": (lambda: transformers.BloomConfig(**STATELESS, n_head=4), "by itself"),
     "MptForCausalLM": (lambda: transformers.MptConfig(
-        d_model=32, n_heads=4, n_layers=2, vocab_size=260), "ALiBi"),
+        d_model=32, n_heads=4, n_layers=2, vocab_size=260), "attention by itself"),
     "FalconForCausalLM": (lambda: transformers.FalconConfig(
-        **STATELESS, num_attention_heads=4, alibi=True), "ALiBi"),
-    "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS), "state space"),
+        **STATELESS, num_attention_heads=4, alibi=True), "attention by itself"),
+    "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS),
+                         "its layers keep a recurrent state .* such layers are not served yet"),
+    "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "its layers keep a recur"),
     "GPTNeoForCausalLM": (lambda: transformers.GPTNeoConfig(
         vocab_size=260, hidden_size=32, num_layers=2, num_heads=4,
         attention_types=[[["global", "local"], 1]]), "by itself"),
     "T5ForConditionalGeneration": (lambda: transformers.T5Config(
-        vocab_size=260, d_model=32, num_layers=2, num_heads=4), "encoder-decoders"),
+        vocab_size=260, d_model=32, num_layers=2, num_heads=4), "it is an encoder-decoder"),
     "RecurrentGemmaForCausalLM": (lambda: transformers.RecurrentGemmaConfig(
-        **GQA, lru_width=32, attention_window_size=13), "not called in layer 0, 1 of 2"),
+        **GQA, lru_width=32, attention_window_size=13), "its layers keep a recurrent state"),
+    "Qwen3_5ForCausalLM": (lambda: transformers.Qwen3_5TextConfig(**GQA | dict(
+        num_hidden_layers=4)), "3 of its 4 layers keep a recurrent state .linear attention or"),
     "Lfm2ForCausalLM": (lambda: transformers.Lfm2Config(
-        **GQA, layer_types=["conv", "full_attention"]), "not called in layer 0 of 2"),
+        **GQA, layer_types=["conv", "full_attention"]), "1 of its 2 layers are convolutions"),
     "Llama4ForCausalLM": (lambda: transformers.Llama4TextConfig(
         **GQA, head_dim=8, num_local_experts=2, attention_chunk_size=16, intermediate_size_mlp=48),
-        "neither causal nor a sliding window"),
+        "attend within chunks"),
     "BertLMHeadModel": (lambda: transformers.BertConfig(**SIZES), "looks ahead|neither causal"),
 }
 
@@ -260,7 +264,10 @@ def test_what_would_be_wrong_is_refused_by_name_with_the_reason(tmp_path, archit
     config, words = REFUSED[architecture]
     said = refused(tmp_path, config(), architecture=architecture)
     assert f"the architecture {architecture} is not supported" in said
-    assert re.search(words, said), said
+    assert re.search(words, said) and len(said) < 400, said
+    assert ("state space" in said) == ("recur" in words)
+    assert said.endswith("Use a checkpoint of another family (docs/models.md), or transformers "
+                         "itself")
 
 
 def test_several_ranks_are_refused_in_words(made):
@@ -277,7 +284,10 @@ def test_its_products_are_not_rounded(made):
 
 @pytest.mark.parametrize("change, words", [
     (dict(model_type="nothing"), "knows no model_type='nothing'"),
-    (dict(architectures=["OPTForSomething"]), "no causal model of that name for model_type='opt'"),
+    (dict(architectures=["OPTForSomething"]), "no model of that name that writes text for 'opt'"),
+    (dict(model_type="nothing", transformers_version="99.1.0.dev0"),
+     "transformers 5.* knows no model_type='nothing', and config.json was written by 99.1.0.dev0, "
+     "so install that"),
     (dict(max_position_embeddings=None), None),
     (dict(num_attention_heads="x"), "config.json"),
     (dict(quantization_config={"quant_method": "gptq"}), "quantised checkpoints are not supported"),
@@ -316,6 +326,17 @@ class Answer:
 def call(**options):
     q = torch.zeros(1, 4, 3, 8)
     return attend(Layer(), q, q, q, None, **dict(nanoserve=Answer()) | options)
+
+
+def test_who_multiplies_with_a_packed_weight_elsewhere_is_told_so(made):
+    """A tensor without numbers took part in silence, and the product had none either."""
+    with start(made["opt"]) as llm:
+        weight = llm.runner.model.layers.model.decoder.layers[0].fc1.weight
+        assert weight.shape == (64, 32) and weight.dtype == torch.float32
+        for product in (lambda: torch.zeros(2, 32) @ weight.T, lambda: weight * 2,
+                        lambda: torch.nn.functional.linear(torch.zeros(2, 32), weight)):
+            with pytest.raises(ValueError, match="a weight takes part in .* outside of its own"):
+                product()
 
 
 def test_attend_names_its_arguments_and_raises_on_any_other():
