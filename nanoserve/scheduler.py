@@ -1,9 +1,9 @@
 """Continuous batching under one token budget: who computes how many tokens in this step.
 
 Every step the scheduler hands out `max_num_batched_tokens` tokens: to the running sequences in
-order of priority and arrival, then to waiting ones. A decoding sequence asks for 1 token, a prompt
-for all of its tokens, and a prompt that gets fewer simply asks again next step (chunked prefill;
-Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 2022, "Orca").
+`order`, then to waiting ones (a policy may put a waiting prompt first). A decoding sequence asks
+for 1 token, a prompt for all of its tokens, and one that gets fewer asks again next step (chunked
+prefill; Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 2022, "Orca").
 
     budget 8      step 0        step 1        step 2        step 3
     A (5 tokens)  ●●●●● ↦ a     ○ ↦ a         ○ ↦ a         ○ ↦ a       ● prompt token
@@ -111,7 +111,7 @@ class Scheduler:
         if self.policy == "priority":
             self._interrupt(step)
         budget = self._schedule_running(step, self.max_num_batched_tokens)
-        if step.stopped is None:
+        if self.waiting:
             self._schedule_waiting(step, budget)
         if self.proposers and not step.preempted:
             self._add_drafts(step)
@@ -140,11 +140,13 @@ class Scheduler:
         return self._pending(step, seq, len(hits)) is not None or (
             len(self.free_rows) > 0 and self.blocks.can_admit(hits, seq.num_tokens))
 
-    def _schedule_running(self, step: Step, budget: int) -> int:
-        """Returns the budget that is left. This loop is the hot path of decoding."""
+    def _schedule_running(self, step: Step, budget: int, late: Sequence | None = None) -> int:
+        """Returns the budget that is left. This loop is the hot path of decoding. With policies but
+        "fcfs" prompts get tokens `late`: behind decodes, and in order with those that wait."""
         block_size = self.blocks.block_size
+        prompts: list[Sequence] = []
         # The last one may have to make way; and `_make_room` takes victims off the end.
-        for seq in self.running[:-1] if step.stopped else self.running:
+        for seq in [late] if late else self.running[:-1] if step.stopped else self.running:
             if budget <= 0:
                 step.stopped = seq, "budget", 0
                 break
@@ -155,13 +157,18 @@ class Scheduler:
                     or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
-                num_new = budget
+                num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
-            if num_new:
+            if num_new > 1 and not late and self.policy != "fcfs":
+                prompts.append(seq)
+            elif num_new:
                 self._add_row(step, seq, done, num_new)
                 budget -= num_new
+        for seq in prompts:
+            budget = self._schedule_waiting(step, budget, self.order(seq))
+            budget = self._schedule_running(step, budget, seq)
         return budget
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
@@ -187,8 +194,9 @@ class Scheduler:
         step.preempted[victim] = seq
         return victim
 
-    def _schedule_waiting(self, step: Step, budget: int) -> None:
-        """Admit in order, and stop at the first that doesn't fit: no sequence overtakes it.
+    def _schedule_waiting(self, step: Step, budget: int, before: tuple | None = None) -> int:
+        """Admit in order, up to the key `before`, and stop at the first that doesn't fit: no
+        sequence overtakes it. Returns the budget that is left.
 
         One exception: if the next block of `seq` is being computed by another sequence, or read
         from a file by the store, `seq` sits out this step and then hits it. Later sequences may
@@ -198,6 +206,8 @@ class Scheduler:
         sitting_out = step.sitting_out
         while budget > 0 and len(sitting_out) < min(len(self.waiting), len(self.free_rows)):
             seq = self.waiting[len(sitting_out)]
+            if step.stopped or before and self.order(seq) > before:
+                break
             hits = self.blocks.find_prefix(seq)
             if owner := self._pending(step, seq, len(hits)):
                 sitting_out[seq] = owner
@@ -222,6 +232,7 @@ class Scheduler:
             self.blocks.allocate(seq, num_cached + num_new)
             self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
             budget -= num_new
+        return budget
 
     def _add_drafts(self, step: Step) -> None:
         """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks

@@ -6,6 +6,7 @@ The oracles are `alone()`, the naive twin, and arithmetic by hand. No torch.
 import pytest
 from scheduler_by_hand import add, alone, computed, finish_step, make, rows, run, run_step
 
+from nanoserve.config import POLICIES
 from nanoserve.sequence import Sequence, Step
 
 pytestmark = pytest.mark.floor
@@ -120,15 +121,51 @@ def test_the_queue_never_jumps():
     assert first_scheduled(steps) == ["A", "B", "C"]
 
 
-def test_who_comes_later_but_matters_more_gets_the_budget_first():
-    """Priority orders the running sequences, too: a decode step serves the urgent one first."""
-    scheduler = make(budget=4, seqs=4, scheduling_policy="priority")
-    add(scheduler, 12, priority=5)
+@pytest.mark.parametrize(("policy", "first", "later"), [
+    ("priority", dict(priority=5), dict(priority=1)),
+    ("shortest", dict(arrival_time=0.0), dict(arrival_time=0.005))])
+def test_who_comes_later_but_matters_more_gets_the_budget_first(policy, first, later):
+    """A running prompt of 3,000 tokens held an urgent one up until it was computed: 45 steps. Now
+    prompts share the budget in the policy's order, whether they run or wait; decodes come first."""
+    scheduler = make(num_blocks=1000, budget=64, scheduling_policy=policy)
+    decode = add(scheduler, 3, 50, **first)
     run_step(scheduler)
-    add(scheduler, 3, priority=1)
-    # All that is left of A's prompt is ahead of B's admission: the budget is given out in order.
-    assert [rows(run_step(scheduler)) for _ in range(3)] == [{"A": 4}, {"A": 4}, {"A": 1, "B": 3}]
-    assert list(rows(run_step(scheduler))) == ["B", "A"]
+    patient, step = add(scheduler, 3000, **first), run_step(scheduler)
+    assert rows(step) == {"A": 1, "B": 63}
+    urgent = add(scheduler, 40, 20, **later)
+    assert list(rows(run_step(scheduler)).items()) == [("A", 1), ("C", 40), ("B", 23)]
+    assert urgent.output_token_ids
+    assert list(rows(run_step(scheduler)).items()) == [*[("C", 1), ("A", 1)][::(
+        1 if policy == "priority" else -1)], ("B", 62)]
+    # One that matters more, and is longer than a step, holds up no decode.
+    add(scheduler, 100, **later), add(scheduler, 5, **later)
+    for expected in {"priority": ({"D": 62}, {"D": 38, "E": 5, "B": 19}, {"D": 1, "E": 1, "B": 60}),
+                     "shortest": ({"E": 5, "D": 57}, {"E": 1, "D": 43, "B": 18})}[policy]:
+        found = rows(run_step(scheduler))
+        assert found == {"A": 1, "C": 1} | expected
+    run(scheduler)
+    assert patient.output_token_ids == alone(patient) and decode.output_token_ids == alone(decode)
+
+
+def test_first_come_first_served_lets_nobody_pass_a_running_prompt():
+    scheduler = make(num_blocks=200, budget=8, seqs=4)
+    add(scheduler, 20), run_step(scheduler), add(scheduler, 3)
+    assert [rows(run_step(scheduler)) for _ in range(3)] == [{"A": 8}, {"A": 4, "B": 3},
+                                                             {"A": 1, "B": 1}]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_that_may_not_be_cut_are_whole_again_after_a_lost_step(policy):
+    """With overlap two steps of prompts are lost at once, and all of their prompts run by then: the
+    last was cut to what the budget left, and an encoder never answered again."""
+    scheduler = make(budget=10, seqs=8, scheduling_policy=policy, enable_chunked_prefill=False)
+    seqs = [add(scheduler, 6, 3, arrival_time=i / 100) for i in range(4)]
+    assert [rows(scheduler.schedule()) for _ in range(2)] == [{"A": 6}, {"A": 1, "B": 6}]
+    scheduler.drop_in_flight()
+    steps = run(scheduler)
+    assert [rows(step) for step in steps[:2]] == [{"A": 6}, {"A": 1, "B": 6}]
+    assert all(set(step.sampling) == set(step.num_new_tokens) for step in steps)
+    assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
 
 
 def test_arrival_breaks_ties_also_after_a_preemption():

@@ -76,11 +76,11 @@ def test_a_pooled_prompt_needs_a_slot_for_each_token():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_pooled_prompts_are_never_preempted(depth):
+def test_pooled_prompts_are_preempted_for_more_urgent_ones_alone(depth):
     """Not in the tiniest pool: a prompt is admitted only where all of it fits, the budget then is
-    its own until its last chunk, and nobody grows behind a prompt. Only one that is more urgent may
-    interrupt it. Random arrivals, lengths, common beginnings, priorities, aborts, and steps that
-    are lost."""
+    its own until its last chunk, and nobody grows behind a prompt. Only one that is earlier in the
+    policy's order may interrupt it, or take blocks that it would have needed. Random arrivals,
+    lengths, common beginnings, priorities, aborts, and steps that are lost."""
     seen = {"chunk": 0, "hit": 0, "waited": 0, "lost": 0, "interrupted": 0}
     for number in range(300):
         rng = random.Random(number)
@@ -106,9 +106,9 @@ def test_pooled_prompts_are_never_preempted(depth):
                 scheduler.finish(rng.choice(seqs), "abort")
             step = scheduler.schedule()
             for seq in step.preempted:
-                assert scheduler.policy == "priority" and any(
-                    other.request.priority < seq.request.priority
-                    for other in step.num_new_tokens), number
+                assert scheduler.policy != "fcfs" and any(
+                    scheduler.order(other) < scheduler.order(seq)
+                    for other in scheduler.running), number
             seen["interrupted"] += len(step.preempted)
             seen["chunk"] += len(step.num_new_tokens) - len(step.sampling)
             seen["waited"] += len(scheduler.waiting)

@@ -251,6 +251,8 @@ class Drive:
     def step(self) -> None:
         step = self.scheduler.schedule()
         assert step.num_tokens <= self.workload.budget
+        if not self.workload.chunking:  # also where two steps of prompts were lost at once
+            assert set(step.sampling) == set(step.num_new_tokens), "a prompt was cut"
         self.seen["preemption"] += len(step.preempted)
         self.seen["interruption"] += bool(step.admitted and step.preempted)
         self.seen["draft"] += sum(map(len, step.drafts.values()))
@@ -393,10 +395,11 @@ def workloads(draw, depth: int, drafts: tuple[int, ...] = (0,)) -> Workload:
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     num_blocks = draw(st.integers(1, 40 // block_size + 2))
     chunking = draw(st.sampled_from([True, True, True, False]))
-    budget = draw(st.integers(1, 24)) if chunking else 64  # 64: the longest sequence there is
+    budget = draw(st.integers(1, 24)) if chunking else 0
+    some = draw(st.lists(asks(block_size * num_blocks), min_size=1, max_size=7))
+    budget = budget or max(len(ask.prompt) + ask.max_tokens for ask in some)  # the least there is
     return Workload(
-        draw(st.lists(asks(block_size * num_blocks), min_size=1, max_size=7)), num_blocks,
-        block_size, budget, draw(st.integers(1, min(6, budget))),
+        some, num_blocks, block_size, budget, draw(st.integers(1, min(6, budget))),
         caching=draw(st.sampled_from([True, True, False])), chunking=chunking, depth=depth,
         policy=draw(st.sampled_from(POLICIES)),
         num_drafts=draw(st.sampled_from(drafts)),
@@ -408,6 +411,27 @@ def workloads(draw, depth: int, drafts: tuple[int, ...] = (0,)) -> Workload:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_workloads_of_the_scheduler(depth):
     run_random_workloads(depth, 100, enough=3)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_workloads_of_whole_prompts_whose_steps_are_lost(depth):
+    """Prompts that may not be cut, room for all of them, and a budget that the longest fills: when
+    several steps in flight are lost, more of them run than a step can hold."""
+    seen = Counter()
+
+    @settings(derandomize=True, deadline=None, max_examples=60)
+    @given(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 6), st.integers(0, 3),
+                              st.integers(-1, 1)), min_size=2, max_size=7),
+           st.sets(st.integers(1, 8), min_size=1, max_size=3), st.sampled_from(POLICIES))
+    def run_one(prompts, failures, policy):
+        asks = [Ask([2 + i, *FAMILIES[0][:length - 1]], count, arrival, priority)
+                for i, (length, count, arrival, priority) in enumerate(prompts)]
+        run(*asks, seen=seen, num_blocks=100, block_size=4, depth=depth, failures=failures,
+            budget=max(8, *(len(ask.prompt) + ask.max_tokens for ask in asks)), chunking=False,
+            policy=policy)
+
+    run_one()
+    assert seen["failure"] > 30
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -58,6 +58,33 @@ def test_prompts_are_whole_and_nothing_is_remembered(encoders, texts, capsys):
         start(encoders["bert"], max_num_batched_tokens=64)
 
 
+def test_an_encoder_answers_after_steps_that_were_lost_with_overlap(encoders, monkeypatch):
+    """Both steps in flight are dropped, and all of their prompts run by then: the last one was cut,
+    and each step from then on failed with "a prompt is not whole in its step"."""
+    texts = [[5 + (7 * i + j) % 200 for j in range(70 + i)] for i in range(6)]
+    expected = [pooled(hidden, "CLS") for hidden in hidden_of(encoders["bert"], texts)]
+    with start(encoders["bert"], async_scheduling=True, max_num_batched_tokens=128) as llm:
+        run, calls = llm.runner.run, []
+
+        def fails(*args, **options):
+            calls.append(len(calls))
+            if calls[-1] in (1, 4):
+                raise RuntimeError("out of memory")
+            return run(*args, **options)
+
+        monkeypatch.setattr(llm.runner, "run", fails)
+        for i, text in enumerate(texts):
+            llm.add_request(str(i), text, PoolingParams())
+        got = {}
+        for _ in range(30):
+            try:
+                got |= {out.request_id: out.outputs.data for out in llm.step()}
+            except RuntimeError:
+                pass
+        assert not llm.has_unfinished_requests() and len(calls) > 5
+    assert_close([got[str(i)] for i in range(6)], expected)
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_the_longest_prompt_fills_the_positions(encoders, name):
     """RoBERTa's begin behind its padding's: with 128 and a padding of 2 there are 125."""

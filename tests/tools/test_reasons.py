@@ -93,16 +93,16 @@ def test_without_chunks_a_prompt_waits_for_a_budget_that_holds_it():
 
 
 def test_the_budget_is_used_up_for_those_that_wait_and_those_that_run():
-    """Step 1: B decodes, and A, which is served first, needs the whole budget again."""
+    """A, which is served first, needs the whole budget, and then all that B's decode leaves."""
     scheduler = make(budget=8, scheduling_policy="priority")
-    add(scheduler, 8, priority=1, name="B")
+    add(scheduler, 12, priority=1, name="B")
     assert told(scheduler, run_step(scheduler)) == {}
     add(scheduler, 20, name="A")
     add(scheduler, 3, name="C")
     used_up = "gets no tokens: the budget of 8 is used up"
-    step = run_step(scheduler)
-    assert {seq.name for seq in step.num_new_tokens} == {"B", "A"}
-    assert told(scheduler, scheduler.schedule()) == {"B": used_up, "C": used_up}
+    step = scheduler.schedule()
+    assert {seq.name for seq in step.num_new_tokens} == {"A"}
+    assert told(scheduler, step) == {"B": used_up, "C": used_up}
 
 
 def test_who_was_preempted_for_whom():
