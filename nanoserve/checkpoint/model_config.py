@@ -67,8 +67,8 @@ FAMILIES: dict[str, dict] = {
 HEAD = re.compile(
     r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|ForRewardModeling|"
     r"EmbeddingModel|Model)$")
-SUPPORTED = (f"one of {', '.join(FAMILIES)}, or with another ending that pools: Model, "
-             "EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling")
+ENDINGS = "Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling"
+SUPPORTED = f"one of {', '.join(FAMILIES)}, or with another ending that pools: {ENDINGS}"
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # How a file says that its weights are quantised; the second name is MLX's.
@@ -144,8 +144,13 @@ class ModelConfig:
 
     @staticmethod
     def is_known(folder: str | Path, overrides: dict | None = None) -> bool:
-        """Whether the engine's own decoder computes this architecture."""
-        return find_family(read_flat(Path(folder), overrides or {})) is not None
+        """Whether the engine's own decoder computes this architecture. It is causal, and so not for
+        EmbeddingGemma, a Gemma 3 that looks ahead."""
+        config = read_flat(Path(folder), overrides or {})
+        family = find_family(config)
+        looks_ahead = family is FAMILIES["Gemma3ForCausalLM"] and config.get(
+            "use_bidirectional_attention")
+        return family is not None and not looks_ahead
 
     @classmethod
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":

@@ -205,7 +205,9 @@ def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
     if not isinstance(model_class, type) or hf_config.is_encoder_decoder:
         raise refusal(architecture, f"there is no encoder for model_type={hf_config.model_type!r}")
     if not model_class.is_backend_compatible():
-        raise refusal(architecture, "its class computes attention by itself")
+        biased = hasattr(hf_config, "relative_attention_num_buckets")  # MPNet
+        raise refusal(architecture, "its class computes attention by itself" + (
+            ", with a bias for each distance between tokens" if biased else ""))
     if classifies and getattr(hf_config, "classifier_pooling", "cls") != "cls":
         raise refusal(architecture, f"classifier_pooling={hf_config.classifier_pooling!r}: only "
                                     "'cls' is supported")

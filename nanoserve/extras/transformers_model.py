@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import stored_tensors, text_alone
-from nanoserve.checkpoint.model_config import ModelConfig, read_dtype
+from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.wrappings import check_names
 from nanoserve.config import EngineConfig
@@ -78,7 +78,8 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
         raise ValueError("keyword arguments don't reach its attention")
     looks_ahead = is_causal is False or not getattr(module, "is_causal", True)
     if looks_ahead != nanoserve.looks_ahead:
-        raise ValueError(f"its attention {'looks ahead' if looks_ahead else 'is causal'}")
+        raise ValueError("its attention looks ahead" if looks_ahead else (
+            f"its attention is causal, and to pool our own decoder's names end in {ENDINGS}"))
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
         raise ValueError(f"its attention is given s_aux of {tuple(s_aux.shape)}, not one for each "
                          f"of {query.shape[1]} heads")

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import torch
-from architectures import SIZES, byte_tokenizer, randomise
+from architectures import GQA, SIZES, byte_tokenizer, randomise
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     BertConfig,
     DistilBertConfig,
     EuroBertConfig,
+    Gemma3TextConfig,
     ModernBertConfig,
     RobertaConfig,
     XLMRobertaConfig,
@@ -27,6 +28,10 @@ ENCODERS = {
     "modernbert": lambda: ModernBertConfig(
         **SIZES | dict(num_hidden_layers=3), local_attention=12, global_attn_every_n_layers=2),
     # A Llama that looks ahead; tells its layers whether a cache is wanted, which is not to be one.
+    # EmbeddingGemma: a Gemma 3 that looks ahead, in every other layer for 6 tokens on either side.
+    "embeddinggemma": lambda: Gemma3TextConfig(
+        **GQA, head_dim=8, sliding_window=12, use_bidirectional_attention=True,
+        layer_types=["sliding_attention", "full_attention"]),
     "eurobert": lambda: EuroBertConfig(**SIZES, num_key_value_heads=2, is_causal=False),
 }
 

@@ -4,14 +4,16 @@ import json
 
 import pytest
 import torch
+from architectures import SIZES
 from encoders import ENCODERS, PAD, classes_of, hidden_of, make
 from pooled import assert_close, assert_idle, data, normalised, pooled, start, vectors
 from safetensors.torch import save_file
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, MPNetConfig
 
 from nanoserve import PoolingParams
 
-CLASSIFIERS = [name for name in ENCODERS if name != "eurobert"]  # its heads are refused
+CLASSIFIERS = [name for name in ENCODERS if name not in ("eurobert", "embeddinggemma")]
+# The heads of these two are refused.
 
 
 @pytest.fixture(scope="session")
@@ -370,6 +372,13 @@ def test_a_masked_language_models_checkpoint_embeds(tmp_path, texts):
 def test_what_an_encoder_can_not_do_is_refused(encoders, options, words):
     with pytest.raises(ValueError, match=words):
         start(encoders["bert"], **dict(runner="auto") | options)
+
+
+def test_mpnet_is_refused_for_its_relative_bias(tmp_path):
+    config = MPNetConfig(**SIZES, architectures=["MPNetModel"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MPNetModel is not supported: .* with a bias for each"):
+        start(tmp_path, runner="auto", load_format="dummy", skip_tokenizer_init=True)
 
 
 def test_a_causal_network_by_transformers_does_not_pool(encoders, tmp_path):
