@@ -109,9 +109,10 @@ class ModelRunner:
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
         self.ops = namespace(config.kernels)
-        make, on = self.parts.make_network, Placement(self.dtype, self.device, ranks, self.ops)
-        self.networks: list[Network] = [
-            make(on) if make is not None else self._load(model_config, folder, self.pooler)]
+        self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
+        make = self.parts.make_network
+        self.networks: list[Network] = [make(self.placement) if make is not None else
+                                        self._load(model_config, folder, self.pooler)]
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
@@ -128,18 +129,17 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
         """This rank's share of a network."""
-        placement = Placement(self.dtype, self.device, self.ranks, self.ops, **self.parts.layers)
         has_experts = any(model_config.moe_layers)
-        model = Decoder(model_config, placement, self.config.expert_parallel and has_experts)
+        model = Decoder(model_config, self.placement, self.config.expert_parallel and has_experts)
         if pooler is not None:
-            pooler.replace_head(model, placement)
+            pooler.replace_head(model, self.placement)
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
             model.left_out = load_weights(
                 model, model_config, folder, self.ranks.rank == 0,
                 pooler.unused if pooler is not None else (), self.config.load_format,
-                placement.assemble)
+                self.placement.assemble)
         return model
 
     # ---------------------------------------------------------------- memory

@@ -90,7 +90,7 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             continue
         fill = missing.pop(known, None)
         if config.quantization is not None and fill is None and (
-                _adds_nothing(name, tensor) and known not in expected):
+                adds_nothing(name, tensor) and known not in expected):
             continue
         if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
@@ -140,7 +140,7 @@ def translated(name: str) -> str:
     return name
 
 
-def _adds_nothing(name: str, tensor: torch.Tensor) -> bool:
+def adds_nothing(name: str, tensor: torch.Tensor) -> bool:
     """AutoGPTQ wrote a bias of zeros beside each matrix, also where the model has none."""
     return name.endswith(".bias") and tensor.is_floating_point() and not tensor.float().any()
 

@@ -190,7 +190,7 @@ class ModelConfig:
             logits_softcap=_softcap(config, "final_logit_softcapping"),
             dtype=read_dtype(config),
             eos_token_ids=read_eos(config, generation),
-            generation_defaults=generation, quantization=_read_quantization(config))
+            generation_defaults=generation, quantization=read_quantization(config))
 
     @property
     def has_lm_head(self) -> bool:
@@ -339,8 +339,11 @@ def read_dtype(config: dict) -> str:
     return str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
 
 
-def _read_quantization(config: dict) -> dict | None:
+def read_quantization(config: dict) -> dict | None:
     """The entry, unchanged: extras/quantization.py interprets it."""
+    if config.get("quantization") is not None:
+        raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
+                         "quantised checkpoints are not supported, use the unquantised one")
     entry = config.get("quantization_config")
     if entry is not None and not isinstance(entry, dict):
         raise ValueError(f"config.json: quantization_config={entry!r:.60} must be an object")
@@ -391,6 +394,3 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
     if not read_flag("is_causal", config.get("is_causal", True)):
         raise ValueError("config.json: is_causal=False is not supported: every token would see "
                          "those behind it, and text is computed causally here")
-    if config.get("quantization") is not None:
-        raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
-                         "quantised checkpoints are not supported, use the unquantised one")

@@ -25,6 +25,7 @@ from nanoserve.checkpoint.model_config import (
     read_eos,
     read_generation,
     read_json,
+    read_quantization,
 )
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
@@ -58,19 +59,20 @@ def read_foreign(asked: EngineConfig,
     if asked.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
                          f"{architecture} runs on one rank: leave it out")
-    for name in QUANTIZED:
-        if entries.get(name) is not None:
-            raise ValueError(f"config.json: {name}={str(entries[name])[:60]}: quantised "
-                             "checkpoints are not supported, use the unquantised one")
-    hf_config = read_hf_config(architecture, entries)
+    stored = read_quantization(entries)
+    hf_config = read_hf_config(architecture, {  # transformers would look for its own readers
+        name: entry for name, entry in entries.items() if name not in QUANTIZED})
     if asked.runner == "pooling" or asked.runner == "auto" and (
             (folder / "modules.json").exists() or ENCODERS.search(architecture)):
+        if stored is not None:
+            raise ValueError(f"config.json: quantization_config={str(stored)[:60]}: quantised "
+                             "encoders are not supported, use the unquantised checkpoint")
         return read_encoder(asked, folder, architecture, hf_config)
     model_class = find_class(architecture, hf_config)
     generation = read_generation(folder, asked.hf_overrides or {})
     eos = read_eos(entries, generation) or read_eos(entries.get("text_config") or {}, {})
     config = replace(describe(architecture, hf_config), generation_defaults=generation,
-                     eos_token_ids=eos)
+                     eos_token_ids=eos, quantization=stored)
     model_class, hf_config = text_class(model_class, hf_config)
     return asked, config, partial(load, asked, folder, model_class, hf_config, config)
 

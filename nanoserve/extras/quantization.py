@@ -92,9 +92,9 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
     """The config, with `quantization` filled in, and the entries of `Placement` that it
     needs. Raises `ValueError` for what is not supported; a slow choice is reported."""
     stored, layers = model_config.quantization, {"assemble": assemble}
-    if config.model_impl == "transformers":
-        raise ValueError(f"quantization={config.quantization!r}, but the network is transformers' "
-                         f"{model_config.architecture}, whose products are its own: leave it out")
+    if model_config.pools and config.model_impl == "transformers":
+        raise ValueError(f"quantization={config.quantization!r}, but {model_config.architecture} "
+                         "is an encoder, which is not rounded: leave it out")
     if stored is not None:
         read_format(stored)
         config = replace(config, quantization=config.quantization or "dequantize")
@@ -202,6 +202,9 @@ def read_format(entry: dict) -> Format:
     method = entry.get("quant_method")
     readers = {"fp8": read_fp8, "compressed-tensors": read_compressed, "gptq": read_gptq,
                "awq": read_awq}
+    if method == "mxfp4":
+        refuse("quant_method", method, "have transformers write it in bfloat16 "
+               "(from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)")
     if not isinstance(method, str) or method not in readers:
         refuse("quant_method", method, f"choose one of {', '.join(readers)}")
     for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config

@@ -18,12 +18,15 @@ attention is called once in each layer; that its mask is causal, or a sliding wi
 from the mask and not from config.json; and that tokens depend on each other through attention only,
 by their positions, without a convolution or a state that rows in one batch would share.
 
+Matrices are multiplied by layers of ours (`Packed`), so that small weights are known here, too.
+
 Known limits: one rank, no CUDA graphs; logits of all positions that were asked for are made at
 once; blocks behind a window are kept. Not known here: requests, the queue. Road not
 taken: files of models in here, as in larger engines; `model.py` is for those who want to read one.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,13 +39,21 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import stored_tensors, text_alone
+from nanoserve.checkpoint.loader import (
+    Tensors,
+    adds_nothing,
+    stored_tensors,
+    text_alone,
+    translated,
+)
 from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.wrappings import check_names
 from nanoserve.config import EngineConfig
+from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.towers import make_network, text_config_of
-from nanoserve.layers import CHECKPOINT_DTYPES, Placement
+from nanoserve.frontend.metrics import say
+from nanoserve.layers import CHECKPOINT_DTYPES, Linear, Placement, Span
 from nanoserve.model import KVCache
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
@@ -200,25 +211,52 @@ class Shape(torch.Tensor):
 
 
 class Packed(nn.Module):
-    """A matrix of transformers' module, multiplied by our namespace in its own layout."""
+    """A matrix of transformers' module, multiplied by a `Linear` of ours, which may round it.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, on: Placement):
+    name: "lm_head" for one, else any. kept: a checkpoint's own 4 bits, of which `weight` was made.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, on: Placement,
+                 name: str = "", kept: Grouped | None = None):
         super().__init__()
-        self.packed, self.bias, self.ops = on.ops.pack(weight.detach()), bias, on.ops
+        outputs, inputs = weight.shape
+        self.linear, self.bias = on.linear(inputs, {name: outputs}, False, on), bias
+        if kept is None:
+            self.linear.weight = nn.Parameter(weight.detach(), requires_grad=False)  # no copy
+        else:
+            self.linear.fill(slice(0, outputs), Span.whole(outputs), kept)
+        self.linear.finish_loading()
         self.weight = weight.to("meta").as_subclass(Shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x.flatten(0, -2), self.packed, self.bias).unflatten(0, x.shape[:-1])
+        return self.linear.multiply(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
 
 
-def pack(module: nn.Module, on: Placement) -> None:
-    """Replace all matrices within a module. GPT-2's are stored transposed."""
-    for name, child in module.named_children():
-        if type(child) in (nn.Linear, Conv1D):
-            weight = child.weight if type(child) is nn.Linear else child.weight.T.contiguous()
-            setattr(module, name, Packed(weight, child.bias, on))
-        else:
-            pack(child, on)
+def pack(network: nn.Module, on: Placement, kept: dict[str, Grouped]) -> None:
+    """Replace all matrices within a network. GPT-2's are stored transposed. kept: by our names."""
+    head, before = network.get_output_embeddings(), sum(p.nbytes for p in network.parameters())
+    for path, module in network.named_modules():  # no list: what was replaced must be freed
+        for name, child in module.named_children():
+            if type(child) in (nn.Linear, Conv1D):
+                weight = child.weight if type(child) is nn.Linear else child.weight.T.contiguous()
+                setattr(module, name, Packed(
+                    weight, child.bias, on, "lm_head" if child is head else name,
+                    kept.get(translated(f"{path}.{name}.weight".lstrip(".")))))
+    if on.linear is not Linear:
+        say_what_stays(network, before)
+
+
+def say_what_stays(network: nn.Module, before: int) -> None:
+    """What no `Packed` multiplies with keeps its dtype: embeddings, and experts, which transformers
+    has as one parameter for all of a layer. before: the bytes of all weights."""
+    stays: Counter[str] = Counter()
+    for module in network.modules():
+        stays[type(module).__name__] += sum(
+            p.nbytes for p in module.parameters(recurse=False) if not p.is_meta)
+    largest = ", ".join(f"{name} {size / before:.0%}" for name, size in stays.most_common(3)
+                        if size >= before / 200)
+    say(f"{stays.total() / before:.0%} of the weights' bytes stay as they are ({largest}), the "
+        "rest is rounded")
 
 
 class TransformersModel(nn.Module):
@@ -231,9 +269,10 @@ class TransformersModel(nn.Module):
     looks_ahead = False
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
-                 first_position: int = 0, left_out: int = 0):
+                 first_position: int = 0, left_out: int = 0,
+                 kept: dict[str, Grouped] | None = None):
         super().__init__()
-        pack(network, on)
+        pack(network, on, kept or {})
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         self.first_position = first_position
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
@@ -414,14 +453,17 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
          on: Placement) -> TransformersModel:
     """The network with its weights on a device. "dummy": transformers' own random weights."""
     left_out: list[int] = []
+    kept: dict[str, Grouped] = {}
     if asked.load_format == "dummy":
         network, _ = made_up(partial(
             make_network, model_class, hf_config, {}, on.dtype, config.has_towers), asked)
     else:
         network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
-                       left_out=left_out if config.has_towers else None)
+                       left_out=left_out if config.has_towers else None, kept=kept,
+                       assemble=config.quantization and partial(
+                           on.assemble, entry=config.quantization))
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
-    return TransformersModel(network, config, on, left_out=sum(left_out))
+    return TransformersModel(network, config, on, left_out=sum(left_out), kept=kept)
 
 
 def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
@@ -438,27 +480,37 @@ def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
 
 def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Path,
          load_format: str, dtype: torch.dtype, passed_over: str = "$^",
-         left_out: list[int] | None = None) -> nn.Module:
+         left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
+         kept: dict[str, Grouped] | None = None) -> nn.Module:
     """transformers makes up what is missing, with a warning. Here that is an error, and so are
-    tensors that are left over, come twice, or are quantised. passed_over: a pattern of names that
-    nobody needs, there or not. left_out: of a wrapping, takes the sizes of its towers' tensors."""
+    tensors that are left over or come twice. passed_over: a pattern of names that nobody needs,
+    there or not. left_out: of a wrapping, takes the sizes of its towers' tensors. assemble: makes
+    weights of a quantised checkpoint's tensors; those that stay in 4 bits are also put into `kept`.
+    """
     check_names(folder, model_class.__name__, has_towers=left_out is not None)
     stored: dict[str, torch.Tensor] = {}
     tensors = stored_tensors(folder, load_format, show_progress=True)
-    for file, name, tensor in tensors if left_out is None else text_alone(tensors, left_out):
+    tensors = tensors if left_out is None else text_alone(tensors, left_out)
+    for file, name, tensor in assemble(tensors) if assemble else tensors:
         if name in stored:
             raise ValueError(f"{file}: the tensor {name} comes twice")
-        stored[name] = tensor
+        if isinstance(tensor, Grouped):
+            kept[translated(name)], tensor = tensor, tensor[:]
+        stored[name] = tensor.to(dtype) if assemble else tensor
     try:
         network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None)
     except Exception as error:  # shapes that don't match, for one
         raise ValueError(f"{folder}: the weights do not match config.json: {error}") from error
     for what, names in found.items():
-        if names := [name for name in map(str, names) if not re.search(passed_over, name)]:
+        if names := [name for name in map(str, names) if not re.search(passed_over, name)
+                     and not (assemble and name in stored and adds_nothing(name, stored[name]))]:
             words = what.replace("_keys", " tensors").replace("_", " ")
             raise ValueError(f"{folder}: {words} for {model_class.__name__}: "
                              f"{', '.join(sorted(names)[:5])}")
     check_weights(network, stored, folder)
+    if assemble and any(type(module) is Conv1D for module in network.modules()):
+        raise ValueError(f"{folder}: quantised weights of {model_class.__name__}, whose matrices "
+                         "are stored transposed, are not supported: use the unquantised checkpoint")
     return network
 
 

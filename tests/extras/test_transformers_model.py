@@ -276,12 +276,6 @@ def test_several_ranks_are_refused_in_words(made):
         start(made["opt"], tensor_parallel_size=2)
 
 
-def test_its_products_are_not_rounded(made):
-    with pytest.raises(ValueError, match="quantization='int8', but the network is transformers' "
-                                         "OPTForCausalLM, whose products are its own"):
-        start(made["opt"], quantization="int8")
-
-
 @pytest.mark.parametrize("change, words", [
     (dict(model_type="nothing"), "knows no model_type='nothing'"),
     (dict(architectures=["OPTForSomething"]), "no model of that name that writes text for 'opt'"),
@@ -290,7 +284,9 @@ def test_its_products_are_not_rounded(made):
      "so install that"),
     (dict(max_position_embeddings=None), None),
     (dict(num_attention_heads="x"), "config.json"),
-    (dict(quantization_config={"quant_method": "gptq"}), "quantised checkpoints are not supported"),
+    (dict(quantization={"bits": 4}), "MLX's quantised checkpoints are not supported"),
+    (dict(quantization_config={"quant_method": "mxfp4"}), "quant_method='mxfp4' is not supported: "
+                                                          "have transformers write it in bfloat16"),
 ], ids=str)
 def test_a_config_that_can_not_be_served_is_explained(tmp_path, change, words):
     folder = make(ARCHITECTURES["opt"](), tmp_path / "opt")
