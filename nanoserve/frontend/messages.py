@@ -51,18 +51,23 @@ def render_messages(conversation: list[dict], render: Callable[[list[dict]], str
 def _find_dropped(messages: list[dict], texts: list[str], prompt: str,
                   render: Callable) -> dict | None:
     """The first message whose text is not written. A short text may be in the prompt by chance, so
-    only where the usual roles say it, is that proof enough."""
-    doubtful = {i: text for i, text in enumerate(texts) if text and (
-        text not in prompt or messages[i]["role"] not in ("user", "assistant"))}
-    if not doubtful:
+    that is proof enough only if all are of the usual roles, and there in their order."""
+    at = 0  # each text is looked for behind the one before it: a long chat is read once
+    for message, text in zip(messages, texts, strict=True):
+        at = prompt.find(text, at)
+        if at < 0 or message["role"] not in ("user", "assistant"):
+            break
+        at += len(text)
+    else:
         return None
-    marks = {i: f"mark{i}mark" for i in doubtful}
+    marks = [text and f"mark{i}mark" for i, text in enumerate(texts)]
     try:
-        prompt = render([message | {"content": _like(message["content"], marks[i])} if i in marks
-                         else message for i, message in enumerate(messages)])
+        prompt = render([message | {"content": _like(message["content"], mark)}
+                         for message, mark in zip(messages, marks, strict=True)])
     except Exception:  # the template looks into the text: then that counts
-        marks = doubtful
-    return next((messages[i] for i, mark in marks.items() if mark not in prompt), None)
+        marks = texts
+    return next((message for message, mark in zip(messages, marks, strict=True)
+                 if mark not in prompt), None)
 
 
 def _tidy(message: dict) -> dict:
@@ -76,7 +81,8 @@ def _tidy(message: dict) -> dict:
         kept.setdefault("tool_calls", [{"type": "function", "function": function}])
     content = kept.pop("content", None)
     if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content):
+            isinstance(part, dict) and part.get("type") == "text"
+            and isinstance(part.get("text"), str) for part in content):
         content = "\n".join(part["text"] for part in content)
     if content is None and (role == "assistant" or message.get("content") == []):
         content = kept.pop("refusal", "")

@@ -122,7 +122,7 @@ def test_no_message_is_dropped_without_a_word(role):
     assert got("old llama", [chat[0], dict(role="assistant", content="")])
     with pytest.raises(ValueError, match="does not write this message.*'Second'"):
         render_messages([dict(role="user", content="First"), dict(role="user", content="Second")],
-                        lambda messages: messages[0]["content"])
+                        lambda messages: str(messages[0]["content"]))
 
 
 def test_texts_that_a_template_changes_are_not_missed():
@@ -136,6 +136,8 @@ def test_texts_that_a_template_changes_are_not_missed():
 @pytest.mark.parametrize(("message", "words"), [
     (dict(role="user", content=None), "content must be text"), (dict(role="user"), "must be text"),
     (dict(role="user", content=[dict(type="image_url")]), "content must be text"),
+    (dict(role="user", content=[dict(type="text")]), "content must be text"),
+    (dict(role="user", content=[dict(type="text", text=5)]), "content must be text"),
     (dict(content="x"), "needs a 'role'"),
     (dict(role="assistant", tool_calls=[call("{")]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[call("[1]")]), "arguments that are a JSON object"),
@@ -153,3 +155,20 @@ def test_a_call_without_arguments_has_an_empty_object():
         chat = [dict(role="user", content="a"), dict(role="assistant", tool_calls=[call(given)])]
         assert '"parameters": {}}' in got("llama 3.1", chat)
         assert "weather({})" in got("plain text", chat)
+
+
+def test_a_long_conversation_is_looked_through_once():
+    """Looking for each of 1,000 texts from the beginning of the prompt on took 0.3 s."""
+    chat = [dict(role=("user", "assistant")[i % 2], content=f"text {i} " * 100)
+            for i in range(1000)]
+    searched = []
+
+    class Prompt(str):
+        def find(self, text, at):
+            found = str.find(self, text, at)
+            searched.append(found + len(text) - at)
+            return found
+
+    prompt = render_messages(chat, lambda messages: Prompt(
+        "\n".join(message["content"] for message in messages)))
+    assert sum(searched) <= len(prompt) and len(searched) == 1000
