@@ -109,8 +109,15 @@ class Detokenizer:
 
         They leave the window, or become its context: a decoder with byte tokens has to see what has
         spoilt their run. Example: of FF, 25 times, four stay. Of E4 BD, twelve times, and E4 five
-        stay, because four would begin with BD, in the middle of a broken character.
+        stay, because four would begin with BD, in the middle of a broken character. Tokens without
+        any text go first: 25 of them may stand between the bytes of one character.
         """
+        loud = [token_id for token_id in self.pending if self._decode([token_id])]
+        if len(loud) < len(self.pending) and self._decode(context + loud) == after:
+            self.num_emitted += len(self.pending) - len(loud)
+            self.pending = loud
+            if len(loud) <= 4:
+                return None
         for num in range(len(self.pending) - 4, len(self.pending) - 8, -1):
             head, tail = self.pending[:num], self.pending[num:]
             emitted = self._decode(context + head)

@@ -89,6 +89,27 @@ def test_broken_text_of_any_length_reads_as_the_tokenizer_reads_it(name, data):
     assert final == unwatched == truth(name, prompt, output)
 
 
+@pytest.mark.parametrize("name", ["qwen", "llama_3"])
+@no_clock
+@given(data=st.data(), skip=st.booleans())
+def test_silent_tokens_between_the_bytes_of_a_character_change_nothing(name, data, skip):
+    """However many special tokens that are skipped, and ids that the tokenizer can't name, stand
+    between the halves of a character, it is one."""
+    silent = st.sampled_from([start_of(name), len(TOKENIZERS[name]) + 3])
+    runs = st.tuples(silent, st.integers(1, 60)).map(lambda run: [run[0]] * run[1])
+    some = st.sampled_from(["上", "😀", "é", "a"]).map(lambda text: byte_ids(name, text.encode()))
+    broken = st.sampled_from([b"\xff", b"\xe4\xbd", b"\xf0\x9f\x98"]).map(
+        lambda raw: byte_ids(name, raw * 9))
+    output = []
+    for piece in data.draw(st.lists(some | broken, min_size=1, max_size=6)):
+        at = data.draw(st.integers(0, len(piece)))
+        output += piece[:at] + data.draw(runs) + piece[at:]
+    prompt = [start_of(name), *encode(name, "Say:")]
+    _, final, lengths = read(name, prompt, output, skip_special_tokens=skip)
+    assert final == truth(name, prompt, output, skip)
+    assert max(lengths) < 3 * PATIENCE
+
+
 def test_a_long_stop_string_costs_no_token_its_length():
     """Each token tried all beginnings of a stop string anew: 0.4 ms for one of 6,000 characters."""
     [letter], prompt = encode("qwen", "A"), [start_of("qwen")]
