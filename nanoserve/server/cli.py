@@ -6,7 +6,7 @@
 
 Every option of `EngineConfig` is an option here, by its name with dashes: they are made from the
 dataclass, so a new one is there at once, checked by its own rule. An option of a dict takes JSON.
-So is what words/vllm.py says of vLLM's options: `LLM` takes or refuses them, with what to do.
+vLLM's other options are read, too, and `LLM` renames, drops or refuses them (words/vllm.py).
 
 After SIGTERM or Ctrl-C the server takes no more connections. Running requests may finish within
 `--drain-seconds`; then they are aborted, and the process ends with status 0.
@@ -16,11 +16,13 @@ all addresses. Not known here: endpoints. Road not taken: typer or click, for on
 """
 
 import argparse
+import errno
 import json
 import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -184,16 +186,20 @@ def load_adapters(llm: LLM, modules: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises `OSError` if the port is taken."""
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
-    return sock
+    """A bound socket that does not listen yet. Raises `OSError` if there is no such address, or if
+    the port is taken. (The system would take port 65,536 for 0, which is any that is free.)"""
+    with ExitStack() as ends:
+        try:
+            if not 0 <= port < 2 ** 16:
+                raise OSError(errno.EINVAL, "choose a port from 0 to 65535")
+            family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sock = ends.enter_context(socket.socket(family, kind))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError as error:
+            raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
+        ends.pop_all()
+        return sock
 
 
 class Door(uvicorn.Server):

@@ -89,6 +89,17 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(capsys, mo
     assert "can't listen on 127.0.0.1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("host", "port", "said"), [
+    ("127.0.0.1", "65536", "from 0 to 65535"), ("127.0.0.1", "-1", "from 0 to 65535"),
+    ("no.such.host.invalid", "0", "no.such.host.invalid")])
+def test_an_address_that_there_is_not_is_refused_before_the_model_is_loaded(
+        host, port, said, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "LLM", None)
+    with pytest.raises(SystemExit):
+        cli.main(["--host", host, "--port", port])
+    assert said in capsys.readouterr().err
+
+
 def test_nobody_but_this_machine_is_served_unless_asked():
     assert cli.make_parser().parse_args([]).host == "127.0.0.1"
     with cli.listen("127.0.0.1", 0) as sock:
