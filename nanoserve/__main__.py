@@ -2,6 +2,7 @@
 
     nanoserve                   the list
     nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
+    nanoserve trace             the scheduler at work, without a model (tools/trace.py)
     nanoserve verify [MODEL]    the engine's text beside transformers' (tools/verify.py)
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
@@ -54,13 +55,13 @@ def run(name: str, argv: list[str]) -> int:
     """Import a command's module and call its `main`."""
     module = COMMANDS[name]
     if not HOME.joinpath(*module.split(".")).with_suffix(".py").exists():
-        print(f"{module} is not there: it belongs to an annex, which may be deleted",
+        print(f"{module} is not there: it belongs to an annexe, which may be deleted",
               file=sys.stderr)
         return 2
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
-        room = module.split(".")[1]  # an extra has its annex's name
+        room = module.split(".")[1]  # pip's extra has the annexe's name
         print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
               f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
         return 2

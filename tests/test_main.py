@@ -48,7 +48,7 @@ def test_a_wrong_command_is_explained(capsys, argv, says):
 def test_a_command_of_a_deleted_annex_is_explained(capsys, monkeypatch):
     monkeypatch.setitem(door.COMMANDS, "gone", "nanoserve.extras.gone")
     assert door.main(["gone"]) == 2
-    assert "nanoserve.extras.gone is not there: it belongs to an annex" in capsys.readouterr().err
+    assert "nanoserve.extras.gone is not there: it belongs to an annexe" in capsys.readouterr().err
 
 
 def test_a_command_gets_its_arguments(monkeypatch):
