@@ -104,7 +104,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_controls_equal_the_naive_loop(qwen3, cases, mode):
-    """Sixteen requests in one engine, each with its own controls: none knows of the others."""
+    """All of them in one engine, each with its own controls: none knows of the others."""
     llm = LLM(qwen3, dtype="float32", device="cpu",
               **dict(num_gpu_blocks_override=64) | MODES[mode])
     steps, schedule = [], llm.scheduler.schedule
