@@ -225,7 +225,7 @@ class SamplingParams:
     presence_penalty: float = control(0.0, PENALTY)  # taken off every token that is in the output
     frequency_penalty: float = control(0.0, PENALTY)  # taken off a token as often as it is there
     repetition_penalty: float = control(1.0, FACTOR)  # divides logits of the prompt's tokens, too
-    temperature: float = option(1.0, number(0, 2))  # 0: greedy
+    temperature: float = option(1.0, number(0))  # 0: greedy
     top_p: float = option(1.0, rules.SHARE)  # the likeliest tokens that have it together
     top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
     min_p: float = option(0.0, number(0, 1))  # none less likely than the likeliest times this
@@ -236,7 +236,7 @@ class SamplingParams:
     max_tokens: int | None = option(16, rules.COUNT_OR_NONE)  # None: up to max_model_len
     min_tokens: int = control(0, rules.SIZE)  # no EOS, stop token or stop string before so many
     logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of each token, and of the likeliest
-    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL, offline=True)  # of the prompt's
+    prompt_logprobs: int | None = option(None, rules.COUNT_OR_ALL)  # of the prompt's
     detokenize: bool = option(True, rules.FLAG, offline=True)
     skip_special_tokens: bool = option(True, rules.FLAG)
     include_stop_str_in_output: bool = option(False, rules.FLAG)
