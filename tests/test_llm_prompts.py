@@ -139,7 +139,7 @@ def test_bad_prompts_are_refused(llm, expected, prompt, says):
 def test_a_prompt_that_is_too_long_is_refused(llm, expected, length):
     """mini-sglang logged an over-long prompt and dropped it: the caller waited for ever, or got an
     empty text. The message has the length, the maximum and the option to change."""
-    says = rf"{length} tokens.*max_model_len is {MAX_MODEL_LEN}.*raise max_model_len"
+    says = rf"{length} tokens.*context length is {MAX_MODEL_LEN} tokens.*raise max_model_len"
     for call in (lambda: run(llm, [7] * length), lambda: run(llm, "x" * length),
                  lambda: llm.add_request("r", [7] * length)):
         with pytest.raises(ValueError, match=says):

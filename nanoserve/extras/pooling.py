@@ -267,9 +267,9 @@ class PoolingInputs(InputProcessor):
             ids = self.pooler.cut(ids, min(limit if count == -1 else count, len(ids)))
         if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {limit}: shorten it, cut "
-                "it with truncate_prompt_tokens, or raise max_model_len (and "
-                "kv_cache_memory_bytes, if the KV cache is what limits it)")
+                f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
+                f"{limit} tokens: shorten it, cut it with truncate_prompt_tokens, or raise "
+                "max_model_len (and kv_cache_memory_bytes, if the KV cache is what limits it)")
         return ids
 
     # ------------------------------------------------------ offline batches

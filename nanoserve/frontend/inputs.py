@@ -56,9 +56,10 @@ class InputProcessor:
         limit = self.config.max_model_len
         if len(ids) >= limit:  # with 1,024: a prompt of 1,023 leaves room for one token, 1,024 none
             raise ValueError(
-                f"the prompt has {len(ids)} tokens and max_model_len is {limit}, prompt and at "
-                "least one output token together: shorten the prompt, or raise max_model_len (and "
-                "kv_cache_memory_bytes, if the KV cache is what limits it)")
+                f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
+                f"{limit} tokens, prompt and at least one output token together: shorten the "
+                "prompt, or raise max_model_len (and kv_cache_memory_bytes, if the KV cache is "
+                "what limits it)")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: use stop_token_ids")
         params.stop_token_ids = [*params.stop_token_ids, *self._stops_that_are_skipped(params)]
