@@ -84,7 +84,8 @@ class Answer:
                                self.outputs[request.request_id])
                    for request in self.requests
                    for sample in self.outputs[request.request_id].outputs]
-        return self.head(self.whole_name) | dict(choices=choices, usage=self.usage())
+        return self.head(self.whole_name) | dict(choices=choices, usage=self.usage(),
+                                                 **self.beside_choices())
 
     async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[bytes]:
         """Events, one for each choice that has news (outputs are DELTA)."""
@@ -93,18 +94,23 @@ class Answer:
             head["usage"] = None  # OpenAI's: there in every piece, and null until the last
         ended: set[int] = set()
         for data in self.openings():
+            if self.body.counts_as_it_goes:
+                head["usage"] = self.usage()
             yield event(head | data)
         requests = {request.request_id: request for request in self.requests}
         async for output in outputs:
             self._count(output)
-            for sample in output.outputs:
+            request = requests[output.request_id]
+            for sample in self.ready(request, output):
                 index = self.first[output.request_id] + sample.index
                 if index in ended or not (sample.text or sample.token_ids or sample.finish_reason):
                     continue
                 if sample.finish_reason is not None:
                     ended.add(index)
-                choice = self.piece(index, requests[output.request_id], sample)
-                yield event(head | {"choices": [choice]})
+                if self.body.counts_as_it_goes:
+                    head["usage"] = self.usage()
+                for choice in self.news(index, request, sample):
+                    yield event(head | {"choices": [choice]})
         if self.body.include_usage:
             yield event(head | {"choices": [], "usage": self.usage()})
         yield DONE
@@ -113,12 +119,43 @@ class Answer:
         """What a stream begins with, before any token is known."""
         return []
 
+    def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
+        """What of a stream's new output can be shown now."""
+        return output.outputs
+
+    def beside_choices(self) -> dict:
+        """What stands beside the choices of a whole answer."""
+        return {}
+
     def choice(self, index: int, request: Request, sample: CompletionOutput,
                output: RequestOutput) -> dict:
         raise NotImplementedError
 
-    def piece(self, index: int, request: Request, sample: CompletionOutput) -> dict:
+    def news(self, index: int, request: Request, sample: CompletionOutput) -> list[dict]:
+        """The pieces that tell a choice's news."""
         raise NotImplementedError
+
+    # ---------------------------------------------------- vLLM's additions
+
+    def token_ids(self, sample: CompletionOutput) -> dict:
+        return dict(token_ids=sample.token_ids) if self.body.return_token_ids else {}
+
+    def of_prompt(self, request: Request, output: RequestOutput | None = None) -> dict:
+        """A prompt's ids and logprobs, where they are asked for."""
+        found = {}
+        if self.body.return_token_ids:
+            found["prompt_token_ids"] = request.prompt_token_ids
+        if output is not None and self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = [
+                entries and {str(token_id): vars(entry) | dict(logprob=clamp(entry))
+                             for token_id, entry in entries.items()}
+                for entries in output.prompt_logprobs]
+        return found
+
+    def name(self, token_id: int, entry: Logprob) -> str:
+        """What a token is called among logprobs."""
+        as_id = self.body.return_tokens_as_token_ids
+        return f"token_id:{token_id}" if as_id else token_text(token_id, entry)
 
 
 class CompletionAnswer(Answer):
@@ -131,31 +168,52 @@ class CompletionAnswer(Answer):
     def __post_init__(self):
         super().__post_init__()
         self.offsets: dict[int, int] = {}  # characters of a choice that were shown
-        self.echoed: set[int] = set()
+        self.begun: set[int] = set()
+        # Of streams with echo and logprobs: a prompt's own, and what waits for them.
+        self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
+        self.held: dict[str, list[CompletionOutput]] = {}
+
+    def _count(self, output: RequestOutput) -> None:
+        for sample in output.outputs if self.body.only_echo else ():
+            sample.text, sample.token_ids, sample.stop_reason = "", [], None
+            sample.logprobs = sample.logprobs and []
+            sample.finish_reason = sample.finish_reason and "length"
+        super()._count(output)
+
+    def ready(self, request, output) -> list[CompletionOutput]:
+        """Only the first sample scores the prompt, and others may be ahead of it: they wait."""
+        if not self.body.scores_prompt:
+            return output.outputs
+        scored = self.scored[request.request_id]
+        scored += output.prompt_logprobs
+        held = self.held.pop(request.request_id, []) + output.outputs
+        if output.finished or len(scored) == len(request.prompt_token_ids):
+            return held
+        self.held[request.request_id] = held
+        return []
 
     def choice(self, index, request, sample, output) -> dict:
+        return self._choice(index, request, sample, output.prompt_logprobs, output)
+
+    def news(self, index, request, sample) -> list[dict]:
+        return [self._choice(index, request, sample, self.scored[request.request_id])]
+
+    def _choice(self, index: int, request: Request, sample: CompletionOutput,
+                of_prompt: list | None, output: RequestOutput | None = None) -> dict:
+        """A choice, or its next piece. of_prompt: logprobs."""
         text, token_ids, logprobs = sample.text, sample.token_ids, sample.logprobs
-        start = 0
-        if self.body.echo:
-            text = request.prompt + text
-            if logprobs is not None:
-                token_ids = request.prompt_token_ids + token_ids
-                logprobs = output.prompt_logprobs + logprobs
-            start = len(request.prompt) if logprobs is None else 0
-        return self._choice(index, text, sample, self._logprobs(token_ids, logprobs, start)[0])
-
-    def piece(self, index, request, sample) -> dict:
-        text = sample.text
-        if self.body.echo and index not in self.echoed:
-            self.echoed.add(index)
-            text = request.prompt + text
-        logprobs, self.offsets[index] = self._logprobs(
-            sample.token_ids, sample.logprobs, self.offsets.get(index, 0))
-        return self._choice(index, text, sample, logprobs)
-
-    def _choice(self, index: int, text: str, sample: CompletionOutput, logprobs) -> dict:
-        return dict(index=index, text=text, logprobs=logprobs, finish_reason=sample.finish_reason,
-                    stop_reason=sample.stop_reason)
+        more = self.token_ids(sample)
+        if index not in self.begun:
+            self.begun.add(index)
+            more |= self.of_prompt(request, output)
+            if self.body.echo:
+                text = request.prompt + text
+                if logprobs is not None:
+                    token_ids = request.prompt_token_ids[:len(of_prompt)] + token_ids
+                    logprobs = of_prompt + logprobs
+        found, self.offsets[index] = self._logprobs(token_ids, logprobs, self.offsets.get(index, 0))
+        return dict(index=index, text=text, logprobs=found, finish_reason=sample.finish_reason,
+                    stop_reason=sample.stop_reason, **more)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[dict | None] | None,
                   offset: int) -> tuple[dict | None, int]:
@@ -166,13 +224,23 @@ class CompletionAnswer(Answer):
         tokens, values, tops, offsets = [], [], [], []
         for token_id, entries in zip(token_ids, logprobs, strict=True):
             entry = (entries or {}).get(token_id)
-            tokens.append(self.text_of(token_id) if entry is None else token_text(token_id, entry))
+            text = self.text_of(token_id) if entry is None else token_text(token_id, entry)
+            as_id = self.body.return_tokens_as_token_ids
+            tokens.append(f"token_id:{token_id}" if as_id else text)
             values.append(None if entry is None else clamp(entry))
-            tops.append(None if entries is None else top_logprobs(entries))
+            tops.append(None if entries is None else self._tops(entries))
             offsets.append(offset)
-            offset += len(tokens[-1])
+            offset += len(text)
         return dict(tokens=tokens, token_logprobs=values, top_logprobs=tops,
                     text_offset=offsets), offset
+
+    def _tops(self, entries: dict[int, Logprob]) -> dict[str, float]:
+        """By text. Where several tokens have one text, the first stays: the token itself, which is
+        the first of `entries`, or else the likeliest."""
+        tops: dict[str, float] = {}
+        for token_id, entry in entries.items():
+            tops.setdefault(self.name(token_id, entry), clamp(entry))
+        return tops
 
     def text_of(self, token_id: int) -> str:
         tokenizer = self.requests[0].tokenizer
@@ -189,22 +257,33 @@ class ChatAnswer(Answer):
     def choice(self, index, request, sample, output) -> dict:
         message = dict(role="assistant", content=sample.text, refusal=None)
         return dict(index=index, message=message, logprobs=self._logprobs(sample),
-                    finish_reason=sample.finish_reason, stop_reason=sample.stop_reason)
+                    finish_reason=sample.finish_reason, stop_reason=sample.stop_reason,
+                    **self.token_ids(sample))
+
+    def beside_choices(self) -> dict:
+        [request] = self.requests
+        return self.of_prompt(request, self.outputs[request.request_id])
 
     def openings(self) -> list[dict]:
         """The role of every choice, sent before its first token."""
-        return [{"choices": [self._piece(index, dict(role="assistant", content=""))]}
-                for index in range(len(self.requests) * self.body.num_samples)]
+        return [{"choices": [self._piece(index, dict(role="assistant", content=""))],
+                 **self.of_prompt(self.requests[0])} for index in range(self.body.num_samples)]
 
-    def piece(self, index, request, sample) -> dict:
-        delta = dict(content=sample.text) if sample.text or sample.token_ids else {}
-        return self._piece(index, delta, self._logprobs(sample), sample.finish_reason,
-                           sample.stop_reason)
+    def news(self, index, request, sample) -> list[dict]:
+        """As OpenAI's, the end is a piece without text."""
+        pieces = []
+        if sample.text or sample.token_ids:
+            pieces.append(self._piece(index, dict(content=sample.text), self._logprobs(sample),
+                                      **self.token_ids(sample)))
+        if sample.finish_reason is not None:
+            pieces.append(self._piece(index, {}, None, sample.finish_reason, sample.stop_reason))
+        return pieces
 
     def _piece(self, index: int, delta: dict, logprobs: dict | None = None,
-               finish_reason: str | None = None, stop_reason: int | str | None = None) -> dict:
+               finish_reason: str | None = None, stop_reason: int | str | None = None,
+               **more) -> dict:
         return dict(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason,
-                    stop_reason=stop_reason)
+                    stop_reason=stop_reason, **more)
 
     def _logprobs(self, sample: CompletionOutput) -> dict | None:
         """OpenAI's newer format: an object for each token."""
@@ -213,27 +292,17 @@ class ChatAnswer(Answer):
         content = []
         for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
             likeliest = sorted(entries.items(), key=lambda one: one[1].rank)
-            tops = [entry_object(*one) for one in islice(likeliest, self.body.num_logprobs())]
-            content.append(entry_object(token_id, entries[token_id]) | dict(top_logprobs=tops))
+            tops = [self._object(*one) for one in islice(likeliest, self.body.num_logprobs())]
+            content.append(self._object(token_id, entries[token_id]) | dict(top_logprobs=tops))
         return dict(content=content, refusal=None)
 
-
-def entry_object(token_id: int, entry: Logprob) -> dict:
-    text = token_text(token_id, entry)
-    return dict(token=text, logprob=clamp(entry), bytes=list(text.encode("utf-8", "replace")))
+    def _object(self, token_id: int, entry: Logprob) -> dict:
+        text = self.name(token_id, entry)
+        return dict(token=text, logprob=clamp(entry), bytes=list(text.encode("utf-8", "replace")))
 
 
 def token_text(token_id: int, entry: Logprob) -> str:
     return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
-
-
-def top_logprobs(entries: dict[int, Logprob]) -> dict[str, float]:
-    """By text. Where several tokens have one text, the first stays: the token itself, which is the
-    first of `entries`, or else the likeliest."""
-    tops: dict[str, float] = {}
-    for token_id, entry in entries.items():
-        tops.setdefault(token_text(token_id, entry), clamp(entry))
-    return tops
 
 
 def clamp(entry: Logprob) -> float:

@@ -36,6 +36,7 @@ from starlette.exceptions import HTTPException
 
 import nanoserve
 from nanoserve.config import SamplingParams
+from nanoserve.frontend.metrics import say
 from nanoserve.server import pooling
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
 from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
@@ -57,24 +58,36 @@ from nanoserve.server.protocol import (
 from nanoserve.server.tracer import Tracer, page
 
 GONE = 499  # nginx's status for a client that has closed the connection
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
+MAX_TOLD = 100  # unknown fields that are logged, each once
 COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
 
 
 class Server:
     """What the endpoints share. names: the model's names for clients; answers have the first.
     chat_template: replaces the tokenizer's own. lora_requests: one for each further
-    name."""
+    name. strict: whether a field that nobody knows is refused."""
 
     def __init__(self, engine: AsyncLLM, names: list[str], chat_template: str | None = None,
-                 lora_requests: dict[str, Any] | None = None):
+                 lora_requests: dict[str, Any] | None = None, strict: bool = False):
         self.engine, self.llm = engine, engine.llm
         self.names, self.chat_template = names, chat_template
         self.lora_requests = lora_requests or {}
+        self.strict = strict
+        self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
         self.collector = Collector(self.llm, names[0])
         self.tracer = Tracer(self.llm)
 
-    def check_model(self, body: Body) -> None:
+    def check(self, body: Body) -> None:
+        """Its unknown fields and its model."""
+        for name in body.unknown:
+            if self.strict:
+                raise BadRequest(f"there is no field {name} (--strict): leave it out", name)
+            if name not in self.told and len(self.told) < MAX_TOLD:
+                self.told.add(name)
+                say(f"a client sends the field {name!r:.80}, which is passed over (--strict "
+                    "refuses it)")
         names = [*self.names, *self.lora_requests]
         if body.model is not None and body.model not in names:
             raise BadRequest(f"the model {body.model!r} does not exist: this server has "
@@ -86,7 +99,7 @@ class Server:
 
     async def generate(self, body: GenerationBody, http: Request) -> Response:
         """A completion or a chat."""
-        self.check_model(body)
+        self.check(body)
         kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
         name = f"{kind.prefix}-{uuid4().hex}"
         prompts = [None] if isinstance(body, ChatBody) else as_prompts(body.prompt)
@@ -114,18 +127,30 @@ class Server:
                 # A partial, because a template's variables may have any name, `self` too.
                 prompt = await self.engine.tokenize(
                     partial(self._render, body.conversation(), options))
+            if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
+                prompt = await self.engine.tokenize(self._shaped, prompt, body)
             request = await self.engine.prepare(prompt, params, request_id, body.priority or 0,
                                                 self.lora_requests.get(body.model))
             count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
             if body.limit() is not None and count + body.limit() > limit:
                 raise BadRequest(
-                    f"the prompt has {count} tokens and max_tokens is {body.limit()}, together "
-                    f"more than the {limit} of this model: shorten the prompt or ask for less",
-                    "max_tokens", code="context_length_exceeded")
+                    f"this model's maximum context length is {limit} tokens, but the prompt has "
+                    f"{count} and max_tokens is {body.limit()}: shorten the prompt or ask for less",
+                    "max_tokens", code=TOO_LONG)
             if request.prompt is None and getattr(body, "echo", False):
                 request.prompt = await self.engine.tokenize(
                     self.llm.tokenizer.decode, request.prompt_token_ids)
         return request
+
+    def _shaped(self, prompt: Any, body: GenerationBody) -> dict:
+        """The prompt's tokens as the body wants them. Raises `ValueError`."""
+        text, ids = self.llm.inputs.read_prompt(prompt)
+        if body.add_special_tokens is not None and text is not None:
+            ids = self.llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        if (count := body.truncate_prompt_tokens) is not None:
+            room = max(1, self.llm.config.max_model_len - (body.limit() or 1))
+            text, ids = None, ids[-(room if count == -1 else count):]
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def _render(self, conversation: list[dict], options: dict) -> dict:
         """Raises `ValueError`."""
@@ -165,9 +190,10 @@ class Server:
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
-               lora_requests: dict[str, Any] | None = None, **limits) -> Guard:
+               lora_requests: dict[str, Any] | None = None, strict: bool = False,
+               **limits) -> Guard:
     """The whole application. The engine is shut down with it. limits: those of `Guard`."""
-    server = Server(engine, names, chat_template, lora_requests)
+    server = Server(engine, names, chat_template, lora_requests, strict)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -203,7 +229,7 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
         return await pooled(pooling.rerank, body, http)
 
     async def pooled(endpoint, body: Body, http: Request) -> Response:
-        server.check_model(body)
+        server.check(body)
         with bad_requests(body):
             job = pooling.Job(server.engine, server.served_name(body), server.chat_template,
                               server.lora_requests.get(body.model))
@@ -252,6 +278,10 @@ def _add_errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":  # its place is a number, and no field
             return error_response(400, "the body is no JSON from character "
                                   f"{first['loc'][-1]} on: {first['ctx']['error']}")
+        kind = http.headers.get("content-type", "none at all")
+        if first["loc"] == ("body",) and "json" not in kind:
+            return error_response(415, "the body was not read, because its Content-Type is "
+                                  f"{kind}: send the header Content-Type: application/json")
         path = [str(part) for part in first["loc"] if part != "body"]
         return error_response(400, f"{'.'.join(path) or 'the body'}: {first['msg']}",
                               param=path[0] if path else None)
@@ -296,7 +326,9 @@ def bad_requests(body: Body):
     except BadRequest:
         raise
     except ValueError as error:
-        raise BadRequest(str(error), blamed_field(str(error), body)) from error
+        said = str(error)
+        code = TOO_LONG if "maximum context length is" in said else None
+        raise BadRequest(said, blamed_field(said, body), code=code) from error
 
 
 async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:

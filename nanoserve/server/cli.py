@@ -59,6 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     door.add_argument("--lora-modules", nargs="+", type=lora_module, default=[],
                       metavar="NAME=FOLDER", help="adapters, each a model of its own name for "
                       "clients; with --enable-lora")
+    door.add_argument("--strict", action="store_true", help="refuse fields that nobody knows, "
+                      "which are logged once and passed over otherwise")
     door.add_argument("--max-requests", type=positive, default=1024,
                       help="sequences that may be open, running or waiting; more get a 429")
     door.add_argument("--max-body-bytes", type=positive, default=4 * 2 ** 20,
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.exit(2, f"nanoserve: {error}\n")
     keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
-    app = create_app(AsyncLLM(llm), names, template, lora_requests, api_keys=keys,
+    app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
                      max_requests=args.max_requests, max_body_bytes=args.max_body_bytes)
     config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)

@@ -6,11 +6,13 @@ A body passes three checks, and whatever fails is a 400 that names the field:
     meaning    `SamplingParams`, the chat template, the prompt  where offline requests are checked
     capacity   the prompt and max_tokens must fit together      api.py
 
-Which fields there are follows from `SamplingParams`: a new one is served at once. Fields that are
-not served stand in the table of words/vllm.py. *Harmless* ones change nothing about the text and
-are passed over. Others would change it, so that ignoring them would give another text than the one
-that was asked for; the answer says what to do instead. A field without a row is refused, too: it
-may be a misspelt one.
+Which fields there are follows from `SamplingParams`: a new one is served at once. Of the others
+
+    null, or a value that asks for nothing      is passed over
+    would change the text (words/vllm.py)       400: what to do instead
+    nearly the name of a field here             400: did you mean ...?
+    harmless (words/vllm.py)                    is passed over
+    unknown                                     is passed over and logged once; 400 with `--strict`
 
 Invariant: a field that is left out, or null, has the model's own value (generation_config.json),
 which is not always the default of `SamplingParams`. Without `max_tokens` a chat may use all the
@@ -21,10 +23,11 @@ what OpenAI serves and not what this server does.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.words import vllm
@@ -40,6 +43,7 @@ NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tok
 # another.
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
+Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many stay; -1: what fits
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -58,33 +62,49 @@ class BadRequest(ValueError):
         self.param, self.status, self.code = param, status, code
 
 
-class Body(BaseModel):
-    """What all bodies have in common."""
+class Fields(BaseModel):
+    """An object that clients send. `unknown` has the names that are nobody's."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="ignore")
+    _unknown: list[str] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def pass_over_or_refuse(cls, body: Any, make: Callable[[Any], "Fields"]) -> "Fields":
+        """Look at the names first, and at the fields' values then."""
+        unknown = cls._check_names(body) if isinstance(body, dict) else []
+        made = make(body)
+        made._unknown = unknown
+        return made
+
+    @classmethod
+    def _check_names(cls, body: dict) -> list[str]:
+        unknown = []
+        for name, value in body.items():
+            row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
+            if name in cls.model_fields or value is None or (row and row.asks_for_nothing(value)):
+                continue
+            if row is not None:
+                raise BadRequest(f"{name} is not supported: {row.remedy}", name)
+            if near := vllm.nearest(name, cls.model_fields):
+                raise BadRequest(f"there is no field {name}: did you mean {near}?", name)
+            unknown.append(name)
+        return unknown
+
+    @property
+    def unknown(self) -> list[str]:
+        return self._unknown
+
+
+class Body(Fields):
+    """What all bodies have in common."""
 
     model: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def pass_over_or_refuse(cls, body: Any) -> Any:
-        """Runs before the fields are looked at. A name without a row is left to pydantic."""
-        if not isinstance(body, dict):
-            return body
-        kept = {}
-        for name, value in body.items():
-            row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
-            if name in cls.model_fields or row is None:
-                kept[name] = value
-            elif not row.asks_for_nothing(value):
-                raise BadRequest(f"{name} is not supported: {row.remedy}", name)
-        return kept
 
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class StreamOptions(Fields):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far, in every piece
     include_obfuscation: bool | None = None  # padding against listeners: there is none
 
 
@@ -102,7 +122,13 @@ class GenerationBody(Controls):
     logit_bias: dict[str, float] | None = None  # JSON's keys are texts
     response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form ...
     structured_outputs: dict[str, Any] | None = None  # ... and vLLM's
+    prompt_logprobs: Logprobs | None = None
     priority: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # newer than max_tokens
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Cut | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -112,7 +138,7 @@ class GenerationBody(Controls):
 
     def limit(self) -> int | None:
         """The client's own limit of output tokens."""
-        return self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """defaults: the model's own, with the endpoint's `max_tokens`. Raises `ValueError`."""
@@ -144,11 +170,18 @@ class GenerationBody(Controls):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def counts_as_it_goes(self) -> bool:
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+
     @model_validator(mode="after")
     def check_stream(self) -> "GenerationBody":
-        if self.stream_options is not None and not self.stream:
+        if self.include_usage and not self.stream:
             raise BadRequest("stream_options has a meaning only with stream=true: leave it out",
                              "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs come with a whole answer only: use stream=false",
+                             "prompt_logprobs")
         return self
 
 
@@ -162,16 +195,22 @@ class CompletionBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def only_echo(self) -> bool:
+        """To score a prompt: one token is computed, which nobody sees."""
+        return bool(self.echo) and self.max_tokens == 0 and self.max_completion_tokens is None
+
+    def limit(self) -> int | None:
+        return 1 if self.only_echo else super().limit()
+
+    @property
+    def scores_prompt(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         params = super().sampling_params(defaults)
-        scored = self.echo and self.logprobs is not None
+        scored = self.scores_prompt and self.prompt_logprobs is None
         return replace(params, prompt_logprobs=self.logprobs) if scored else params
-
-    @model_validator(mode="after")
-    def check_echo(self) -> "CompletionBody":
-        if self.stream and self.echo and self.logprobs is not None:
-            raise BadRequest("echo with logprobs can't be streamed: use stream=false", "echo")
-        return self
 
 
 class Part(BaseModel):
@@ -205,7 +244,6 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     add_generation_prompt: bool | None = None
@@ -214,9 +252,6 @@ class ChatBody(GenerationBody):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template gets beside the messages."""
@@ -230,7 +265,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def check_chat(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest("continue_final_message and add_generation_prompt exclude each other",
@@ -247,7 +282,7 @@ class EmbeddingBody(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Cut | None = None
 
 
 class ScoreBody(Body):
@@ -255,7 +290,7 @@ class ScoreBody(Body):
 
     text_1: str | Annotated[list[str], Field(min_length=1)]
     text_2: str | Annotated[list[str], Field(min_length=1)]
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Cut | None = None
 
 
 class RerankBody(Body):
@@ -264,7 +299,7 @@ class RerankBody(Body):
     query: str
     documents: Annotated[list[str], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Cut | None = None
 
 
 # --------------------------------------------------------------------- errors

@@ -71,8 +71,9 @@ TABLE = (
     Row("LLM", "override_generation_config", "pass SamplingParams with these values to generate()"),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("LLM call prompt method", "limit_mm_per_prompt mm_processor_kwargs multi_modal_data "
-        "multi_modal_uuids reset_mm_cache", "models here read text alone: leave it out"),
+    Row("LLM call prompt method body", "limit_mm_per_prompt mm_processor_kwargs media_io_kwargs "
+        "multi_modal_data multi_modal_uuids reset_mm_cache", "models here read text alone: leave "
+        "it out"),
     # How it runs.
     Row("LLM", "enable_expert_parallel", ours="expert_parallel"),
     # Three names of ours, for which vLLM writes None where we have another default.
@@ -95,8 +96,8 @@ TABLE = (
         " or tensor_parallel_size"),
     Row("LLM", "kv_cache_dtype", "the KV cache has the dtype of the model, which the option dtype "
         "chooses", ("auto",)),
-    Row("LLM", "kv_transfer_config", "say kv_store='folder': engines that name the same folder "
-        "find each other's blocks there"),
+    Row("LLM body", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
+        "that name the same folder find each other's blocks there"),
     Row("LLM", "kv_offloading_size", "say kv_offload_bytes, in bytes"),
     Row("LLM", "swap_space", "a preempted request is computed again, mostly from the prefix cache: "
         "leave it out"),
@@ -114,10 +115,11 @@ TABLE = (
     Row("method", "add_lora remove_lora list_loras pin_lora", "an adapter is loaded when a request "
         "names it (lora_request=), and the least recently used one makes room"),
     # What a request asks for.
-    Row("LLM SamplingParams", "logits_processors extra_args", "use logit_bias, allowed_token_ids "
-        "and bad_words of SamplingParams, or write a control into controls.py"),
+    Row("LLM SamplingParams", "logits_processors extra_args vllm_xargs", "use logit_bias, "
+        "allowed_token_ids and bad_words of SamplingParams, or write a control into controls.py"),
     Row("LLM SamplingParams call", "structured_outputs_config guided_decoding_backend "
-        "guided_decoding guided_options_request guided_json guided_regex guided_choice",
+        "guided_decoding guided_options_request guided_json guided_regex guided_choice "
+        "guided_grammar regex ebnf grammar json_schema structural_tag",
         "use structured_outputs={'json': ...} of SamplingParams, see docs/structured.md"),
     Row("LLM", "logprobs_mode", "logprobs are the model's own, before any control and temperature",
         ("raw_logprobs",)),
@@ -125,11 +127,19 @@ TABLE = (
         "logprobs=-1", (-1,)),
     Row("SamplingParams", "best_of length_penalty", BEST, (1,)),
     Row("SamplingParams method", "use_beam_search early_stopping beam_search", BEST),
+    # Other engines' words, which clients of several engines send.
+    Row("SamplingParams", "typical_p tfs_z num_beams repeat_penalty", "use top_p, min_p or "
+        "repetition_penalty", (1,)),
+    Row("SamplingParams", "mirostat top_a dry_multiplier xtc_probability dynatemp_range "
+        "no_repeat_ngram_size watermark", "use top_p, min_p or one of the three penalties"),
+    Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
+    Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
+    Row("SamplingParams", "stop_sequences", "use stop"),
     Row("SamplingParams", "spaces_between_special_tokens", "special tokens have no space between "
         "them; skip_special_tokens=True leaves them out of the text", (True,)),
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
-    Row("LLM prompt", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
+    Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
     Row("SamplingParams prompt", "cache_salt skip_reading_prefix_cache", "make the engine with "
         "enable_prefix_caching=False, and no request can tell what another one has said"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
@@ -150,15 +160,19 @@ TABLE = (
     # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
     # be kept; a prediction, or a key for the prompt cache, is about speed.
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
-        "prompt_cache_retention prediction parallel_tool_calls"),
+        "prompt_cache_retention prediction parallel_tool_calls request_id session_id "
+        "include_reasoning"),
     Row("body", "tools functions tool_choice function_call", "leave it out, and write into the "
         "prompt what the model needs", ([], "none", "auto")),
     Row("body", "audio web_search_options", "leave it out"),
     Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
     Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
         "prompt"),
-    Row("body", "reasoning_effort", "many chat templates take such a setting through "
-        "chat_template_kwargs"),
+    Row("body", "reasoning_effort thinking", "many chat templates take such a setting through "
+        "chat_template_kwargs", ({"type": "disabled"},)),
+    Row("body", "documents", "write them into a message"),
+    Row("body", "echo", "the last message is yours: put it in front of the answer"),
+    Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
     Row("body", "verbosity", "say in the prompt how long the answer is"),
     Row("body", "chat_template", "a template is a program, and comes with the server: nanoserve "
         "serve --chat-template FILE"),
@@ -201,7 +215,7 @@ def in_our_words(where: str, taker: str, given: Mapping[str, Any],
             if value is not None or row is None or None not in row.nothing:
                 ours[name] = value
         elif row is None:
-            raise TypeError(f"{where} has no {name}: {_nearest(str(name), known)}")
+            raise TypeError(f"{where} has no {name}: {_hint(str(name), known)}")
         elif not row.asks_for_nothing(value):
             raise ValueError(f"{where}: {name}={value!r:.80} is not supported: {row.remedy}")
     return ours
@@ -211,16 +225,19 @@ def missing_method(name: str, known: Collection[str]) -> str:
     """The message for a method of vLLM's `LLM` that is missing here, or for a mistyped name."""
     if row := ROWS.get(("method", name)):
         return f"LLM.{name} is not supported: {row.remedy}"
-    return f"LLM has no {name}: {_nearest(name, [n for n in known if n[0] != '_'])}"
+    return f"LLM has no {name}: {_hint(name, [n for n in known if n[0] != '_'])}"
 
 
-def _nearest(word: str, known: Collection[str]) -> str:
+def _hint(word: str, known: Collection[str]) -> str:
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else "its help() tells what there is"
+
+
+def nearest(word: str, known: Collection[str]) -> str | None:
     """For typing errors: the name that was meant, if one is really near."""
     near = [name for name in known if _parts(name) == _parts(word)]  # max_seq_num: max_num_seqs
     near += get_close_matches(word, known, 1, 0.83)  # max_new_tokens: max_tokens has 0.833
-    if near:
-        return f"did you mean {near[0]}?"
-    return "its help() tells what there is"
+    return near[0] if near else None
 
 
 def _parts(name: str) -> set[str]:

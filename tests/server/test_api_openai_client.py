@@ -98,6 +98,6 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="gpt", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
-        client.completions.create(model="tested", prompt="x", temperature=9)
+        client.completions.create(model="tested", prompt="x", temperature=-9)
     assert caught.value.param == "temperature"
     assert [model.id for model in client.models.list()] == ["tested", "other-name"]

@@ -1,0 +1,243 @@
+"""What real clients send beyond the plain body: taken, refused in words, or passed over.
+
+The bodies are written down from the clients' own requests. Oracle for texts and logprobs: offline
+`generate` of the same engine; for the shapes: OpenAI's and vLLM's documents.
+"""
+
+import pytest
+from serving import Serving
+
+from nanoserve import LLM, SamplingParams
+
+PROMPT = "Once upon a time"
+CHAT = [{"role": "user", "content": "Tell me a story."}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+# Values of vLLM's and OpenAI's own requests that ask for nothing.
+NOTHING = dict(
+    best_of=1, use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True,
+    include_reasoning=True, kv_transfer_params=None, prompt_embeds=None, request_id="a",
+    cache_salt=None, session_id="b", vllm_xargs={}, mm_processor_kwargs={}, media_io_kwargs={},
+    documents=None, return_token_ids=False, return_tokens_as_token_ids=False, moderation=None,
+    thinking={"type": "disabled"}, truncate_prompt_tokens=None, prompt_logprobs=None,
+    structured_outputs=None, response_format={"type": "text"}, logit_bias={}, bad_words=[],
+    allowed_token_ids=None, min_p=0.0, top_k=-1, repetition_penalty=1.0, min_tokens=0,
+    stop_token_ids=[], skip_special_tokens=True, include_stop_str_in_output=False, priority=0,
+    nobodys=None, stream_options=None, user="me", seed=None, stop=None)
+BODIES = {
+    "openai": (CHATS, dict(
+        tools=[], tool_choice="none", parallel_tool_calls=True, reasoning_effort=None, store=False,
+        metadata={}, service_tier="auto", modalities=["text"], functions=None, audio=None)),
+    "openai, an answer sent back": (CHATS, dict(messages=[*CHAT, dict(
+        role="assistant", content="Once.", refusal=None, tool_calls=[], function_call=None,
+        audio=None), *CHAT])),
+    "GuideLLM, a chat": (CHATS, dict(
+        stream_options=dict(include_usage=True, continuous_usage_stats=True), ignore_eos=True,
+        max_completion_tokens=2, stop=None, stream=True)),
+    "GuideLLM, a completion": (COMPLETIONS, dict(
+        stream_options=dict(include_usage=True, continuous_usage_stats=True), ignore_eos=True,
+        max_completion_tokens=2, stop=None, stream=True)),
+    "langchain": (CHATS, dict(n=1, stream=True, stream_options=dict(include_usage=True))),
+    "lm-eval": (COMPLETIONS, dict(echo=True, logprobs=1, max_tokens=1, seed=1234, temperature=0)),
+    "lm-eval, older": (COMPLETIONS, dict(echo=True, logprobs=1, max_tokens=0, temperature=0)),
+    "vLLM, a chat": (CHATS, NOTHING | dict(
+        echo=False, top_logprobs=0, add_special_tokens=False, add_generation_prompt=True,
+        logprobs=False, chat_template=None, chat_template_kwargs=None)),
+    "vLLM, a completion": (COMPLETIONS, NOTHING | dict(add_special_tokens=True, echo=False,
+                                                       suffix=None, logprobs=None)),
+    "a gateway": (COMPLETIONS, dict(litellm_call_id="x", proxy_hints={"region": 1}))}
+
+
+def asked(path: str, **fields) -> dict:
+    return (dict(prompt=PROMPT) if path == COMPLETIONS else dict(messages=CHAT)) | dict(
+        max_tokens=2) | fields
+
+
+def offline(server, **params):
+    [output] = server.llm.generate([PROMPT], SamplingParams(**params), use_tqdm=False)
+    return output
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_clients_body_is_answered(server, name):
+    path, fields = BODIES[name]
+    status, data = server.ask_raw(path, asked(path, **fields))
+    assert status == 200, data
+
+
+def test_fields_that_ask_for_nothing_leave_the_text_as_it_is(server):
+    one = asked(COMPLETIONS, temperature=0, max_tokens=6)
+    _, answer = server.ask(COMPLETIONS, NOTHING | one)
+    assert answer["choices"][0]["text"] == offline(
+        server, temperature=0, max_tokens=6).outputs[0].text
+
+
+# ------------------------------------------------------------- unknown fields
+
+
+def test_an_unknown_field_is_logged_once_and_a_mistyped_one_refused(server, capsys):
+    for _ in range(2):
+        assert server.ask(COMPLETIONS, asked(COMPLETIONS, flux_capacitor=88))[0] == 200
+    assert capsys.readouterr().err.count("'flux_capacitor'") == 1
+    for name, meant in (("tempratur", "temperature"), ("max_new_tokens", "max_tokens")):
+        status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, **{name: 1}))
+        assert status == 400 and answer["error"]["param"] == name
+        assert f"did you mean {meant}?" in answer["error"]["message"]
+        assert server.ask(COMPLETIONS, asked(COMPLETIONS, **{name: None}))[0] == 200
+    wrong = dict(stream=True, stream_options=dict(include_usge=True))
+    status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, **wrong))
+    assert status == 400 and "include_usage" in answer["error"]["message"]
+
+
+def test_a_strict_server_refuses_what_nobody_knows():
+    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=16, max_model_len=64),
+                     strict=True)
+    try:
+        status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, flux_capacitor=88))
+        assert status == 400 and answer["error"]["param"] == "flux_capacitor"
+        assert "--strict" in answer["error"]["message"]
+        assert server.ask(COMPLETIONS, asked(COMPLETIONS, flux_capacitor=None))[0] == 200
+    finally:
+        server.close()
+
+
+# --------------------------------------------------------- prompts too long
+
+
+def test_a_prompt_that_is_too_long_has_openais_code_and_words(server):
+    """By these litellm and LangChain know that a history must be shortened."""
+    limit = server.llm.config.max_model_len
+    for path, fields in ((COMPLETIONS, dict(prompt="word " * 4000)),
+                         (COMPLETIONS, dict(max_tokens=limit)),
+                         (CHATS, dict(messages=[CHAT[0] | dict(content="word " * 4000)])),
+                         (CHATS, dict(max_completion_tokens=limit))):
+        status, answer = server.ask(path, asked(path, **fields))
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert f"this model's maximum context length is {limit} tok" in answer["error"]["message"]
+
+
+def test_a_body_of_another_content_type_says_what_to_send(server):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        status, answer = server.ask(COMPLETIONS, b'{"prompt": "x"}', content_type=kind)
+        assert status == 415 and "Content-Type: application/json" in answer["error"]["message"]
+
+
+# ------------------------------------------------------------------ a stream
+
+
+def test_usage_grows_with_every_piece(server):
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    for path in (COMPLETIONS, CHATS):
+        events = server.events(path, asked(path, max_tokens=5, ignore_eos=True,
+                                           stream_options=options))
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and counts[-1] == 5 and len(set(counts)) > 2
+        assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+def test_the_end_of_a_chat_is_a_piece_of_its_own(server):
+    events = server.events(CHATS, asked(CHATS, max_tokens=4, ignore_eos=True))
+    choices = [event["choices"][0] for event in events]
+    assert choices[-1]["delta"] == {} and choices[-1]["finish_reason"] == "length"
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    assert all("content" in choice["delta"] for choice in choices[:-1])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_streamed_echo_with_logprobs_adds_up_to_the_whole(server, n):
+    """Each sample's first piece begins with the prompt, whose logprobs only the first computes."""
+    body = asked(COMPLETIONS, echo=True, logprobs=2, max_tokens=4, seed=3, n=n)
+    _, whole = server.ask(COMPLETIONS, body)
+    events = server.events(COMPLETIONS, body)
+    for choice in whole["choices"]:
+        pieces = [event["choices"][0] for event in events
+                  if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            assert sum((one["logprobs"][name] for one in pieces), []) == choice["logprobs"][name]
+        values = sum((one["logprobs"]["token_logprobs"] for one in pieces), [])
+        assert values[0] is None and values[1:] == pytest.approx(
+            choice["logprobs"]["token_logprobs"][1:])
+
+
+# ------------------------------------------------------------- vLLM's fields
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_a_token_behind_it(server, stream):
+    body = asked(COMPLETIONS, echo=True, logprobs=1, max_tokens=0, n=1)
+    if stream:
+        [choice] = [event["choices"][0] for event in server.events(COMPLETIONS, body)]
+    else:
+        _, answer = server.ask(COMPLETIONS, body)
+        [choice], usage = answer["choices"], answer["usage"]
+        assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"]
+    expected = offline(server, max_tokens=1, prompt_logprobs=1)
+    assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
+        [entries[i].logprob for i, entries in zip(
+            expected.prompt_token_ids[1:], expected.prompt_logprobs[1:], strict=True)])
+    assert server.ask(COMPLETIONS, asked(COMPLETIONS, max_tokens=0))[0] == 400  # no echo: nothing
+
+
+def test_token_ids_come_where_they_are_asked_for(server):
+    ids = server.llm.tokenizer.encode(PROMPT)
+    body = asked(COMPLETIONS, return_token_ids=True, temperature=0, max_tokens=4)
+    expected = offline(server, temperature=0, max_tokens=4).outputs[0].token_ids
+    [choice] = server.ask(COMPLETIONS, body)[1]["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (expected, ids)
+    pieces = [event["choices"][0] for event in server.events(COMPLETIONS, body)]
+    assert sum((piece["token_ids"] for piece in pieces), []) == expected
+    assert [piece.get("prompt_token_ids") for piece in pieces] == [ids] + [None] * (len(pieces) - 1)
+    body = asked(CHATS, return_token_ids=True, temperature=0, max_tokens=4)
+    _, answer = server.ask(CHATS, body)
+    events = server.events(CHATS, body)
+    assert events[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert sum((e["choices"][0].get("token_ids", []) for e in events), []) == (
+        answer["choices"][0]["token_ids"])
+
+
+def test_tokens_may_be_called_by_their_ids(server):
+    body = dict(return_tokens_as_token_ids=True, temperature=0, max_tokens=3)
+    ids = offline(server, temperature=0, max_tokens=3).outputs[0].token_ids
+    [choice] = server.ask(COMPLETIONS, asked(COMPLETIONS, logprobs=1, **body))[1]["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in ids]
+    assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [
+        [f"token_id:{i}"] for i in ids]
+    _, answer = server.ask(CHATS, asked(CHATS, logprobs=True, top_logprobs=1, **body))
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        assert entry["token"].startswith("token_id:") and entry["top_logprobs"][0]["token"] == (
+            entry["token"])
+
+
+def test_prompt_logprobs_are_those_of_generate(server):
+    expected = offline(server, max_tokens=2, prompt_logprobs=2, temperature=0)
+    _, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, prompt_logprobs=2, temperature=0))
+    found = answer["prompt_logprobs"] if "prompt_logprobs" in answer else (
+        answer["choices"][0]["prompt_logprobs"])
+    assert found[0] is None
+    for theirs, ours in zip(found[1:], expected.prompt_logprobs[1:], strict=True):
+        assert {int(i): entry["decoded_token"] for i, entry in theirs.items()} == {
+            i: entry.decoded_token for i, entry in ours.items()}
+    _, answer = server.ask(CHATS, asked(CHATS, prompt_logprobs=0))
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    status, answer = server.ask(CHATS, asked(CHATS, prompt_logprobs=0, stream=True))
+    assert status == 400 and "stream=false" in answer["error"]["message"]
+
+
+def test_a_truncated_prompt_keeps_its_end(server):
+    ids = server.llm.tokenizer.encode(PROMPT)
+    body = asked(COMPLETIONS, temperature=0, return_token_ids=True)
+    for prompt in (PROMPT, ids):
+        _, answer = server.ask(COMPLETIONS, body | dict(prompt=prompt, truncate_prompt_tokens=2))
+        assert answer["choices"][0]["prompt_token_ids"] == ids[-2:]
+    _, answer = server.ask(COMPLETIONS, body | dict(prompt="word " * 4000, max_tokens=5,
+                                                    truncate_prompt_tokens=-1))
+    assert answer["usage"]["total_tokens"] == server.llm.config.max_model_len
+    status, answer = server.ask(COMPLETIONS, body | dict(truncate_prompt_tokens=0))
+    assert status == 400 and answer["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_a_high_temperature_is_vllms(server):
+    _, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, temperature=5, min_p=0.1, seed=1))
+    assert answer["choices"][0]["text"] == offline(
+        server, temperature=5, min_p=0.1, seed=1, max_tokens=2, top_p=0.95).outputs[0].text
