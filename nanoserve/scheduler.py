@@ -34,7 +34,6 @@ from nanoserve.block_manager import BlockManager, Store
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
 
-RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
 Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most so many
 
 
@@ -69,7 +68,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self.in_flight)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Its block keys are computed here, so that no step has to wait for them.
+        """Queue a sequence, and compute its block keys, so that no step has to wait for them.
 
         Raises `ValueError` for one that could only wait for ever. The last output token is never
         computed: 64 slots serve 65 tokens, or 64 of a pooled prompt.
@@ -85,21 +84,19 @@ class Scheduler:
         insort(self.waiting, seq, key=self.order)
 
     def order(self, seq: Sequence) -> tuple[float, int, int]:
-        """The sort key of both queues; the smallest is first. A sequence's key is unique and never
-        changes, so a preempted sequence returns to its old position.
+        """The sort key of both queues. A sequence's key is unique and never changes, so a preempted
+        sequence returns to its old position.
 
             fcfs        arrival                                     first come, first served
             priority    priority, arrival                           the lowest number first
             shortest    arrival_time + num_prompt_tokens / 1,000    shortest job first, with aging
 
         With `shortest` a prompt of 1,000 tokens is as urgent as one of 10 that came 0.99 seconds
-        later. All waiting times grow at the same rate, so the order of two sequences never changes,
-        and no sequence starves. (A key that counts what is *left* to compute would change in every
-        step.)
+        later, so no sequence starves. (What is *left* to compute would change in every step.)
         """
         request = seq.request
         urgency = {"fcfs": 0, "priority": request.priority,
-                   "shortest": request.arrival_time + seq.num_prompt_tokens / RATE}
+                   "shortest": request.arrival_time + seq.num_prompt_tokens / 1000}
         return (urgency[self.policy], request.arrival, seq.index)
 
     # ----------------------------------------------------------- scheduling
@@ -111,8 +108,7 @@ class Scheduler:
         if self.policy == "priority":
             self._interrupt(step)
         budget = self._schedule_running(step, self.max_num_batched_tokens)
-        if self.waiting:
-            self._schedule_waiting(step, budget)
+        self._schedule_waiting(step, budget)
         if self.proposers and not step.preempted:
             self._add_drafts(step)
         if step.num_new_tokens:
@@ -123,22 +119,20 @@ class Scheduler:
 
     def _interrupt(self, step: Step) -> None:
         """Preempt running sequences, the last first, while the first waiting one is earlier in the
-        order and lacks a row or blocks. A victim that a step in flight still computes gets no share
-        of this step, so that the next call can preempt it."""
+        order and lacks a row or blocks (other than one that is being computed). A victim that a
+        step in flight still computes gets no share of this step, and the next call preempts it."""
         while self.running and self.waiting:
             seq, last = self.waiting[0], self.running[-1]
-            if self.order(last) < self.order(seq) or self._has_room(step, seq):
+            if self.order(last) < self.order(seq):
+                return
+            hits = self.blocks.find_prefix(seq)
+            if self._pending(step, seq, len(hits)) or (
+                    self.free_rows and self.blocks.can_admit(hits, seq.num_tokens)):
                 return
             if last.num_inflight_tokens:
                 step.stopped = last, "step", 0
                 return
             self._preempt_last(step, seq)
-
-    def _has_room(self, step: Step, seq: Sequence) -> bool:
-        """Whether `seq` could start now, or waits for a block that another sequence computes."""
-        hits = self.blocks.find_prefix(seq)
-        return self._pending(step, seq, len(hits)) is not None or (
-            len(self.free_rows) > 0 and self.blocks.can_admit(hits, seq.num_tokens))
 
     def _schedule_running(self, step: Step, budget: int, late: Sequence | None = None) -> int:
         """Returns the budget that is left. This loop is the hot path of decoding. With policies but
@@ -152,9 +146,8 @@ class Scheduler:
                 break
             done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
-            if seq.num_unknown_tokens and (
-                    seq.request.needs_output_tokens or seq.num_draft_tokens
-                    or seq.num_tokens >= seq.request.max_num_tokens):
+            if seq.num_unknown_tokens and (seq.request.needs_output_tokens
+                                           or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
@@ -163,7 +156,7 @@ class Scheduler:
                 break
             if num_new > 1 and not late and self.policy != "fcfs":
                 prompts.append(seq)
-            elif num_new:
+            elif num_new > 0:  # with k drafts in flight the gap is 1 - k, until they are checked
                 self._add_row(step, seq, done, num_new)
                 budget -= num_new
         for seq in prompts:
@@ -204,9 +197,10 @@ class Scheduler:
         that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
         sitting_out = step.sitting_out
-        while budget > 0 and len(sitting_out) < min(len(self.waiting), len(self.free_rows)):
+        while budget > 0 and step.stopped is None and (
+                len(sitting_out) < min(len(self.waiting), len(self.free_rows))):
             seq = self.waiting[len(sitting_out)]
-            if step.stopped or before and self.order(seq) > before:
+            if before and self.order(seq) > before:
                 break
             hits = self.blocks.find_prefix(seq)
             if owner := self._pending(step, seq, len(hits)):
@@ -249,7 +243,6 @@ class Scheduler:
                 blocks.allocate(seq, num_known + len(drafts))
                 step.drafts[seq] = drafts
                 step.num_new_tokens[seq] += len(drafts)
-                seq.num_draft_tokens = len(drafts)
                 seq.num_inflight_tokens += len(drafts)
                 budget -= len(drafts)
 
@@ -275,17 +268,16 @@ class Scheduler:
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
         """Let the step compute `num_new` tokens from position `start` on, and have the store load
-        the `num_loaded` tokens before. These are in flight, too, until the step has finished."""
+        the `num_loaded` tokens before."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
-        seq.num_inflight_tokens += num_new
+        seq.num_inflight_tokens += num_loaded + num_new
         if num_new > 1 or num_loaded:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
             keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
             step.pending_keys.update(dict.fromkeys(keys, seq))
             if num_loaded:
                 step.num_loaded[seq] = num_loaded
-                seq.num_inflight_tokens += num_loaded
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
@@ -310,9 +302,8 @@ class Scheduler:
         grown: dict[Sequence, list[int]] = {}
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
-            if seq.num_draft_tokens:  # of 5 drafts 3 are right: 6 computed, 4 count
-                seq.num_computed_tokens -= seq.num_draft_tokens + 1 - len(tokens)
-                seq.num_draft_tokens = 0
+            if seq in step.drafts:  # of 5 drafts 3 are right: 6 computed, 4 count
+                seq.num_computed_tokens -= len(step.drafts[seq]) + 1 - len(tokens)
             if seq.finish_reason is None:
                 seq.token_ids += tokens
                 grown[seq] = tokens
@@ -357,7 +348,7 @@ class Scheduler:
         """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again."""
         for step in self.in_flight:
             for seq in step.num_new_tokens:
-                seq.num_inflight_tokens = seq.num_unknown_tokens = seq.num_draft_tokens = 0
+                seq.num_inflight_tokens = seq.num_unknown_tokens = 0
         self.in_flight.clear()
 
     def _retire(self, seq: Sequence) -> None:
@@ -381,7 +372,9 @@ class Scheduler:
             assert seq.num_inflight_tokens == inflight[seq], (
                 f"sequence {seq.name} counts {seq.num_inflight_tokens} tokens in flight, the steps "
                 f"{inflight[seq]}")
-            assert seq.num_uncomputed_tokens >= 0, f"sequence {seq.name} computed tokens it lacks"
+            num_drafts = sum(len(step.drafts.get(seq, ())) for step in self.in_flight)
+            assert seq.num_computed_tokens + inflight[seq] <= seq.num_tokens + num_drafts, (
+                f"sequence {seq.name} computed tokens it lacks")
             assert seq.num_unknown_tokens <= len(self.in_flight), (
                 f"sequence {seq.name} awaits {seq.num_unknown_tokens} samples of "
                 f"{len(self.in_flight)} steps")

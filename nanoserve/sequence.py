@@ -11,9 +11,9 @@ The glossary. These words mean one thing each, everywhere:
     num_tokens           tokens of a sequence: prompt, output, and samples still on the device
     num_prompt_tokens    how many of them came with the request
     num_computed_tokens  how many have their KV in the cache, confirmed by a finished step
-    num_inflight_tokens  how many more a launched, unfinished step is computing or loading
+    num_inflight_tokens  how many more a launched, unfinished step is computing or loading; among
+                         them are drafts, which the step checks (extras/speculative.py)
     num_unknown_tokens   samples of launched steps whose value the host has not seen yet
-    num_draft_tokens     draft tokens, guessed ahead, that a launched step computes and checks
     num_cached_tokens    how many prompt tokens a prefix hit provided (statistics only)
     num_prompt_logprobs  how many prompt positions, from the first on, must give a prompt logprob
                          or, where prompts are pooled, a hidden state
@@ -40,15 +40,8 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from nanoserve.config import SamplingParams
-
-
-class SamplerState(Protocol):
-    """What the sampler counts for a sequence's penalties: see `controls.RowState`."""
-
-    def read(self, seq: "Sequence") -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +92,6 @@ class Sequence:
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0
     num_unknown_tokens: int = 0
-    num_draft_tokens: int = 0
     num_cached_tokens: int | None = None  # None: never scheduled
     num_preemptions: int = 0
     row: int = -1  # -1: not running
@@ -113,7 +105,7 @@ class Sequence:
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 
-    sampler_state: SamplerState | None = None  # changed by the sampler alone
+    sampler_state: object = None  # changed by the sampler alone: a `controls.RowState`
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -121,12 +113,6 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_unknown_tokens
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """The gap. Example: 20 tokens, 16 computed, a step in flight on 3 of them: 1 is left."""
-        return (self.num_tokens + self.num_draft_tokens - self.num_computed_tokens
-                - self.num_inflight_tokens)
 
     @property
     def needs_all_positions(self) -> bool:
@@ -157,12 +143,6 @@ class CacheEntry:
     digest: bytes = b""  # proves the prefix to other processes: see extras/block_store.py
 
 
-class StepOutput(Protocol):
-    """A launched step's tokens, on their way to the host: `sampler.SamplerOutput`, for one."""
-
-    def tolist(self) -> tuple[list, dict[int, list], list]: ...
-
-
 @dataclass(eq=False)
 class Step:
     """One step's plan. `print(step)` shows it; an empty step is legal."""
@@ -184,7 +164,7 @@ class Step:
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
-    output: "StepOutput | None" = None  # of the launched step, on the device
+    output: object = None  # of the launched step, on the device: a `sampler.SamplerOutput`
 
     @property
     def num_tokens(self) -> int:
@@ -206,17 +186,12 @@ class Step:
         if not self.drafts:
             return {seq: [] if token_id is None else [token_id]
                     for seq, token_id in zip(self.sampling, sampled, strict=True)}
-        result = {}
-        tokens = iter(token for token in sampled if token is not None)  # none of these is pooled
-        for seq in self.sampling:
-            drafts = self.drafts.get(seq, ())
-            row = [next(tokens) for _ in range(len(drafts) + 1)]
-            num_right = 0
-            for token_id, draft in zip(row, drafts, strict=False):  # one token more than drafts
-                if token_id != draft or token_id in seq.request.stop_ids:
-                    break
-                num_right += 1
-            result[seq] = row[:num_right + 1]
+        result: dict[Sequence, list[int]] = {}
+        for seq, token_id in zip(self.samples(), sampled, strict=True):
+            tokens, drafts = result.setdefault(seq, []), self.drafts.get(seq, [])
+            if token_id is not None and tokens == drafts[:len(tokens)] and (
+                    seq.request.stop_ids.isdisjoint(tokens)):
+                tokens.append(token_id)
         return result
 
     def by_sequence(self, results: dict[int, object]) -> dict[Sequence, list]:

@@ -188,16 +188,12 @@ def test_a_changed_field_is_checked_again_by_replace():
 # ---------------------------------------------------------------- a sequence
 
 
-def test_the_gap_by_hand():
-    """20 prompt tokens; 16 are computed, a launched step computes 3 more: 1 is left to compute.
-    A sample on its way counts as a token, although its value is not known yet."""
+def test_a_sample_on_its_way_counts_as_a_token():
     seq = sequence("7", list(range(20)), SamplingParams())
-    seq.num_computed_tokens, seq.num_inflight_tokens = 16, 3
-    assert (seq.num_tokens, seq.num_uncomputed_tokens) == (20, 1)
-    seq.num_inflight_tokens, seq.num_unknown_tokens = 4, 1
-    assert (seq.num_tokens, seq.num_uncomputed_tokens) == (21, 1)
+    seq.num_unknown_tokens = 1
+    assert (seq.num_tokens, seq.num_prompt_tokens, seq.output_token_ids) == (21, 20, [])
     seq.token_ids.append(99)
-    assert (seq.num_prompt_tokens, seq.output_token_ids) == (20, [99])
+    assert (seq.num_tokens, seq.num_prompt_tokens, seq.output_token_ids) == (22, 20, [99])
 
 
 def test_sequences_are_equal_only_to_themselves():
