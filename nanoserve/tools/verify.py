@@ -21,8 +21,9 @@ With `--dtype bfloat16` the engine's errors are 2e-2, and with some random weigh
 margin. transformers then gets the rounded *weights* but computes in fp32: its gaps are exact, only
 our error counts. Almost half of all positions have a gap within the margin, where a wrong token
 passes as a near-tie: so bf16 finds only coarse bugs, and fp32 is the proof. The reference is a
-plain loop and not `generate`, because generation_config.json may ask for penalties. Prompts and
-output tokens are counted from 0. Not found: a bug that both engines have.
+plain loop and not `generate`, because generation_config.json may ask for penalties; with `--dense`
+it has no KV cache either, so that a fault of transformers' cache can't be taken for ours. Prompts
+and output tokens are counted from 0. Not found: a bug that both engines have.
 """
 
 import argparse
@@ -37,9 +38,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanoserve.checkpoint.hub import find_model
+from nanoserve.checkpoint.model_config import read_architecture, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
@@ -49,6 +51,7 @@ from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
+CONDITIONAL = "ForConditionalGeneration"  # how the names of wrappings end
 NEVER = " (never!)"  # behind a mode in which what it is for did not happen
 NUM_RIVALS = 20  # the likeliest tokens of a position, whose gaps are kept
 EXIT_CODES = """exit code: 0, the same text in every mode but for near-ties; 1, a real difference or
@@ -192,9 +195,12 @@ def read_prompts(path: Path, tokenizer, count: int, longest: int) -> list[list[i
 
 
 def load_reference(folder: Path, dtype: str):
-    """transformers' model: weights as `dtype` has them, arithmetic in fp32."""
+    """transformers' model: weights as `dtype` has them, arithmetic in fp32. A wrapping is whole,
+    with the towers that the engine leaves out."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        wraps = read_architecture(read_json(folder / "config.json")).endswith(CONDITIONAL)
+        auto = AutoModelForImageTextToText if wraps else AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=getattr(torch, dtype))
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"transformers can't load {folder}: {error}") from error
     return model.float().to(pick_device("auto")).eval()
@@ -202,12 +208,13 @@ def load_reference(folder: Path, dtype: str):
 
 @torch.inference_mode()
 def write_reference(model, prompt: list[int], eos_token_ids: tuple[int, ...], max_tokens: int,
-                    near_tie: float) -> Text:
-    """Greedy, one forward pass a token, to an EOS or `max_tokens`."""
+                    near_tie: float, dense: bool = False) -> Text:
+    """Greedy, one forward pass a token, to an EOS or `max_tokens`. dense: each pass is over the
+    whole text, without a KV cache."""
     text, new, cache = Text(prompt), prompt, None
     while len(text.token_ids) < max_tokens and not set(text.token_ids) & set(eos_token_ids):
-        out = model(torch.tensor([new], device=model.device), past_key_values=cache, use_cache=True,
-                    logits_to_keep=1)
+        out = model(torch.tensor([prompt + text.token_ids if dense else new], device=model.device),
+                    past_key_values=cache, use_cache=not dense, logits_to_keep=1)
         cache, logits = out.past_key_values, out.logits[0, -1]  # (vocab_size,)
         best = logits.topk(min(NUM_RIVALS, len(logits)))
         gaps = (best.values[0] - best.values).tolist()
@@ -290,7 +297,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     if not 0 <= near_tie < 1:
         raise ValueError(f"--near-tie must be in [0, 1), got {near_tie}")
     model = load_reference(folder, args.dtype)
-    texts = [write_reference(model, prompt, config.eos_token_ids, max_tokens, near_tie)
+    texts = [write_reference(model, prompt, config.eos_token_ids, max_tokens, near_tie, args.dense)
              for prompt in tqdm(prompts, "transformers", disable=None, leave=False)]
     del model  # the engines may need its memory
     if torch.cuda.is_available():
@@ -316,6 +323,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernels", choices=KERNELS, default="auto", help="default: auto")
     parser.add_argument("--model-impl", choices=("auto", "nanoserve", "transformers"),
                         default="auto", help="whose network; default: ours where there is one")
+    parser.add_argument("--dense", action="store_true", help="transformers computes the whole text "
+                        "anew for each token, without its KV cache: slow")
     parser.add_argument("--near-tie", type=float, metavar="X", help=(
         "the largest gap of a near-tie, as a share of the largest |logit|; default: "
         + ", ".join(f"{x:g} in {dtype}" for dtype, x in NEAR_TIE.items())))

@@ -75,12 +75,18 @@ def test_a_right_engine_passes_in_every_mode(capsys, qwen3):
                         "near-ties: 0\n")
 
 
-def test_the_reference_is_what_generate_writes(qwen3):
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_reference_is_what_generate_writes(qwen3, dense):
     """The plain loop of forward passes against transformers' own `generate`, texts and gaps."""
     reference = Reference(qwen3)
     prompt = verify.make_prompts(None, 256, 4, 40)[1]
     tokens, expected_gaps = reference.generate(prompt, 12)
-    text = verify.write_reference(reference.model, prompt, (EOS,), 12, 0.5)
+    caches = []
+    handle = reference.model.register_forward_hook(
+        lambda module, args, out: caches.append(out.past_key_values))
+    text = verify.write_reference(reference.model, prompt, (EOS,), 12, 0.5, dense)
+    handle.remove()
+    assert all((cache is None) == dense for cache in caches)
     assert text.token_ids == tokens
     assert [sorted(g.values())[1] for g in text.gaps] == pytest.approx(expected_gaps, abs=1e-4)
     assert all(gaps[token] == 0 for gaps, token in zip(text.gaps, tokens, strict=True))
