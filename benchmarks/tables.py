@@ -88,10 +88,10 @@ def rounded(value):
 NOT_MEASURED = "Not measured yet: `python -m benchmarks.tables --measure` does it.\n"
 
 
-def write(page: Path, text: str) -> None:
+def write(page: Path, text: str, begin: str = BEGIN) -> None:
     """Put `text` between the page's markers."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    page.write_text(before + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
+    before, rest = page.read_text(encoding="utf-8").split(begin)
+    page.write_text(before + begin + text + END + rest.split(END)[1], encoding="utf-8")
 
 
 def newest_first(data: dict) -> list[dict]:

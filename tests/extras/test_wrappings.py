@@ -1,7 +1,7 @@
 """Text of multimodal checkpoints: token for token what transformers' whole network writes.
 
 The oracle has all towers; the engine has none of them. Checkpoints are those of wrappings.py.
-`benchmarks.wrappings` runs every mode of `tools.verify`; here are those that differ most.
+`benchmarks.models` runs every mode of `verify`; here are those that differ most.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from checkpoints import assert_same_text
 from helpers import write_json
 from safetensors.torch import load_file, save_file
-from wrappings import OURS, WRAPPINGS, make_wrapping, reference
+from wrappings import OURS, REFUSED, SERVED, make_wrapping, reference
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -25,7 +25,7 @@ MODES = [  # each runs the prompts twice, and the second time finds them in the 
     # 10 blocks of 5 hold the longest text and little more: everybody else is preempted.
     dict(num_gpu_blocks_override=10, block_size=5, max_num_batched_tokens=33,
          async_scheduling=True)]
-WHO = [(name, "transformers") for name in [*WRAPPINGS, "gemma3n"]] + [
+WHO = [(name, "transformers") for name in SERVED] + [
     (name, "nanoserve") for name in OURS]
 
 
@@ -92,7 +92,7 @@ def test_text_alone_is_what_the_whole_network_writes(folders, few_prompts, texts
 
 
 def test_auto_takes_our_decoder_where_the_text_is_of_one_of_its_families(folders):
-    for name in [*WRAPPINGS, "gemma3n"]:
+    for name in (*SERVED, *REFUSED):
         assert ModelConfig.is_known(folders[name]) == (name in OURS), name
 
 
