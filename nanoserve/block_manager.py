@@ -41,8 +41,6 @@ import xxhash
 
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
-ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
-
 
 class Store(Protocol):
     """A second place for blocks, which the prefix cache has lost: see extras/block_store.py."""
@@ -68,9 +66,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
-        # The next block to be handed out comes first: blank blocks, in which nothing can be found,
-        # then findable ones, least recently used first. An ordered dictionary is a linked list with
-        # an index: taking, adding and removing a block are all O(1).
+        # Blank blocks, then findable ones, least recently used first. An ordered dictionary is a
+        # linked list with an index: taking, adding and removing a block are all O(1).
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
@@ -98,7 +95,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return keys
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else root.key if root else ROOT_KEY
+            parent = keys[-1] if keys else root.key if root else b""
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
             keys.append(xxhash.xxh3_128_digest(parent + tokens))
         return keys
@@ -138,9 +135,6 @@ class BlockManager:
         """
         num_held = sum(self.ref_counts[entry.block_id] > 0 for entry in hits)
         return self.num_blocks_for(num_tokens) - num_held
-
-    def can_admit(self, hits: list[CacheEntry], num_tokens: int) -> bool:
-        return self.num_needed(hits, num_tokens) <= len(self.free_blocks)
 
     def share(self, seq: Sequence, hits: list[CacheEntry]) -> None:
         """Start `seq`'s table with the blocks of a found prefix."""
@@ -253,7 +247,6 @@ class BlockManager:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Audit everything against the sequences that may hold blocks. O(blocks): for tests."""
-        sequences = list(sequences)  # gone through twice: an iterator would be empty by then
         holders: dict[int, list[str]] = {}
         for seq in sequences:
             held = seq.block_table[seq.num_released_blocks:]
@@ -262,8 +255,20 @@ class BlockManager:
             used = seq.num_computed_tokens + seq.num_inflight_tokens
             assert used <= room, (
                 f"sequence {seq.name} has computed {used} tokens in blocks for {room}")
-            for block_id in held:
+            num_full = seq.num_computed_tokens // self.block_size
+            assert seq.num_committed_blocks <= num_full, (
+                f"sequence {seq.name} committed {seq.num_committed_blocks} blocks, but only "
+                f"{num_full} are full and computed")
+            for i, block_id in enumerate(held, seq.num_released_blocks):
                 holders.setdefault(block_id, []).append(seq.name)
+                if (entry := self.entry_of[block_id]) is None:
+                    continue
+                tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
+                assert entry.tokens == tokens, (
+                    f"block {block_id} is cached as {entry.tokens}, but sequence {seq.name} "
+                    f"keeps {tokens} in it")
+                assert i < seq.num_committed_blocks, (
+                    f"block {block_id} of sequence {seq.name} can be found before it is computed")
         for block_id, count in enumerate(self.ref_counts):
             names = holders.get(block_id, [])
             if block_id in self.free_blocks:
@@ -282,21 +287,3 @@ class BlockManager:
             assert self.entry_of[entry.block_id] is entry and entry.key == key, (
                 f"the cache names block {entry.block_id}, which was reused since")
             assert len(entry.tokens) == self.block_size, f"block {entry.block_id} is not full"
-        self._check_commits(sequences)
-
-    def _check_commits(self, sequences: Iterable[Sequence]) -> None:
-        for seq in sequences:
-            num_full = seq.num_computed_tokens // self.block_size
-            assert seq.num_committed_blocks <= num_full, (
-                f"sequence {seq.name} committed {seq.num_committed_blocks} blocks, but only "
-                f"{num_full} are full and computed")
-            for i, block_id in enumerate(seq.block_table):
-                entry = self.entry_of[block_id]
-                if entry is None or i < seq.num_released_blocks:
-                    continue
-                tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
-                assert entry.tokens == tokens, (
-                    f"block {block_id} is cached as {entry.tokens}, but sequence {seq.name} "
-                    f"keeps {tokens} in it")
-                assert i < seq.num_committed_blocks, (
-                    f"block {block_id} of sequence {seq.name} can be found before it is computed")

@@ -127,7 +127,8 @@ class Scheduler:
                 return
             hits = self.blocks.find_prefix(seq)
             if self._pending(step, seq, len(hits)) or (
-                    self.free_rows and self.blocks.can_admit(hits, seq.num_tokens)):
+                    self.free_rows and self.blocks.num_needed(hits, seq.num_tokens)
+                    <= self.blocks.num_free_blocks):
                 return
             if last.num_inflight_tokens:
                 step.stopped = last, "step", 0

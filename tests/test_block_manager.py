@@ -85,7 +85,7 @@ def test_a_free_hit_is_not_free_for_us(num_tokens, fits):
     seq = sequence(range(num_tokens))
     found = blocks.find_prefix(seq)
     assert (len(found), blocks.num_free_blocks) == (2, 4)
-    assert blocks.can_admit(found, num_tokens) is fits
+    assert blocks.num_needed(found, num_tokens) == (4 if fits else 5)
     blocks.share(seq, found)
     assert blocks.allocate(seq, num_tokens) is fits, "the promise must be kept, and only that one"
 
@@ -94,7 +94,7 @@ def test_a_hit_that_somebody_holds_costs_nothing():
     blocks = BlockManager(4, SIZE)
     owner = compute(blocks, range(8))
     assert blocks.num_free_blocks == 2
-    assert blocks.can_admit(blocks.find_prefix(sequence(range(16))), 16)
+    assert blocks.num_needed(blocks.find_prefix(sequence(range(16))), 16) == 2
     blocks.check([owner])
 
 

@@ -65,7 +65,10 @@ def corrupt_entry_block(blocks, a, b):
 
 
 def corrupt_entry_tokens(blocks, a, b):
-    a.cache_entry.tokens.pop()
+    entry = a.cache_entry
+    blocks.free(a)  # no sequence holds the block, whose tokens could be compared
+    a.num_computed_tokens = 0
+    entry.tokens.pop()
 
 
 def corrupt_commits(blocks, a, b):
@@ -162,7 +165,7 @@ class Twin:
         found = self.blocks.find_prefix(seq) if may_share else []
         for i, entry in enumerate(found):
             assert self.written[entry.block_id] == tuple(tokens[:2 * i + 2]), "a false hit"
-        if not self.blocks.can_admit(found, len(tokens)):
+        if self.blocks.num_needed(found, len(tokens)) > self.blocks.num_free_blocks:
             return
         self.blocks.share(seq, found)
         assert self.allocate(seq, len(tokens))
