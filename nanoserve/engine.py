@@ -6,18 +6,16 @@
             next step                       │ tokens, on the device
                 └───────────── Scheduler.update() ──► Request.output() ──► inbox
 
-`_advance` runs this cycle. With `async_scheduling` a step is launched before the host has read the
-previous step's tokens (overlap depth 1), otherwise after (depth 0). Both give the same tokens.
+With `async_scheduling` a step is launched before the host has read the previous step's tokens
+(overlap depth 1), otherwise after (depth 0). Both give the same tokens.
 
 **Who may call what.** Threads share an engine and take turns, step by step. A signal handler, or
-the garbage collector closing a forgotten stream, runs in the middle of a step. Both may call
-`abort` and `shutdown`: their work is then posted, and done between two steps (parallel/turns.py).
+the garbage collector closing a forgotten stream, may call `abort` and `shutdown` in the middle of a
+step: the work is then posted, and done between two steps (parallel/turns.py).
 
-Invariants: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
-within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
-except while a step is launched and while its tokens are awaited. Observers (frontend/metrics.py)
-watch and change nothing. Optional ideas are *annexes*, which all have the shape of `Extra`; nothing
-here names one.
+Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
+within a step, every unfinished request can go on or be aborted. Optional ideas are *annexes*, which
+all have the shape of `Extra`; nothing here names one.
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
@@ -115,11 +113,7 @@ class LLMEngine:
         cache, because a sequence of `max_model_len` tokens does.
         """
         self.check_open()
-        request = self.process(request_id, prompt, params, priority)
-        if lora_request is not None and not self.config.enable_lora:
-            raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
-                             "enable_lora=True")
-        request.lora_request = lora_request
+        request = self.process(request_id, prompt, params, priority, lora_request)
         for check in self.checks:
             check(request)
         return request
@@ -146,16 +140,16 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
                     lora_request: object = None) -> None:
-        """Queue one request; `step()` works on it. Raises `ValueError` and queues nothing if it is
-        wrong (see `make_request`) or its id is in use."""
+        """`make_request` and `submit` in one; the outputs come from `step()`."""
         self.submit(self.make_request(request_id, prompt, sampling_params, priority, lora_request),
                     self.inbox)
 
     def abort_request(self, request_id: str | list[str]) -> None:
-        """End a request, or several; unknown ids are ignored. See `abort`."""
+        """`abort` by name, one or several; unknown ids are ignored."""
         if not isinstance(request_id, (str, Iterable)):
             raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
-        self.abort([request_id] if isinstance(request_id, str) else list(request_id))
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        self.abort(list(filter(None, map(self.requests.get, ids))))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
@@ -195,8 +189,7 @@ class LLMEngine:
                     num_unfinished -= output.finished
                     yield output
         finally:
-            self.abort([request.request_id for request in requests
-                        if self.requests.get(request.request_id) is request])
+            self.abort(requests)
 
     def _advance(self) -> None:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead."""
@@ -280,18 +273,20 @@ class LLMEngine:
 
     # ------------------------------------------------------------------- ends
 
-    def abort(self, request_ids: list[str]) -> None:
-        """End these requests, now or after the current step; unknown ids are ignored. Their outputs
-        so far go to their inboxes, with `finish_reason` "abort". Threads, signal handlers and
-        finalizers may call `abort` at any time. Raises a tokenizer's error if it fails on the rest
-        of a text."""
-        self.turns.post(lambda: self._abort(request_ids))
+    def abort(self, requests: list[Request]) -> None:
+        """End those of the requests that are unfinished, now or after the current step. Their
+        outputs so far go to their inboxes, with `finish_reason` "abort". May be called at any time
+        and from anywhere. If a tokenizer fails on the rest of a text, its error is raised after all
+        outputs are handed over."""
+        self.turns.post(lambda: self._abort(requests))
 
-    def _abort(self, request_ids: list[str]) -> None:
-        """End the requests now. A tokenizer's error is raised after all have ended and all outputs
-        are handed over. If no request is left, the steps in flight are finished here, too."""
+    def _abort(self, requests: list[Request]) -> None:
+        """End them now. If no request is left, the steps in flight are finished here, too."""
         errors: list[Exception] = []
-        for request in filter(None, (self.requests.pop(one, None) for one in request_ids)):
+        for request in requests:
+            if self.requests.get(request.request_id) is not request:
+                continue  # it has ended, or was never submitted; its id may be another's by now
+            del self.requests[request.request_id]
             for seq in request.sequences:
                 self.scheduler.finish(seq, "abort")
             try:

@@ -227,12 +227,12 @@ class PoolingInputs(InputProcessor):
         self.pooler = pooler
 
     def process(self, request_id: str, prompt: Prompt, params: PoolingParams | None,
-                priority: int = 0) -> PoolingRequest:
+                priority: int = 0, lora_request: object = None) -> PoolingRequest:
         """Raises `ValueError` for a request to generate, a task that the model does not have, and
         a wrong prompt."""
         if not isinstance(params, PoolingParams):
             self.check_generates()
-        self.check_envelope(request_id, priority)
+        self.check_envelope(request_id, priority, lora_request)
         task = params.task or self.pooler.tasks[0]
         if task not in self.pooler.tasks:
             raise ValueError(f"task={task!r} is not one of this model's, which are "
@@ -247,7 +247,8 @@ class PoolingInputs(InputProcessor):
             prompt = self.pooler.begin(prompt, params.prompt_name or self.pooler.default_prompt)
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(ids, params.truncate_prompt_tokens)
-        return PoolingRequest(request_id, text, ids, params, priority, self.pooler)
+        return PoolingRequest(request_id, text, ids, params, priority, self.pooler,
+                              lora_request=lora_request)
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """Not yet, where `process` may put another text in front."""

@@ -43,10 +43,10 @@ class InputProcessor:
         """Raises `ValueError` where requests don't become text (extras/pooling)."""
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
-                priority: int = 0) -> Request:
+                priority: int = 0, lora_request: object = None) -> Request:
         """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
-        parameters out of range, or a priority that would have no effect."""
-        self.check_envelope(request_id, priority)
+        parameters out of range, a priority or an adapter that would have no effect."""
+        self.check_envelope(request_id, priority, lora_request)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
         # A copy: making it checks the fields once more, because the caller may have changed them
@@ -76,11 +76,11 @@ class InputProcessor:
         longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
-                       bad_word_ids, self.tokenizer,
+                       bad_word_ids, self.tokenizer, lora_request,
                        stats=RequestStateStats(arrival_time=time.time()))
 
-    def check_envelope(self, request_id: str, priority: int) -> None:
-        """Check the id and the priority, which every kind of request has."""
+    def check_envelope(self, request_id: str, priority: int, lora_request: object) -> None:
+        """Check what every kind of request has."""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r}")
         if type(priority) is not int:
@@ -89,6 +89,9 @@ class InputProcessor:
             raise ValueError(f"priority={priority} has no effect with scheduling_policy="
                              f"{self.config.scheduling_policy!r}: make the engine with "
                              "scheduling_policy='priority'")
+        if lora_request is not None and not self.config.enable_lora:
+            raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
+                             "enable_lora=True")
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """Token ids must be in the vocabulary: on a GPU a wrong index ends the whole process."""

@@ -220,11 +220,8 @@ class AsyncLLM:
             self._leave(reader)
 
     def _leave(self, reader: "Reader") -> None:
-        """The reader is gone: abort what still runs. An id may be another request's by now."""
-        requests = self.readers.pop(reader, [])
-        if unfinished := [request.request_id for request in requests
-                          if self.llm.requests.get(request.request_id) is request]:
-            self.llm.abort(unfinished)
+        """The reader is gone: abort what still runs."""
+        self.llm.abort(self.readers.pop(reader, []))
 
     def _stop(self) -> None:
         self.stopping = True
