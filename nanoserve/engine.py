@@ -23,7 +23,7 @@ teaches more, and a server can own the thread.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -79,10 +79,10 @@ class Extra(Protocol):
 
 
 class LLMEngine:
-    """The engine of one model; `LLM` makes it.
+    """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
-    runner: its KV cache of `num_blocks` is allocated. process: checks a prompt and its parameters,
-    and makes a request of them (frontend/inputs.py). Names are those of vLLM's `LLMEngine`.
+    runner: its KV cache of `num_blocks` is allocated. process: makes a checked request of a prompt
+    and its parameters (frontend/inputs.py).
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
@@ -107,11 +107,9 @@ class LLMEngine:
     def make_request(self, request_id: str, prompt: Prompt,
                      params: SamplingParams | None = None, priority: int = 0,
                      lora_request: object = None) -> Request:
-        """Tokenise and check a request, and load its adapter. Nothing is queued.
-
-        Raises `ValueError` for whatever `process` refuses. A request that passes fits in the KV
-        cache, because a sequence of `max_model_len` tokens does.
-        """
+        """Tokenise and check a request, and load its adapter. Nothing is queued. Raises
+        `ValueError` for whatever `process` refuses. What passes fits in the KV cache, because a
+        sequence of `max_model_len` tokens does."""
         self.check_open()
         request = self.process(request_id, prompt, params, priority, lora_request)
         for check in self.checks:
@@ -124,8 +122,8 @@ class LLMEngine:
         with self.turns:
             self.check_open()
             if not request.request_id:  # chosen here: a stream may start long after it was made
-                unused = (name for name in map(str, self.names) if name not in self.requests)
-                request.request_id = next(unused)
+                request.request_id = next(
+                    name for name in map(str, self.names) if name not in self.requests)
             if request.request_id in self.requests:
                 raise ValueError(f"request_id={request.request_id!r} is in use: choose another")
             sequences = request.start(self.num_arrived, self.config.seed)  # may raise: do it first
@@ -163,36 +161,15 @@ class LLMEngine:
         """Run one step. Returns a `RequestOutput` for each request of `add_request` that got tokens
         or ended; with `output_kind` FINAL_ONLY only where it ended."""
         with self.turns:
-            self._advance()
+            self.advance()
             with self.turns.interruptible():
                 pass  # Ctrl-C that was noted comes now, while the outputs are in the inbox
             outputs, self.inbox[:] = self.inbox[:], []  # the list object stays: requests hold it
             return outputs
 
-    def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """Submit, step until all are done, and abort the rest if the caller or a step gives up.
-
-        A step computes tokens for the requests of all callers, and each output goes to the inbox of
-        its own request. So one thread's steps may deliver another thread's outputs.
-        """
-        inbox: list[RequestOutput] = []
-        num_unfinished = len(requests)
-        try:
-            for request in requests:
-                self.submit(request, inbox)
-            while num_unfinished:
-                with self.turns:
-                    if not inbox:
-                        self._advance()
-                    outputs, inbox[:] = inbox[:], []
-                for output in outputs:
-                    num_unfinished -= output.finished
-                    yield output
-        finally:
-            self.abort(requests)
-
-    def _advance(self) -> None:
-        """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead."""
+    def advance(self) -> None:
+        """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead. Only within
+        a turn."""
         self.check_open()
         try:
             step = self.scheduler.schedule()
@@ -298,7 +275,7 @@ class LLMEngine:
             request.inbox.append(request.output())
         try:
             while self.scheduler.in_flight and not self.requests:
-                self._advance()  # which schedules nothing, and takes one step's result
+                self.advance()  # which schedules nothing, and takes one step's result
         except BaseException:
             self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
             raise

@@ -5,15 +5,14 @@
                                                                  └──► LLMEngine: the loop
       generate, chat, stream ──► make_requests ──► drive ──► RequestOutput
 
-This is the one place where the parts meet; the loop itself is in engine.py. `LLM` is that engine,
-plus the code that makes it from a checkpoint, and methods that take whole lists of prompts.
+This is the one place where the parts meet. `LLM` is the engine of engine.py, plus the code that
+makes it from a checkpoint, and methods that take whole lists of prompts.
 
 Invariant: all requests are checked before any work starts, so one bad prompt among many wastes no
 computation.
 
-The same engine generates, drafts and pools. An extra is imported only when an option asks for it,
-so `LLM` runs with that folder deleted. Names and defaults are vLLM's, so that its users need to
-change one import only. What is not supported raises; nothing is accepted and ignored.
+Names and defaults are vLLM's, so that its users need to change one import only. What is not
+supported raises; nothing is accepted and ignored.
 """
 
 import weakref
@@ -165,19 +164,40 @@ class LLM(LLMEngine):
         """A checked request for each prompt; a list of params, say, must be as long as prompts."""
         self.check_open()
         prompts = self.inputs.tokenize(as_list(prompts))
-        params = one_for_each(params, len(prompts), "sampling_params")
-        priorities = one_for_each(priority, len(prompts), "priority")
-        lora_requests = one_for_each(lora_request, len(prompts), "lora_request")
-        requests = []
-        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        count, requests = len(prompts), []
+        for i, (prompt, param, first, adapter) in enumerate(zip(
+                prompts, one_for_each(params, count, "sampling_params"),
+                one_for_each(priority, count, "priority"),
+                one_for_each(lora_request, count, "lora_request"), strict=True)):
             try:
-                requests.append(self.make_request("", prompt, param, priorities[i] or 0,
-                                                  lora_requests[i]))
+                requests.append(self.make_request("", prompt, param, first or 0, adapter))
             except ValueError as error:
                 requests.clear()  # whoever keeps the error would keep them, and their adapters
                 where = f"prompt {i}: " if len(prompts) > 1 else ""
                 raise ValueError(f"{where}{error}") from error
         return requests
+
+    def drive(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        """Submit, step until all are done, and abort the rest if the caller or a step gives up.
+
+        A step computes tokens for the requests of all callers, and each output goes to the inbox of
+        its own request. So one thread's steps may deliver another thread's outputs.
+        """
+        inbox: list[RequestOutput] = []
+        num_unfinished = len(requests)
+        try:
+            for request in requests:
+                self.submit(request, inbox)
+            while num_unfinished:
+                with self.turns:
+                    if not inbox:
+                        self.advance()
+                    outputs, inbox[:] = inbox[:], []
+                for output in outputs:
+                    num_unfinished -= output.finished
+                    yield output
+        finally:
+            self.abort(requests)
 
     # -------------------------------------------------------------- the rest
 
@@ -191,26 +211,19 @@ class LLM(LLMEngine):
 
     def encode(self, prompts, pooling_params=None, **options) -> list:
         """Pooled prompts, or a row for each token: see `extras.pooling.PoolingInputs.encode`."""
-        return self._pool("encode", prompts, pooling_params, **options)
+        return self.inputs.pool("encode", self, prompts, pooling_params, **options)
 
     def embed(self, prompts, **options) -> list:
         """A vector for each prompt: see `extras.pooling.PoolingInputs.embed`."""
-        return self._pool("embed", prompts, **options)
+        return self.inputs.pool("embed", self, prompts, **options)
 
     def classify(self, prompts, **options) -> list:
         """Probabilities of classes: see `extras.pooling.PoolingInputs.classify`."""
-        return self._pool("classify", prompts, **options)
+        return self.inputs.pool("classify", self, prompts, **options)
 
     def score(self, data_1, data_2, /, **options) -> list:
         """How well texts go together: see `extras.pooling.PoolingInputs.score`."""
-        return self._pool("score", data_1, data_2, **options)
-
-    def _pool(self, method: str, *args, **options) -> list:
-        self.check_open()
-        if self.config.runner != "pooling":
-            raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
-                             "it with runner='pooling'")
-        return getattr(self.inputs, method)(self, *args, **options)
+        return self.inputs.pool("score", self, data_1, data_2, **options)
 
     def extra(self, kind: type[AnExtra]) -> AnExtra | None:
         """The annexe of this class, `extras.speculative.Speculation` say; None if no option asked

@@ -259,6 +259,10 @@ class PoolingInputs(InputProcessor):
                          f"with one of {', '.join(self.pooler.tasks)}, add requests with "
                          "PoolingParams, or make it with runner='generate'")
 
+    def pool(self, method: str, *args, **options) -> list[PoolingRequestOutput]:
+        """What a method of `LLM` is: the method of this class with its name."""
+        return getattr(self, method)(*args, **options)
+
     def _truncate(self, ids: list[int], count: int | None) -> list[int]:
         """Keep so many tokens, if that is wanted; the pooler says which."""
         limit = self.config.max_model_len
