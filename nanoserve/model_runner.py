@@ -3,8 +3,8 @@
     Step ──write─► Batch ──model──► hidden ──rows that sample──► logits ──sample──► tokens
          integers        KV cache: read and written                        stay on the device
 
-The runner owns device memory. It loads the weights, finds out what is left (device/memory.py), and
-*returns* how many KV blocks fit; `LLM` decides on that number and hands it back to `start`.
+The runner loads the weights, finds out how many KV blocks fit in what is left (device/memory.py),
+and gets the number that `LLM` decides on in `start`.
 
 Invariants: only the runner touches KV bytes, and `launch` never waits for the device. It queues a
 step and the copy of its tokens to the host; the engine waits for these tokens in `fetch`. With
@@ -14,14 +14,11 @@ the step reads them from `last_tokens`, on the device:
     host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
 
-**One forward on all ranks.** With tensor parallelism rank 0 writes a step and broadcasts it, and
-then every rank runs `run` on the numbers that it received, each with its share of the weights. Only
-rank 0 gets logits and chooses tokens; nothing else differs. (How the others serve:
-parallel/serving.py.)
-
-On a GPU a step of nothing but decodes is a replay of a CUDA graph (device/graphs.py), from the
-embedding to the chosen tokens. A second network, which drafts for the first (extras/speculative),
-is network 1 of an ordinary greedy step; its layers' caches stand behind the first one's.
+With tensor parallelism every rank runs the same `run`, each with its share of the weights; only
+rank 0 gets logits and chooses tokens (parallel/serving.py). On a GPU a step of nothing but decodes
+is a replay of a CUDA graph (device/graphs.py), from the embedding to the chosen tokens. A second
+network, which drafts for the first, is network 1 of an ordinary greedy step; its layers' caches
+stand behind the first one's.
 
 Not known here: the queue, text, users.
 """
@@ -57,28 +54,21 @@ class Pooler(Protocol):
     unused: tuple[str, ...]  # tensors of the checkpoint that nobody reads
 
     def replace_head(self, model: Decoder, on: Placement) -> None: ...
-
     def pool(self, hidden: torch.Tensor, num_samples: int) -> SamplerOutput: ...
 
 
 class Adapters(Protocol):
     """Changes the products of each row by its own small matrices: see extras/lora.py."""
 
-    def send(self) -> None:
-        """On rank 0, before a step: what the ranks need that was loaded since the last one."""
-
-    def receive(self, head: torch.Tensor) -> bool:
-        """On another rank, in a step's place: what was sent. True: steps will follow."""
-
-    def choose(self, batch: Batch, wanted: torch.Tensor) -> None:
-        """From here on the products are those of this batch."""
+    def send(self) -> None: ...  # on rank 0, before a step: what was loaded since the last one
+    def receive(self, head: torch.Tensor) -> bool: ...  # on another rank; True: steps will follow
+    def choose(self, batch: Batch, wanted: torch.Tensor) -> None: ...  # for the products to come
 
 
 class BlockCopier(Protocol):
-    """Blocks outside the KV cache: see extras/block_host.py."""
+    """Copies blocks out of the KV cache, and into it: see extras/block_host.py."""
 
-    def move(self, host: dict[str, np.ndarray]) -> None:
-        """Queue the copies that `block_moves` in the batch's sections asks for."""
+    def move(self, host: dict[str, np.ndarray]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -153,17 +143,13 @@ class ModelRunner:
 
     def _new_caches(self, num_blocks: int, device: torch.device) -> KVCache:
         """The caches of all networks' layers: one block table serves all of them."""
-        caches = []
-        for network in self.networks:  # (heads, head_dim) of each layer's keys
-            caches += [self.ops.new_cache(num_blocks, self.config.block_size, *shape, self.dtype,
-                                          device) for shape in network.kv_shapes]
-        return caches
+        return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim, self.dtype,
+                                   device)
+                for network in self.networks for heads, head_dim in network.kv_shapes]
 
     def count_kv_blocks(self) -> int:
-        """How many KV blocks there is room for on every rank; none is allocated yet.
-
-        Raises `ValueError` with the numbers when there is room for none.
-        """
+        """How many KV blocks there is room for on every rank; none is allocated yet. Raises
+        `ValueError` with the numbers when there is room for none."""
         return count_kv_blocks(self.config, self.device, self.block_bytes, self.ranks.local_size,
                                self.ranks.least, self.run_largest_step)
 
@@ -172,8 +158,7 @@ class ModelRunner:
         self.allocate_kv_cache(1, self.config.max_model_len)
         step = largest_step(self.config)
         for network in range(len(self.networks)):  # a draft network may be the wider one
-            with self.ranks.waiting():
-                self.launch(replace(step, network=network)).tolist()
+            self.fetch(self.launch(replace(step, network=network)))
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
     def start(self, num_blocks: int, max_model_len: int) -> None:
@@ -191,16 +176,14 @@ class ModelRunner:
         with memory_for(f"a KV cache of {num_blocks:,} blocks of {self.block_bytes:,} bytes: lower "
                         "kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"):
             self.kv_cache = self._new_caches(num_blocks, self.device)
+        num_rows, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
         with memory_for("what steps are written into: lower max_num_batched_tokens="
-                        f"{config.max_num_batched_tokens:,} or max_num_seqs="
-                        f"{config.max_num_seqs:,}"):
-            self.builder = BatchBuilder(config.max_num_seqs, config.max_num_batched_tokens,
-                                        max_model_len, config.block_size, self.device,
-                                        staged=wants_graphs(config, self.graph_class),
-                                        num_drafts=config.num_drafts)
+                        f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
+            self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
+                                        self.device, num_drafts=config.num_drafts,
+                                        staged=wants_graphs(config, self.graph_class))
         # One entry more than there are rows: samples of padding rows are written to it.
-        self.last_tokens = torch.zeros(
-            config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)
 
     @property
     def window(self) -> int | None:
