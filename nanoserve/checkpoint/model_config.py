@@ -31,7 +31,7 @@ from nanoserve.checkpoint.rope_config import (
     read_ropes,
     stretched_length,
 )
-from nanoserve.checkpoint.wrappings import WRAPPINGS, family_of, flatten, stored_names
+from nanoserve.checkpoint.wrappings import TEXTS, WRAPPINGS, flatten, stored_names
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -156,7 +156,6 @@ class ModelConfig:
     def from_dict(cls, config: dict, generation: dict | None = None) -> "ModelConfig":
         """Read the contents of the two files."""
         architecture = read_architecture(config)
-        config = flatten(architecture, config, {}, []) if "text_config" in config else config
         family = find_family(config)
         if family is None:
             raise ValueError(f"the architecture {architecture} is not supported: choose "
@@ -235,9 +234,10 @@ def read_flat(folder: Path, overrides: dict) -> dict:
 
 def find_family(config: dict) -> dict | None:
     """What `FAMILIES` has for a config, a wrapping's being flat; None for a network not ours."""
-    architecture = read_architecture(config)
-    name = family_of(architecture, config) or HEAD.sub("", architecture) + "ForCausalLM"
-    return FAMILIES.get(name)
+    architecture, kind = read_architecture(config), str(config.get("model_type"))
+    if architecture in WRAPPINGS:
+        return FAMILIES[TEXTS[kind][0]] if kind in TEXTS else None
+    return FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
 
 
 def read_json(path: Path, required: bool = False) -> dict:

@@ -90,13 +90,6 @@ def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) 
             if k != "text_config"}
 
 
-def family_of(architecture: str, config: dict) -> str | None:
-    """The family of a flattened wrapping; None if its text is none of ours."""
-    if architecture not in WRAPPINGS or config.get("model_type") not in TEXTS:
-        return None
-    return TEXTS[config["model_type"]][0]
-
-
 # --------------------------------------------------------------------- names
 
 

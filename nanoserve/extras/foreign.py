@@ -54,7 +54,7 @@ def read_foreign(asked: EngineConfig,
     Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
     """
     asked = replace(asked, model_impl="transformers")
-    entries = read_json(folder / "config.json", required=True) | (asked.hf_overrides or {})
+    entries = override(read_json(folder / "config.json", required=True), asked.hf_overrides or {})
     architecture = read_architecture(entries)
     if asked.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
@@ -84,6 +84,16 @@ def unknown(kind: object, entries: dict) -> str:
     why = (f"config.json was written by {said}, so install that" if newer
            else "code that comes with a model is never run")
     return f"transformers {installed} knows no model_type={kind!r}, and {why}"
+
+
+def override(entries: dict, overrides: dict) -> dict:
+    """config.json with overrides. In a wrapping those that its outer part doesn't have are meant
+    for the text; the others stay outside."""
+    inner = entries.get("text_config")
+    if isinstance(inner, dict):
+        nested = {k: v for k, v in overrides.items() if k not in entries}
+        overrides = overrides | {"text_config": inner | nested | overrides.get("text_config", {})}
+    return entries | overrides
 
 
 def read_hf_config(architecture: str, entries: dict) -> transformers.PreTrainedConfig:

@@ -147,6 +147,14 @@ def test_every_eos_id_of_the_outer_config_ends_the_text(folders, few_prompts, te
         assert output.finish_reason == "stop" and output.token_ids[-1] == end
 
 
+def test_overrides_reach_the_text(folders):
+    for impl in ("nanoserve", "transformers"):
+        for overrides in (dict(max_position_embeddings=64),
+                          dict(text_config=dict(max_position_embeddings=64))):
+            with start(folders["llava"], model_impl=impl, hf_overrides=overrides) as llm:
+                assert llm.config.max_model_len == 64
+
+
 # ----------------------------------------------------------------- bad input
 
 
