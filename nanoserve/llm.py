@@ -253,7 +253,7 @@ def read_model(asked: EngineConfig, folder: Path,
                ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
     """The options, the checkpoint's config, and the annexe that makes its network, if one does."""
     known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
-    if asked.model_impl != "transformers" and (known or not EXTRAS.exists()):
+    if asked.model_impl != "transformers" and (known or not (EXTRAS / "foreign.py").exists()):
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), []
     from nanoserve.extras.foreign import ForeignNetwork
     network = ForeignNetwork(asked, folder)
@@ -272,7 +272,7 @@ def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra
     if config.runner == "pooling":
         from nanoserve.extras.pooling import Pooling
         extras.append(Pooling())
-    elif EXTRAS.exists():
+    elif (EXTRAS / "structured.py").exists():
         from nanoserve.extras.structured import StructuredOutput
         extras.append(StructuredOutput())
     if config.speculative_config is not None:

@@ -27,6 +27,25 @@ else:
     assert False""", tmp_path)
 
 
+def test_the_core_runs_without_the_extras_that_no_option_asks_for(tmp_path, qwen3):
+    """A reader may delete a single idea, and not the folder alone."""
+    shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
+        "structured*.py", "foreign.py", "__pycache__"))
+    (tmp_path / "config.json").write_text('{"architectures": ["OPTForCausalLM"]}')
+    run(f"""from nanoserve import LLM, SamplingParams
+out = LLM({str(qwen3)!r}).generate([1, 2, 3], SamplingParams(max_tokens=4))
+assert len(out[0].outputs[0].token_ids) == 4
+for refused, words in ((lambda: LLM({str(tmp_path)!r}), "OPTForCausalLM is not supported: choose"),
+                       (lambda: SamplingParams(structured_outputs=dict(regex="a")),
+                        "extras/structured.py was deleted")):
+    try:
+        refused()
+    except ValueError as error:
+        assert words in str(error)
+    else:
+        assert False""", tmp_path)
+
+
 def test_every_public_name_is_there():
     """Those of extras stand in `__all__` as well, and a star takes only what is there."""
     here = (PACKAGE / "extras").exists()
