@@ -59,12 +59,13 @@ from benchmarks.peers import Peer, compare
 from benchmarks.roofline import Machine, Work
 from benchmarks.workloads import WORKLOADS, Request, wrapped
 from nanoserve.checkpoint.hub import BUNDLED, find_model
-from nanoserve.config import DTYPES, EngineConfig
+from nanoserve.config import EngineConfig
 from nanoserve.device.choice import pick_device
 from nanoserve.device.memory import free_cpu_memory
 from nanoserve.frontend.command import command
 from nanoserve.llm import BUNDLED_MODEL, read_model
 from nanoserve.tools.recorder import Trace
+from nanoserve.words import rules
 
 CPU_SECONDS = 20  # what the default workload may take at least, by the roofline, on a CPU
 MIN_DEFAULT_REQUESTS = 4
@@ -101,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="a folder, a hub id, a bundled model, or shapes: "
         + ", ".join(roofline.MODELS))
-    add("--dtype", default="auto", choices=DTYPES)
+    add("--dtype", default="auto", choices=rules.DTYPES)
     add("--workload", default="batch", choices=WORKLOADS)
     add("--num-prompts", type=int)
     add("--input-len", type=int, nargs="+", metavar="TOKENS", help="of each prompt, or: from to")

@@ -5,10 +5,10 @@ which says what a value must be and how it is kept (words/rules.py).
 
     block_size: int = option(16, rules.COUNT)       16 by default; a whole number of at least 1
 
-What a user left open is `None`. `EngineConfig.resolved()` settles what depends on the device or the
-model. A field that is still `None` then is switched off (a trace), has the checkpoint's own value
-(tokenizer), or is measured elsewhere (the KV cache's size). What the checkpoint's files fix is not
-chosen here: see `model_config.ModelConfig`.
+What a user left open is `None`. What depends on the device or the model is settled by
+frontend/defaults.py. A field that is still `None` then is switched off (a trace), has the
+checkpoint's own value (tokenizer), or is measured elsewhere (the KV cache's size). What the
+checkpoint's files fix is not chosen here: see `model_config.ModelConfig`.
 
 Invariants: a value that can't be honoured raises, and a control that no code applies is an error
 (`CONTROLS`). An `EngineConfig` is never written to: a value that must be measured first, such as
@@ -23,14 +23,11 @@ import warnings
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import partial
-from typing import Any
 
-from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.words import rules
 from nanoserve.words.rules import Rule, choice, number, option
 from nanoserve.words.vllm import takes_vllms_words
 
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
@@ -50,15 +47,6 @@ class RequestOutputKind(Enum):
 
 # --------------------------------------------------------------------- rules
 
-
-def keep_dtype(dtype: Any) -> str:
-    """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
-    name = str(dtype).removeprefix("torch.")
-    name = {"half": "float16", "float": "float32"}.get(name, name)
-    return rules.only_if(name in DTYPES, dtype) and name
-
-
-DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = rules.instance(dict, "a dict laid over config.json")
@@ -82,7 +70,7 @@ BIASES = rules.numbers_by_id(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS,
 @takes_vllms_words("LLM()", "LLM")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the user chose, in vLLM's words. `None` means "the engine decides" (see `resolved`).
+    """What the user chose, in vLLM's words. `None`: the engine decides (frontend/defaults.py).
 
     Raises `ValueError` for a value that can't work, naming the field and the remedy.
     """
@@ -91,7 +79,7 @@ class EngineConfig:
     revision: str | None = option(None, rules.TEXT)  # of a hub id: a branch, a tag or a commit
     tokenizer: str | None = option(None, rules.FOLDER)
     skip_tokenizer_init: bool = option(False, rules.FLAG)
-    dtype: str = option("auto", DTYPE)  # "auto": the checkpoint's own
+    dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
     load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
     model_impl: str = option("auto", MODEL_IMPL)  # whose network; "auto": ours if we have it
     quantization: str | None = option(None, QUANTIZATION)  # of weights: see extras/quantization.py
@@ -143,65 +131,6 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """The folder or hub id of the network that guesses, if one does."""
         return (self.speculative_config or {}).get("model")
-
-    def resolved(self, device: str, model_config: ModelConfig) -> "EngineConfig":
-        """A copy in which open options have values, for `device` "cpu" or "cuda". Raises
-        `ValueError` for what this model can't do.
-
-        A GPU wants large steps to stay busy; a CPU is busy with few tokens, and small steps keep
-        the time between two tokens short. An explicit budget pulls the number of sequences down
-        with it rather than being an error: `max_num_batched_tokens=1` alone runs one sequence.
-        """
-        max_model_len = self.max_model_len or model_config.max_position_embeddings
-        if max_model_len > model_config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len={max_model_len} is above the model's own maximum of "
-                f"{model_config.max_position_embeddings} (max_position_embeddings): lower it, or "
-                "override max_position_embeddings with hf_overrides if the model was trained so")
-        default_tokens, default_seqs = (8192, 256) if device == "cuda" else (2048, 64)
-        num_tokens = self.max_num_batched_tokens
-        if num_tokens is None:
-            num_tokens = max(default_tokens, self.max_num_seqs or 0)
-            if not self.enable_chunked_prefill:
-                num_tokens = max(num_tokens, max_model_len)
-        if not self.enable_chunked_prefill and num_tokens < max_model_len:
-            raise ValueError(
-                f"enable_chunked_prefill=False needs a step that holds the longest prompt: raise "
-                f"max_num_batched_tokens={num_tokens} to at least max_model_len={max_model_len}, "
-                "or lower max_model_len")
-        num_seqs = self.max_num_seqs or min(default_seqs, num_tokens)
-        dtype = model_config.dtype if self.dtype == "auto" else self.dtype
-        if dtype not in DTYPES[1:]:
-            raise ValueError(f"config.json: dtype={dtype!r} is not supported: choose one of "
-                             f"{', '.join(DTYPES[1:])} with the option dtype")
-        if self.expert_parallel and not any(model_config.moe_layers):
-            raise ValueError(f"expert_parallel=True, but {model_config.architecture} has no "
-                             "experts: leave it out")
-        runner = self._resolve_runner(model_config)
-        if runner == "generate" and max_model_len < 2:
-            raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
-                             "it, and the model's max_position_embeddings if that is 1, too")
-        on_gpu = device == "cuda"
-        kernels = self.kernels if self.kernels != "auto" else "triton" if on_gpu else "cpu"
-        overlap = on_gpu if self.async_scheduling is None else self.async_scheduling
-        return replace(
-            self, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
-            max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap,
-            runner=runner, model_impl=self.model_impl.replace("auto", "nanoserve"))
-
-    def _resolve_runner(self, model_config: ModelConfig) -> str:
-        """The user's choice, else the checkpoint's. Without an LM head only pooling is possible."""
-        runner = self.runner
-        if runner == "auto":
-            runner = "pooling" if model_config.pools else "generate"
-        if runner == "generate" and not model_config.has_lm_head:
-            raise ValueError(f"runner='generate', but {model_config.architecture} has no LM head: "
-                             "use runner='pooling', or a ...ForCausalLM checkpoint")
-        for name, default in (("convert", "auto"), ("pooler_config", None)):
-            if runner == "generate" and getattr(self, name) != default:
-                raise ValueError(f"{name}={getattr(self, name)!r} has no effect on a generator: "
-                                 "add runner='pooling', or leave it out")
-        return runner
 
 
 # ------------------------------------------------------------------ requests

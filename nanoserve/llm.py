@@ -29,6 +29,7 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe, fit_to_device, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.frontend.defaults import resolve
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
@@ -58,7 +59,7 @@ class LLM(LLMEngine):
         folder = find_model(model, weights=asked.load_format != "dummy",
                             code=asked.trust_remote_code, revision=asked.revision)
         asked, self.model_config, extras = read_model(asked, folder)
-        config = asked.resolved(pick_device(asked.device), self.model_config)
+        config = resolve(asked, pick_device(asked.device), self.model_config)
         config, said = fit_to_device(config, asked)
         say(*said)
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,

@@ -55,8 +55,8 @@ LATE = {"device/choice": ["device/kernels", "device/cpu"],
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
         "checkpoint/model_config", "words/vllm", "words/rules", "config", "sequence",
-        "block_manager", "scheduler", "frontend/command", "frontend/metrics", "frontend/prompts",
-        "parallel/turns"]
+        "block_manager", "scheduler", "frontend/command", "frontend/defaults",
+        "frontend/metrics", "frontend/prompts", "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}

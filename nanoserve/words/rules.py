@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parent.parent
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class Rule(NamedTuple):
@@ -128,6 +129,13 @@ def of_annexe(file: str) -> Rule:
                 lambda value: only_if((PACKAGE / file).exists(), value))
 
 
+def keep_dtype(dtype: Any) -> str:
+    """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
+    name = str(dtype).removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)
+    return only_if(name in DTYPES, dtype) and name
+
+
 # Rules that several fields share, or that say what they mean by their name.
 FLAG, COUNT, WHOLE = choice(True, False), number(1, whole=True), number(whole=True)
 TOKEN_ID = SIZE = number(0, whole=True)
@@ -136,6 +144,7 @@ COUNT_OR_NONE = Rule(f"{COUNT.must}, or None for no limit",
                      lambda count: None if count is None else COUNT.keep(count))
 COUNT_OR_ALL = number(-1, whole=True)  # -1: all of the vocabulary
 
+DTYPE = Rule(f"one of {', '.join(DTYPES)}", keep_dtype)
 TEXT = Rule("a text", lambda text: only_if(isinstance(text, str) and bool(text), text))
 WORD = Rule("a word", lambda word: only_if(isinstance(word, str) and bool(word.strip()), word))
 MODEL = Rule("the name of a folder or a hub id", TEXT.keep)

@@ -11,6 +11,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device import choice
 from nanoserve.device.choice import fit_to_device, pick_device
+from nanoserve.frontend.defaults import resolve
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, dummy):
@@ -31,7 +32,7 @@ def test_a_card_without_bfloat16_gets_float16(dummy, monkeypatch):
     def fit(device, **options):
         asked = EngineConfig(model="none", kernels="torch", **options)
         return fit_to_device(dataclasses.replace(
-            asked.resolved(device, config), dtype="bfloat16"), asked)
+            resolve(asked, device, config), dtype="bfloat16"), asked)
 
     fitted, said = fit("cuda")
     assert fitted.dtype == "float16" and "an old card has no bfloat16" in said[0]
@@ -49,11 +50,11 @@ def test_a_gpu_without_triton_says_so_and_works_without(dummy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     config = ModelConfig.from_folder(dummy)
     asked = EngineConfig(model="none")
-    fitted, said = fit_to_device(asked.resolved("cuda", config), asked)
+    fitted, said = fit_to_device(resolve(asked, "cuda", config), asked)
     assert fitted.kernels == "torch" and "No module named 'triton'" in said[0] and "slow" in said[0]
     asked = EngineConfig(model="none", kernels="triton")
     with pytest.raises(ValueError, match="kernels='triton'.*No module.*install.*'torch'"):
-        fit_to_device(asked.resolved("cuda", config), asked)
+        fit_to_device(resolve(asked, "cuda", config), asked)
 
 
 def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
@@ -69,7 +70,7 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
 
     def fit(kernels: str):
         asked = EngineConfig(model="none", kernels=kernels)
-        return fit_to_device(asked.resolved("cuda", config), asked)
+        return fit_to_device(resolve(asked, "cuda", config), asked)
 
     fitted, said = fit("auto")
     assert fitted.kernels == "torch" and "an old card is older" in said[0] and "slow" in said[0]
@@ -93,4 +94,4 @@ def test_kernels_for_another_device_are_refused(dummy, monkeypatch, device, kern
     monkeypatch.setattr(choice, "namespace", lambda name: SimpleNamespace(INTERPRETED=False))
     asked = EngineConfig(model="none", kernels=kernels, dtype="float32")
     with pytest.raises(ValueError, match=f"kernels='{kernels}', but {reason}.*kernels='{instead}'"):
-        fit_to_device(asked.resolved(device, ModelConfig.from_folder(dummy)), asked)
+        fit_to_device(resolve(asked, device, ModelConfig.from_folder(dummy)), asked)

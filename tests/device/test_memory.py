@@ -15,6 +15,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device import memory
 from nanoserve.device.memory import free_cpu_memory
+from nanoserve.frontend.defaults import resolve
 from nanoserve.model_runner import ModelRunner
 
 # A block of 16 tokens: 2 layers, K and V, 2 KV heads of 16 numbers, 4 bytes each.
@@ -125,8 +126,9 @@ class FakeGpu:
 def gpu_blocks(dummy, monkeypatch, gpu: FakeGpu, **options) -> int:
     """The number of blocks on a GPU that is made up."""
     config = ModelConfig.from_folder(dummy)
-    engine = EngineConfig(model="none", load_format="dummy", kernels="torch", max_num_seqs=8,
-                          max_model_len=256, **options).resolved("cuda", config)
+    asked = EngineConfig(model="none", load_format="dummy", kernels="torch", max_num_seqs=8,
+                         max_model_len=256, **options)
+    engine = resolve(asked, "cuda", config)
     runner = ModelRunner(dataclasses.replace(engine, device="cpu"), config, dummy)
     runner.device = torch.device("cuda")
     gpu.install(monkeypatch)

@@ -23,6 +23,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.extras import fp8_linear, quantized_linear
 from nanoserve.extras.fp8_linear import Fp8Rows, ScaledRows, check_device, round_rows
 from nanoserve.extras.quantization import choose_layers
+from nanoserve.frontend.defaults import resolve
 from nanoserve.layers import Linear
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
@@ -129,7 +130,7 @@ def test_large_matrices_are_rounded_and_widened_in_portions(monkeypatch):
 
 def test_a_gpu_without_8_bit_floats_is_refused_before_weights_are_read(qwen3, monkeypatch):
     model = ModelConfig.from_folder(qwen3)
-    config = EngineConfig(model=str(qwen3), quantization="fp8").resolved("cuda", model)
+    config = resolve(EngineConfig(model=str(qwen3), quantization="fp8"), "cuda", model)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     for found in ((8, 0), (8, 6), (7, 5)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)

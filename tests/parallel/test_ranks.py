@@ -20,6 +20,7 @@ from nanoserve.checkpoint import loader
 from nanoserve.checkpoint.loader import load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.frontend.defaults import resolve
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
@@ -228,7 +229,7 @@ def test_all_ranks_run_the_largest_step(qwen3):
     config = EngineConfig(model=str(qwen3), dtype="float32", max_num_batched_tokens=64,
                           max_num_seqs=5, async_scheduling=True, tensor_parallel_size=2)
     model_config = ModelConfig.from_folder(qwen3)
-    config = config.resolved("cpu", model_config)
+    config = resolve(config, "cpu", model_config)
 
     def work(ranks: Ranks) -> list[int]:
         runner = ModelRunner(config, model_config, qwen3, ranks)
