@@ -18,7 +18,7 @@ from pathlib import Path
 from nanoserve import __version__
 from nanoserve.frontend.command import command
 
-HOME = Path(__file__).parent.parent  # an installation elsewhere must not stand in for this one
+HOME = Path(__file__).parent.parent  # said, as there may be an installation elsewhere
 # A word, and the module with its `main`.
 COMMANDS = {"serve": "nanoserve.server.cli", "trace": "nanoserve.tools.trace",
             "verify": "nanoserve.tools.verify"}
@@ -54,16 +54,17 @@ def main(argv: list[str] | None = None) -> int:
 def run(name: str, argv: list[str]) -> int:
     """Import a command's module and call its `main`."""
     module = COMMANDS[name]
-    if not HOME.joinpath(*module.split(".")).with_suffix(".py").exists():
-        print(f"{module} is not there: it belongs to an annexe, which may be deleted",
-              file=sys.stderr)
-        return 2
     try:
         found = import_module(module)
     except ModuleNotFoundError as error:
-        room = module.split(".")[1]  # pip's extra has the annexe's name
-        print(f"nanoserve {name} needs {error.name}, which is not installed: pip install "
-              f"'nanoserve[{room}]', or in a clone pip install -e '.[{room}]'", file=sys.stderr)
+        if error.name.split(".")[0] == "nanoserve":
+            why = f"{error.name} is not there: it belongs to an annexe, which may be deleted"
+        else:
+            needed = ("'nanoserve[server]', or in a clone pip install -e '.[server]'"
+                      if ".server." in module else error.name)
+            why = (f"nanoserve {name} needs {error.name}, which is not installed: "
+                   f"pip install {needed}")
+        print(why, file=sys.stderr)
         return 2
     return found.main(argv) or 0
 

@@ -45,10 +45,18 @@ def test_a_wrong_command_is_explained(capsys, argv, says):
     assert says in capsys.readouterr().err
 
 
-def test_a_command_of_a_deleted_annex_is_explained(capsys, monkeypatch):
-    monkeypatch.setitem(door.COMMANDS, "gone", "nanoserve.extras.gone")
-    assert door.main(["gone"]) == 2
-    assert "nanoserve.extras.gone is not there: it belongs to an annexe" in capsys.readouterr().err
+@pytest.mark.parametrize(("missing", "command", "says"), [
+    ("nanoserve.server", "serve", "nanoserve.server.cli is not there: it belongs to an annexe"),
+    ("nanoserve.extras", "verify", "nanoserve.extras.block_store is not there: it belongs to"),
+    ("uvicorn", "serve", "needs uvicorn, which is not installed: pip install 'nanoserve[server]'"),
+    ("transformers", "verify", "transformers, which is not installed: pip install transformers"),
+])
+def test_what_a_command_lacks_is_said_with_what_to_do(missing, command, says):
+    """Also where it is something that the command's module imports."""
+    code = (f"import sys; sys.modules[{missing!r}] = None\n"
+            f"from nanoserve.__main__ import main; sys.exit(main([{command!r}, '--help']))")
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.returncode == 2 and says in done.stderr
 
 
 def test_a_command_gets_its_arguments(monkeypatch):
