@@ -118,7 +118,7 @@ def test_shortest_orders_those_that_run_as_well():
 # ------------------------------------------------------------------- interruption
 
 
-def test_who_lacks_a_seat_takes_that_of_the_last():
+def test_who_lacks_a_row_takes_that_of_the_last():
     """B comes while A decodes in the only row. It is computed in the next step, and A goes on
     behind it, with its tokens."""
     scheduler = make(seqs=1, scheduling_policy="priority")

@@ -220,7 +220,6 @@ class Grammars:
             raise ValueError(f"structured_outputs: json is no JSON schema: {error!s:.500}"
                              ) from error
 
-
     def _is_dead(self, keys: list[str], patterns: list[str]) -> bool:
         """Whether no key is left for these patterns: whether the parser, when it has read an object
         of all keys and the comma behind it, finds no way to go on."""

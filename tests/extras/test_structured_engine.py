@@ -155,7 +155,7 @@ def test_forced_tokens_save_steps_and_change_nothing(folder, expected, monkeypat
         assert with_drafts < (llm.metrics.num_steps - before)
 
 
-def test_forced_tokens_take_free_seats_alone(folder, llm):
+def test_forced_tokens_take_free_rows_alone(folder, llm):
     """A step has buffers for max_num_seqs samples. Alone in an engine of 4, 3 tokens are guessed at
     a time; alone in an engine of 1, none."""
     for num_rows, num_steps in ((4, 1 + 4 + 1), (2, 1 + 8), (1, 17)):
