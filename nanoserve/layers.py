@@ -15,9 +15,7 @@ of it. The loader checks that each of these functions was called exactly once, a
 `finish_loading`, which packs the weight into the memory layout that this device multiplies with
 (`ops.pack`).
 
-A Linear that is cut by rows gives a share of the outputs ("column parallel" in the literature,
-which writes the matrix transposed); one that is cut by columns sees a share of the inputs, and the
-ranks' results are summed ("row parallel"). The two alternate: see parallel/ranks.py.
+A Linear is cut by rows or by columns, and the two alternate: see parallel/ranks.py.
 
 Not known here: files, the order of layers, the KV cache. Road not taken: `nn.Linear` and
 `nn.Embedding`, which first draw random weights that are overwritten.
@@ -65,10 +63,8 @@ class Placement:
 
 
 def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:
-    """Copy a share of a checkpoint's tensor. columns: None where it has one dimension.
-
-    Raises `ValueError` for another shape, or for a dtype that plain weights don't have.
-    """
+    """Copy a share of a checkpoint's tensor. columns: None where it has one dimension. Raises
+    `ValueError` for another shape, or for a dtype that plain weights don't have."""
     if tensor.dtype not in CHECKPOINT_DTYPES:
         raise ValueError(f"{tensor.dtype} in the file: quantised weights are not supported")
     expected = (rows.total,) if columns is None else (rows.total, columns.total)
@@ -208,7 +204,7 @@ class Experts(nn.Module):
     """The gated MLPs of a mixture of experts, of which each token uses a few.
 
     experts: this rank's; hidden_size: of the residual stream; inner: this rank's share of each
-    expert's width. A rank has either a share of every expert, or some experts whole.
+    expert's width. One of the two is whole: see `MoE`.
     """
 
     def __init__(self, experts: Span, hidden_size: int, inner: Span, activation: str,
@@ -242,9 +238,7 @@ class Experts(nn.Module):
     def forward(self, hidden: torch.Tensor, weights: torch.Tensor,
                 ids: torch.Tensor) -> torch.Tensor:
         """hidden (num_tokens, hidden_size); weights and ids (num_tokens, experts per token).
-
-        Returns this rank's share of the sum.
-        """
+        Returns this rank's share of the sum."""
         return self.ops.experts(hidden, weights, ids, *self.packed, self.experts.start,
                                 self.activation)
 
@@ -263,9 +257,7 @@ class RotaryEmbedding(nn.Module):
         self.scale = rope.attention_factor
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions (num_tokens,) -> cos and sin, each (num_tokens, head_dim).
-
-        Both in float32 whatever the model's dtype: bfloat16 can't tell position 4095 from 4096.
-        """
+        """positions (num_tokens,) -> cos and sin, each (num_tokens, head_dim). Both in float32,
+        whatever the model's dtype: bfloat16 can't tell position 4095 from 4096."""
         angles = positions[:, None] * self.frequencies
         return angles.cos() * self.scale, angles.sin() * self.scale

@@ -33,7 +33,7 @@ from nanoserve.frontend.defaults import resolve
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Progress, say
 from nanoserve.frontend.outputs import RequestOutput
-from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
+from nanoserve.frontend.prompts import Prompt, as_list, conversations, one_for_each
 from nanoserve.frontend.request import Request
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks
@@ -149,14 +149,11 @@ class LLM(LLMEngine):
         messages: dicts with "role" and "content". stream: return the iterator of `stream`, which
         shows no bar. Raises `ValueError` without a template.
         """
-        many = isinstance(messages, (list, tuple)) and not any(
-            isinstance(message, dict) for message in messages)
         options = dict(
             chat_template=chat_template, continue_final_message=continue_final_message,
             add_generation_prompt=add_generation_prompt and not continue_final_message)
         options |= chat_template_kwargs or {}
-        prompts = [self.inputs.render_chat(conversation, **options)
-                   for conversation in (messages if many else [messages])]
+        prompts = [self.inputs.render_chat(one, **options) for one in conversations(messages)]
         if stream:
             return self.stream(prompts, sampling_params, lora_request=lora_request)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)

@@ -31,7 +31,8 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding, as_span
 
-KVCache = list[tuple[torch.Tensor, torch.Tensor]]  # a layer's K and V, see `ops.new_cache`
+Pair = tuple[torch.Tensor, torch.Tensor]  # K and V caches, cos and sin, a stream's two terms
+KVCache = list[Pair]  # of each layer, see `ops.new_cache`
 
 
 class Network(Protocol):
@@ -126,10 +127,8 @@ class DecoderLayer(nn.Module):
                     else MLP(config, on))
         self.post_feedforward_layernorm = norm() if config.post_norms else None
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None,
-                cos_sin: tuple[torch.Tensor, torch.Tensor], kv: tuple[torch.Tensor, torch.Tensor],
-                batch: Batch, wanted: torch.Tensor | None = None,
-                ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: Pair, kv: Pair,
+                batch: Batch, wanted: torch.Tensor | None = None) -> Pair:
         normed, residual = self.input_layernorm.add(hidden, residual)
         attended = self.self_attn(normed, cos_sin, kv, batch, wanted)
         if wanted is not None:
@@ -163,8 +162,7 @@ class Attention(nn.Module):
             RMSNorm(self.head_dim, self.eps, on, config.norm_offset) if config.qk_norm else None
             for _ in range(2))
 
-    def forward(self, hidden: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor],
-                kv: tuple[torch.Tensor, torch.Tensor], batch: Batch,
+    def forward(self, hidden: torch.Tensor, cos_sin: Pair, kv: Pair, batch: Batch,
                 wanted: torch.Tensor | None = None) -> torch.Tensor:
         # (num_tokens, heads of q, k and v, head_dim); q and out: (num_tokens, num_heads, head_dim)
         qkv = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)

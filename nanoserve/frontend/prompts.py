@@ -49,6 +49,13 @@ def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     return list(prompts) if many else [prompts]
 
 
+def conversations(messages: list) -> list:
+    """One conversation alone, a list of dicts, is a list of one."""
+    many = isinstance(messages, (list, tuple)) and not any(
+        isinstance(message, dict) for message in messages)
+    return list(messages) if many else [messages]
+
+
 def one_for_each(value: object, count: int, name: str) -> list:
     """Broadcast a single value; a list must have one entry for each prompt."""
     if not isinstance(value, (list, tuple)):

@@ -10,9 +10,10 @@ How a weight reaches its rank:
                   └─────────┘             rank 0  rank 1            norms, router: on every rank
     a step        h ──► gate(h), 3 of 6 ──► down's share of the sum ──► all_reduce ──► h, on all
 
-A matrix cut by rows gives a share of the outputs, one cut by columns takes a share of the inputs
-and gives a part of each sum; one after the other they need a single `all_reduce` (Shoeybi et al.
-2019, "Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the step, run the
+A matrix cut by rows gives a share of the outputs ("column parallel" in the literature, which writes
+it transposed). One cut by columns takes a share of the inputs and gives a part of each sum ("row
+parallel"). One after the other they need a single `all_reduce` (Shoeybi et al. 2019,
+"Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the step, run the
 same forward.
 
 Invariants: all ranks call the same collectives in the same order; a rank that fails in between
