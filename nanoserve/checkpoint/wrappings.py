@@ -67,12 +67,7 @@ def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) 
     """
     if architecture not in WRAPPINGS:
         return config | overrides
-    inner = config.get("text_config")
-    if inner is None and "hidden_size" in config:  # Qwen2-VL's first files have one level
-        inner = {k: v for k, v in config.items() if k not in ("vision_config", "model_type")}
-    if not isinstance(inner, dict):
-        raise ValueError(f"config.json: {architecture} with text_config={inner!r:.60} has no text "
-                         "part: use the config.json that came with the weights")
+    inner = text_part(architecture, config)
     kind = inner.get("model_type", WRAPPINGS[architecture])
     defaults = TEXTS[kind][1] if kind in TEXTS else {}
     text = defaults | inner | {k: config[k] for k in OUTER if config.get(k) is not None}
@@ -88,6 +83,17 @@ def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) 
     nested = overrides.get("text_config") or {}
     return {k: v for k, v in (text | {"model_type": kind} | overrides | nested).items()
             if k != "text_config"}
+
+
+def text_part(architecture: str, config: dict) -> dict:
+    """A wrapping's `text_config`. Raises `ValueError` if there is none."""
+    inner = config.get("text_config")
+    if inner is None and "hidden_size" in config:  # Qwen2-VL's first files have one level
+        inner = {k: v for k, v in config.items() if k not in ("vision_config", "model_type")}
+    if not isinstance(inner, dict):
+        raise ValueError(f"config.json: {architecture} with text_config={inner!r:.60} has no text "
+                         "part: use the config.json that came with the weights")
+    return inner
 
 
 # --------------------------------------------------------------------- names

@@ -27,6 +27,7 @@ from nanoserve.checkpoint.model_config import (
     read_json,
     read_quantization,
 )
+from nanoserve.checkpoint.wrappings import text_part
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
@@ -69,6 +70,8 @@ def read_foreign(asked: EngineConfig,
                              "encoders are not supported, use the unquantised checkpoint")
         return read_encoder(asked, folder, architecture, hf_config)
     model_class = find_class(architecture, hf_config)
+    if "text_config" in hf_config.sub_configs:
+        text_part(architecture, entries)  # its classes would take their defaults, of 4B and more
     generation = read_generation(folder, asked.hf_overrides or {})
     eos = read_eos(entries, generation) or read_eos(entries.get("text_config") or {}, {})
     config = replace(describe(architecture, hf_config), generation_defaults=generation,

@@ -177,9 +177,11 @@ def test_names_of_two_dialects_are_refused_before_weights_are_read(folders, tmp_
 
 
 def test_a_wrapping_without_a_text_part_is_named(folders, tmp_path):
-    folder = changed(folders["gemma3"], tmp_path, text_config=None)
-    for impl in ("auto", "nanoserve"):
-        with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration with text_config=None "
+    for name, impl in (("gemma3", "auto"), ("gemma3", "transformers"), ("gemma4", "auto")):
+        folder = tmp_path / f"{name}-{impl}"
+        folder.mkdir()
+        changed(folders[name], folder, text_config=None)
+        with pytest.raises(ValueError, match=r"ForConditionalGeneration with text_config=None "
                                              "has no text part: use the config.json that"):
             start(folder, model_impl=impl)
 
