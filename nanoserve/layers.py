@@ -33,10 +33,8 @@ from torch import nn
 from nanoserve import ops
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.rope_frequencies import rope_frequencies
-from nanoserve.parallel.ranks import SOLO, Ranks, Span
+from nanoserve.parallel.ranks import SOLO, Ranks, Span, copy_share
 
-# Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
-CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Tensors = Iterator[tuple[str, Callable[[torch.Tensor], None]]]  # see `tensors` of any layer
 
 
@@ -60,18 +58,6 @@ class Placement:
         """Memory that the loader will fill."""
         memory = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(memory, requires_grad=False)
-
-
-def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:
-    """Copy a share of a checkpoint's tensor. columns: None where it has one dimension. Raises
-    `ValueError` for another shape, or for a dtype that plain weights don't have."""
-    if tensor.dtype not in CHECKPOINT_DTYPES:
-        raise ValueError(f"{tensor.dtype} in the file: quantised weights are not supported")
-    expected = (rows.total,) if columns is None else (rows.total, columns.total)
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
-    share = tensor[rows.start:rows.stop]
-    into.copy_(share if columns is None else share[:, columns.start:columns.stop])
 
 
 def beside(path: str, name: str) -> str:
@@ -119,8 +105,8 @@ class Linear(nn.Module):
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
                  on: Placement):
         super().__init__()
-        self.inputs, self.ranks, self.ops = as_span(inputs), on.ranks, on.ops
-        self.matrices = {name: as_span(rows) for name, rows in matrices.items()}
+        self.inputs, self.ranks, self.ops = Span.of(inputs), on.ranks, on.ops
+        self.matrices = {name: Span.of(rows) for name, rows in matrices.items()}
         size = sum(rows.size for rows in self.matrices.values())
         self.weight: nn.Parameter | None = on.weight(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
@@ -155,10 +141,6 @@ class Linear(nn.Module):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self.ops.linear(x, self.packed, bias)
         return out if self.adapted is None else self.adapted(x, out)
-
-
-def as_span(share: Span | int) -> Span:
-    return Span.whole(share) if isinstance(share, int) else share
 
 
 class Embedding(nn.Module):
@@ -207,14 +189,14 @@ class Experts(nn.Module):
     expert's width. One of the two is whole: see `MoE`.
     """
 
-    def __init__(self, experts: Span, hidden_size: int, inner: Span, activation: str,
+    def __init__(self, experts: Span | int, hidden_size: int, inner: Span | int, activation: str,
                  on: Placement):
         super().__init__()
-        self.experts, self.inner = experts, inner
+        self.experts, self.inner = Span.of(experts), Span.of(inner)
         self.activation, self.ops = activation, on.ops
-        self.gate_up_proj: nn.Parameter | None = on.weight(
-            experts.size, 2 * inner.size, hidden_size)
-        self.down_proj: nn.Parameter | None = on.weight(experts.size, hidden_size, inner.size)
+        count, width = self.experts.size, self.inner.size
+        self.gate_up_proj: nn.Parameter | None = on.weight(count, 2 * width, hidden_size)
+        self.down_proj: nn.Parameter | None = on.weight(count, hidden_size, width)
         self.packed: tuple[torch.Tensor, torch.Tensor] | None = None  # takes the place of both
 
     def tensors(self, path: str) -> Tensors:

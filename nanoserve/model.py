@@ -29,7 +29,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding, as_span
+from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # K and V caches, cos and sin, a stream's two terms
 KVCache = list[Pair]  # of each layer, see `ops.new_cache`
@@ -201,14 +201,12 @@ class MoE(nn.Module):
         self.ranks = on.ranks
         self.experts_per_token = config.num_experts_per_tok
         self.normalise = config.norm_topk_prob
-        experts, inner = as_span(config.num_experts), as_span(config.moe_intermediate_size)
+        experts, inner = config.num_experts, config.moe_intermediate_size
         # Every rank has the router, so all of them pick the same experts without communication.
         self.gate = Linear(config.hidden_size, {"gate": experts}, False, on)
-        if expert_parallel:
-            experts = on.ranks.share(experts.total)
-        else:
-            inner = on.ranks.share(inner.total)
-        self.experts = Experts(experts, config.hidden_size, inner, config.activation, on)
+        self.experts = Experts(
+            on.ranks.share(experts) if expert_parallel else experts, config.hidden_size,
+            inner if expert_parallel else on.ranks.share(inner), config.activation, on)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores = self.gate(hidden).float().softmax(-1)  # (num_tokens, num_experts)

@@ -45,7 +45,8 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import translated
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
-from nanoserve.layers import CHECKPOINT_DTYPES, Linear, beside
+from nanoserve.layers import Linear, beside
+from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry

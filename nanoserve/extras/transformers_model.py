@@ -53,8 +53,9 @@ from nanoserve.config import EngineConfig
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.frontend.metrics import say
-from nanoserve.layers import CHECKPOINT_DTYPES, Linear, Placement, Span
+from nanoserve.layers import Linear, Placement
 from nanoserve.model import KVCache
+from nanoserve.parallel.ranks import CHECKPOINT_DTYPES, Span
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
 # What layers do in the place of attention, and how configs call such layers.

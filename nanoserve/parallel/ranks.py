@@ -20,7 +20,7 @@ Invariants: all ranks call the same collectives in the same order; a rank that f
 says so and never takes part again. A group belongs to its engine and not to the process, so that
 two engines, or an engine and a user's own process group, don't interfere.
 
-Not known here: where the ranks come from and how their deaths are noticed (processes.py), weights,
+Not known here: where the ranks come from and how their deaths are noticed (processes.py), layers,
 steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
 """
 
@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+# Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
+CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GOODBYE_TIMEOUT = timedelta(seconds=5)
 
 
@@ -48,6 +50,11 @@ class Span(NamedTuple):
     def whole(cls, total: int) -> "Span":
         return cls(0, total, total)
 
+    @classmethod
+    def of(cls, share: "Span | int") -> "Span":
+        """A plain number means all of it."""
+        return cls.whole(share) if isinstance(share, int) else share
+
     @property
     def size(self) -> int:
         return self.stop - self.start
@@ -59,6 +66,18 @@ class Span(NamedTuple):
     def times(self, n: int) -> "Span":
         """The same share in smaller units. Head 1 of 4, 64 numbers each: 64..127 of 256."""
         return Span(self.start * n, self.stop * n, self.total * n)
+
+
+def copy_share(into: torch.Tensor, rows: Span, columns: Span | None, tensor: torch.Tensor) -> None:
+    """Copy a share of a checkpoint's tensor. columns: None where it has one dimension. Raises
+    `ValueError` for another shape, or for a dtype that plain weights don't have."""
+    if tensor.dtype not in CHECKPOINT_DTYPES:
+        raise ValueError(f"{tensor.dtype} in the file: quantised weights are not supported")
+    expected = (rows.total,) if columns is None else (rows.total, columns.total)
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"shape {tuple(tensor.shape)} in the file, {expected} expected")
+    share = tensor[rows.start:rows.stop]
+    into.copy_(share if columns is None else share[:, columns.start:columns.stop])
 
 
 def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:
