@@ -518,13 +518,14 @@ def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Pa
 def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
     """Weights must be plain floats. One parameter may be stored under several names, as embedding
     and head are; these tensors must be equal, or one of them was trained and is lost."""
+    for name, tensor in stored.items():  # in any dialect of names; some buffers are integers
+        if name.endswith(("weight", "bias")) and tensor.dtype not in CHECKPOINT_DTYPES:
+            raise ValueError(f"{folder}: {name} is {tensor.dtype}: quantised weights are not "
+                             "supported")
     copies: dict[int, str] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if name not in stored:
             continue
-        if stored[name].dtype not in CHECKPOINT_DTYPES:
-            raise ValueError(f"{folder}: {name} is {stored[name].dtype}: quantised weights are not "
-                             "supported")
         other = copies.setdefault(id(parameter), name)
         if not torch.equal(stored[name], stored[other]):
             raise ValueError(f"{folder}: {name} is not {other}, although config.json says "

@@ -134,6 +134,20 @@ def test_random_weights_need_a_config_alone(folders, tmp_path):
             assert len(output.token_ids) == 3
 
 
+def test_a_head_that_is_stored_counts_whatever_the_config_says(folders, few_prompts, tmp_path):
+    """Mistral Small 3.1 has one, and its class says that the head is the embedding."""
+    folder = changed(folders["gemma3"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    head = torch.randn(260, 32, generator=torch.Generator().manual_seed(0))
+    save_file(tensors | {"language_model.lm_head.weight": head}, folder / "model.safetensors",
+              {"format": "pt"})
+    oracle = reference(folder)
+    texts = [oracle.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
+    for impl in ("nanoserve", "transformers"):
+        with start(folder, model_impl=impl) as llm:
+            assert_parity(llm, few_prompts, texts, impl)
+
+
 def test_every_eos_id_of_the_outer_config_ends_the_text(folders, few_prompts, texts_of, tmp_path):
     """Gemma 3's files list <end_of_turn> there; its text_config has none."""
     end = texts_of("gemma3")[2][0][3]
@@ -194,6 +208,17 @@ def test_towers_that_the_config_does_not_know_are_named(folders, tmp_path):
         with pytest.raises(ValueError, match=(
                 "the tensor multi_modal_projector.* is part of a tower .* and Gemma3ForCausalLM in "
                 "config.json has none: use the config.json that came with the weights")):
+            start(folder, model_impl=impl)
+
+
+def test_integers_in_the_place_of_weights_are_named(folders, tmp_path):
+    """In a dialect of names transformers would take them for floats."""
+    folder = changed(folders["llava"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    for impl in ("nanoserve", "transformers"):
+        with pytest.raises(ValueError, match=f"{name}.*int8"):
             start(folder, model_impl=impl)
 
 
