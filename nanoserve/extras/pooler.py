@@ -72,6 +72,7 @@ class Pooler:
     use_activation: bool
     activation: str = "identity"  # of a head's numbers; embeddings are normalised
     num_labels: int = 0
+    labels: dict[str, str] = field(default_factory=dict)  # names of classes, by index
     dimensions: int | None = None
     matryoshka: list[int] | bool = False  # the dimensions that may be asked for; True: any
     token_ids: list[int] = field(default_factory=list)  # the LM head's rows that are the head ...
@@ -111,7 +112,8 @@ class Pooler:
         return pooler
 
     def _read_head(self, entries: dict, tokenizer) -> None:
-        labels = entries.get("num_labels") or len(entries.get("id2label") or ())
+        self.labels = entries.get("id2label") or {}
+        labels = entries.get("num_labels") or len(self.labels)
         # Two are transformers' default. Qwen's reward models have one, whatever their config says.
         self.num_labels = 1 if self.kind == "reward" else labels or 2
         if words := entries.get("classifier_from_token"):

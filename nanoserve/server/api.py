@@ -1,8 +1,9 @@
 """The HTTP server: OpenAI's endpoints over an `AsyncLLM`, as a FastAPI application.
 
     POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
-    POST /v1/embeddings  /score  /rerank             a pooling model's
-    GET  /v1/models  /health  /version  /metrics  /trace
+    POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
+    POST /tokenize  /detokenize                      GET /tokenizer_info
+    GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
 
     body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
               400                   400                          429        503 if it is dead
@@ -22,9 +23,8 @@ which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, 
 import asyncio
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,6 +32,7 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import nanoserve
@@ -47,16 +48,24 @@ from nanoserve.server.protocol import (
     Body,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     EmbeddingBody,
     GenerationBody,
+    InputBody,
     RerankBody,
     ScoreBody,
+    TaskBody,
+    TokenizeBody,
     as_prompts,
     blamed_field,
     error_body,
 )
 from nanoserve.server.tracer import Tracer, page
 
+POOLING = {"/v1/embeddings": (EmbeddingBody, pooling.embeddings),
+           "/classify": (InputBody, pooling.classify), "/pooling": (TaskBody, pooling.task)}
+POOLING |= dict.fromkeys(("/score", "/v1/score"), (ScoreBody, pooling.score))
+POOLING |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankBody, pooling.rerank))
 GONE = 499  # nginx's status for a client that has closed the connection
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
 MAX_TOLD = 100  # unknown fields that are logged, each once
@@ -79,6 +88,12 @@ class Server:
         self.collector = Collector(self.llm, names[0])
         self.tracer = Tracer(self.llm)
 
+    def check_model(self, name: str | None) -> None:
+        names = [*self.names, *self.lora_requests]
+        if name is not None and name not in names:
+            raise BadRequest(f"the model {name!r} does not exist: this server has "
+                             f"{', '.join(names)}", "model", 404, "model_not_found")
+
     def check(self, body: Body) -> None:
         """Its unknown fields and its model."""
         for name in body.unknown:
@@ -88,10 +103,7 @@ class Server:
                 self.told.add(name)
                 say(f"a client sends the field {name!r:.80}, which is passed over (--strict "
                     "refuses it)")
-        names = [*self.names, *self.lora_requests]
-        if body.model is not None and body.model not in names:
-            raise BadRequest(f"the model {body.model!r} does not exist: this server has "
-                             f"{', '.join(names)}", "model", 404, "model_not_found")
+        self.check_model(body.model)
 
     def served_name(self, body: Body) -> str:
         """What the answer says: the adapter's name, or the model's first one."""
@@ -120,13 +132,8 @@ class Server:
         """One prompt as a request. Raises `BadRequest` for all that can be wrong with it."""
         with bad_requests(body):
             if isinstance(body, ChatBody):
-                options = body.template_options()
-                if self.chat_template is not None:
-                    options["chat_template"] = self.chat_template
                 self.llm.inputs.check_generates()
-                # A partial, because a template's variables may have any name, `self` too.
-                prompt = await self.engine.tokenize(
-                    partial(self._render, body.conversation(), options))
+                prompt = await self.engine.tokenize(self._render, body)
             if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
                 prompt = await self.engine.tokenize(self._shaped, prompt, body)
             request = await self.engine.prepare(prompt, params, request_id, body.priority or 0,
@@ -152,10 +159,13 @@ class Server:
             text, ids = None, ids[-(room if count == -1 else count):]
         return {"prompt": text, "prompt_token_ids": ids}
 
-    def _render(self, conversation: list[dict], options: dict) -> dict:
+    def _render(self, body: ChatBody) -> dict:
         """Raises `ValueError`."""
+        options = body.template_options()
+        if self.chat_template is not None:
+            options["chat_template"] = self.chat_template
         try:
-            return self.llm.inputs.render_chat(conversation, **options)
+            return self.llm.inputs.render_chat(body.conversation(), **options)
         except TypeError as error:  # a variable has the name of an argument
             raise BadRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
 
@@ -179,6 +189,39 @@ class Server:
                     yield piece
         except EngineGenerateError as error:
             yield event(error_body(str(error), "server_error"))
+
+    # --------------------------------------------------------------- tokens
+
+    def tokens(self, body: TokenizeBody) -> dict:
+        """`/tokenize`. Raises `ValueError`."""
+        chat, tokenizer = body.as_chat(), self.llm.inputs.tokenizer_for("/tokenize")
+        prompt = self._render(chat) if chat else body.prompt
+        text, ids = self.llm.inputs.read_prompt(prompt)
+        if body.add_special_tokens is not None:
+            ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return dict(count=len(ids), max_model_len=self.llm.config.max_model_len, tokens=ids,
+                    token_strs=strings)
+
+    def text_of(self, body: DetokenizeBody) -> dict:
+        """`/detokenize`. Raises `ValueError`."""
+        _, ids = self.llm.inputs.read_prompt(body.tokens)
+        return dict(prompt=self.llm.inputs.tokenizer_for("/detokenize").decode(ids))
+
+    def tokenizer_info(self) -> dict:
+        """What a client needs to know that tokenises by itself."""
+        tokenizer = self.llm.inputs.tokenizer_for("/tokenizer_info")
+        return dict(tokenizer_class=type(tokenizer).__name__,
+                    chat_template=self.chat_template or tokenizer.chat_template,
+                    **tokenizer.special_tokens_map)
+
+    def card(self, name: str) -> dict:
+        """A model as OpenAI's clients see it, with vLLM's additions."""
+        adapter = self.lora_requests.get(name)
+        return dict(id=name, object="model", created=self.started, owned_by="nanoserve",
+                    root=adapter.lora_path if adapter else self.llm.config.model,
+                    parent=self.names[0] if adapter else None,
+                    max_model_len=self.llm.config.max_model_len)
 
     async def trace_page(self) -> str:
         """Read between two steps, and written off the event loop."""
@@ -216,17 +259,13 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
     async def chat_completions(body: ChatBody, http: Request):
         return await server.generate(body, http)
 
-    @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingBody, http: Request):
-        return await pooled(pooling.embeddings, body, http)
+    def add_pooling(path: str, kind: type[Body], endpoint: Callable) -> None:
+        @app.post(path)
+        async def answer(body: kind, http: Request):
+            return await pooled(endpoint, body, http)
 
-    @app.post("/score")
-    async def score(body: ScoreBody, http: Request):
-        return await pooled(pooling.score, body, http)
-
-    @app.post("/rerank")
-    async def rerank(body: RerankBody, http: Request):
-        return await pooled(pooling.rerank, body, http)
+    for path, (kind, endpoint) in POOLING.items():
+        add_pooling(path, kind, endpoint)
 
     async def pooled(endpoint, body: Body, http: Request) -> Response:
         server.check(body)
@@ -237,13 +276,41 @@ def _add_endpoints(app: FastAPI, server: Server) -> None:
             work = await endpoint(job, body)
         return await unless_gone(http, work)
 
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody):
+        server.check(body)
+        with bad_requests(body):
+            return AsciiResponse(await server.engine.tokenize(server.tokens, body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody):
+        server.check(body)
+        with bad_requests(body):
+            return AsciiResponse(await server.engine.tokenize(server.text_of, body))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info():
+        try:
+            return AsciiResponse(server.tokenizer_info())
+        except ValueError as error:
+            raise BadRequest(str(error), None, 404) from error
+
     @app.get("/v1/models")
     async def models():
-        return {"object": "list", "data": [
-            {"id": name, "object": "model", "created": server.started, "owned_by": "nanoserve",
-             "max_model_len": server.llm.config.max_model_len}
-            for name in [*server.names, *server.lora_requests]]}
+        return {"object": "list", "data": list(map(server.card, [
+            *server.names, *server.lora_requests]))}
 
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str):
+        server.check_model(name)
+        return server.card(name)
+
+    @app.get("/load")
+    async def load():
+        return {"server_load": len(server.llm.requests)}
+
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     async def health():
         server.engine.check_health()
@@ -269,8 +336,9 @@ def _add_errors(app: FastAPI) -> None:
         kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
         return error_response(error.status, str(error), kind, error.param, error.code)
 
+    @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
-    async def wrong_shape(http: Request, error: RequestValidationError):
+    async def wrong_shape(http: Request, error: RequestValidationError | ValidationError):
         first, *_ = errors = error.errors()
         for one in errors:  # one of our own, out of a validator, says more than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
@@ -323,7 +391,7 @@ def bad_requests(body: Body):
     """Turns a `ValueError` inside into a `BadRequest`."""
     try:
         yield
-    except BadRequest:
+    except (BadRequest, ValidationError):
         raise
     except ValueError as error:
         said = str(error)

@@ -1,8 +1,10 @@
 """A pooling model's endpoints: embeddings as OpenAI has them, scores and rankings as vLLM has them.
 
     /v1/embeddings   a vector for each input, as numbers or as base64 of float32
+    /classify        probabilities of classes for each input
+    /pooling         what the model makes of each input, of its tokens too
     /score           how well two texts go together: one with many, or pair by pair
-    /rerank          documents, the one that answers the query best first
+    /rerank          documents, the one that answers the query best first (Cohere's, Jina's)
 
 An embedding model scores by the cosine of two embeddings, so a query that all documents are
 compared with is computed once. A reranker reads query and document at once, as one prompt a pair.
@@ -18,7 +20,7 @@ Not known here: HTTP, how vectors are made (extras/pooling.py). Road not taken: 
 import base64
 import struct
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,15 @@ import torch.nn.functional as F
 
 from nanoserve.extras.pooling import PoolingParams
 from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
-from nanoserve.server.protocol import Body, EmbeddingBody, RerankBody, ScoreBody, as_prompts
+from nanoserve.server.protocol import (
+    EmbeddingBody,
+    InputBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    TaskBody,
+    as_prompts,
+)
 
 Work = Coroutine[Any, Any, dict]
 
@@ -44,12 +54,13 @@ class Job:
     chat_template: str | None = None
     lora_request: Any = None
 
-    async def prepare(self, prompts: list, task: str, body: Body) -> list:
+    async def prepare(self, prompts: list, task: str | None, body: PoolingBody) -> list:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
         if self.engine.llm.config.runner != "pooling":
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
+                               use_activation=body.use_activation,
                                truncate_prompt_tokens=body.truncate_prompt_tokens)
         name = uuid4().hex
         return [await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.lora_request)
@@ -65,7 +76,8 @@ class Job:
                 found[output.request_id] = output.outputs.data
         return [found[request.request_id] for request in requests]
 
-    async def scores(self, first: list[str], second: list[str], body: Body) -> tuple[list, Work]:
+    async def scores(self, first: list[str], second: list[str],
+                     body: PoolingBody) -> tuple[list, Work]:
         """The checked requests, and a coroutine that returns a score for each pair."""
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
@@ -96,9 +108,9 @@ class Job:
         return [vector.item() for vector in await self.vectors(requests)]
 
 
-def num_prompts(body: Body) -> int:
+def num_prompts(body: PoolingBody) -> int:
     """The most prompts that a body can make: the places that it takes (guard.py)."""
-    if isinstance(body, EmbeddingBody):
+    if isinstance(body, InputBody):
         return len(as_prompts(body.input))
     if isinstance(body, RerankBody):
         return 1 + len(body.documents)
@@ -106,13 +118,32 @@ def num_prompts(body: Body) -> int:
 
 
 async def embeddings(job: Job, body: EmbeddingBody) -> Work:
-    requests = await job.prepare(as_prompts(body.input), "embed", body)
+    return await each(job, body, "embed", lambda vector: dict(
+        object="embedding", embedding=encoded(vector, body)))
+
+
+async def task(job: Job, body: TaskBody) -> Work:
+    return await each(job, body, body.task, lambda vector: dict(
+        object="pooling", data=encoded(vector, body)))
+
+
+async def classify(job: Job, body: InputBody) -> Work:
+    def named(probs: torch.Tensor) -> dict:
+        label = job.engine.llm.runner.pooler.labels.get(str(probs.argmax().item()))
+        return dict(label=label, probs=probs.tolist(), num_classes=len(probs))
+
+    return await each(job, body, "classify", named)
+
+
+async def each(job: Job, body: InputBody, task: str | None, show: Callable) -> Work:
+    """`show` makes an object of each input's vector."""
+    requests = await job.prepare(as_prompts(body.input), task, body)
 
     async def work() -> dict:
-        encode = as_base64 if body.encoding_format == "base64" else torch.Tensor.tolist
-        data = [dict(object="embedding", index=i, embedding=encode(vector))
+        data = [dict(index=i) | show(vector)
                 for i, vector in enumerate(await job.vectors(requests))]
-        return dict(object="list", data=data, model=job.model, usage=usage(requests))
+        return dict(id=f"pool-{uuid4().hex}", object="list", created=int(time.time()), data=data,
+                    model=job.model, usage=usage(requests))
 
     return work()
 
@@ -133,8 +164,9 @@ async def rerank(job: Job, body: RerankBody) -> Work:
 
     async def work() -> dict:
         ranked = sorted(enumerate(await scores), key=lambda one: -one[1])
-        results = [dict(index=i, document=dict(text=body.documents[i]), relevance_score=value)
-                   for i, value in ranked[:body.top_n]]
+        results = [dict(index=i, relevance_score=value) | (
+            {} if body.return_documents is False else dict(document=dict(text=body.documents[i])))
+            for i, value in ranked[:body.top_n or None]]
         return dict(id=f"rerank-{uuid4().hex}", model=job.model, usage=usage(requests),
                     results=results)
 
@@ -146,6 +178,9 @@ def usage(requests: list) -> dict:
     return dict(prompt_tokens=count, total_tokens=count)
 
 
-def as_base64(vector: torch.Tensor) -> str:
-    """Numbers as OpenAI packs them: float32, the lowest byte first."""
+def encoded(vector: torch.Tensor, body: EmbeddingBody) -> list | str:
+    """Numbers, or as OpenAI packs them: float32, the lowest byte first."""
+    if body.encoding_format != "base64":
+        return vector.tolist()
+    vector = vector.flatten()
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector.tolist())).decode()

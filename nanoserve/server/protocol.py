@@ -27,7 +27,16 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    create_model,
+    model_validator,
+)
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.words import vllm
@@ -44,6 +53,9 @@ NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tok
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many stay; -1: what fits
+# A text, or Cohere's {"text": ...}.
+Text = Annotated[str, BeforeValidator(
+    lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -82,14 +94,20 @@ class Fields(BaseModel):
         unknown = []
         for name, value in body.items():
             row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
-            if name in cls.model_fields or value is None or (row and row.asks_for_nothing(value)):
+            if name in cls.names() or value is None or (row and row.asks_for_nothing(value)):
                 continue
             if row is not None:
                 raise BadRequest(f"{name} is not supported: {row.remedy}", name)
-            if near := vllm.nearest(name, cls.model_fields):
+            if near := vllm.nearest(name, cls.names()):
                 raise BadRequest(f"there is no field {name}: did you mean {near}?", name)
             unknown.append(name)
         return unknown
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """What the fields are called, with other names for them."""
+        return [*cls.model_fields, *(name for field in cls.model_fields.values()
+                                     for name in getattr(field.validation_alias, "choices", ()))]
 
     @property
     def unknown(self) -> list[str]:
@@ -276,30 +294,75 @@ class ChatBody(GenerationBody):
         return self
 
 
-class EmbeddingBody(Body):
-    """`POST /v1/embeddings`. Input is a text or token ids, or a list of either."""
+class TokenizeBody(Body):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def as_chat(self) -> ChatBody | None:
+        """The conversation, if it is one. Raises `ValueError`."""
+        if (self.prompt is None) == (self.messages is None):
+            raise BadRequest("give one of prompt and messages", "prompt")
+        if self.messages is None:
+            return None
+        return ChatBody(**self.model_dump(exclude_unset=True, exclude={
+            "prompt", "add_special_tokens", "return_token_strs"}))
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds
+
+
+class PoolingBody(Body):
+    """What the bodies of a pooling model have in common."""
+
+    use_activation: bool | None = None
+    truncate_prompt_tokens: Cut | None = None
+
+
+class InputBody(PoolingBody):
+    """`POST /classify`. Input is a text or token ids, or a list of either."""
 
     input: Prompts
+
+
+class EmbeddingBody(InputBody):
+    """`POST /v1/embeddings`."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate_prompt_tokens: Cut | None = None
 
 
-class ScoreBody(Body):
+class TaskBody(EmbeddingBody):
+    """`POST /pooling`: whatever this model makes of a prompt."""
+
+    task: str | None = None
+
+
+class ScoreBody(PoolingBody):
     """`POST /score`: how well texts go together, one with many or pair by pair."""
 
-    text_1: str | Annotated[list[str], Field(min_length=1)]
-    text_2: str | Annotated[list[str], Field(min_length=1)]
-    truncate_prompt_tokens: Cut | None = None
+    text_1: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+        validation_alias=AliasChoices("text_1", "data_1", "queries"))
+    text_2: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+        validation_alias=AliasChoices("text_2", "data_2", "documents", "items"))
 
 
-class RerankBody(Body):
+class RerankBody(PoolingBody):
     """`POST /rerank`: documents in the order in which they answer a query."""
 
     query: str
-    documents: Annotated[list[str], Field(min_length=1)]
-    top_n: Annotated[int, Field(ge=1)] | None = None
-    truncate_prompt_tokens: Cut | None = None
+    documents: Annotated[list[Text], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] | None = None  # vLLM's 0: all
+    return_documents: bool | None = None
 
 
 # --------------------------------------------------------------------- errors

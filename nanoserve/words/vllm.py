@@ -151,8 +151,8 @@ TABLE = (
     Row("call", "tokenization_kwargs", "tokenize first, and pass the token ids"),
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
-    Row("call pooling", "normalize activation softmax", "use use_activation= of PoolingParams or "
-        "PoolerConfig"),
+    Row("call pooling body", "normalize activation softmax", "use use_activation= of "
+        "PoolingParams or PoolerConfig"),
     Row("pooling", "seq_pooling_type tok_pooling_type", "use pooling_type="),
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
@@ -171,6 +171,9 @@ TABLE = (
     Row("body", "reasoning_effort thinking", "many chat templates take such a setting through "
         "chat_template_kwargs", ({"type": "disabled"},)),
     Row("body", "documents", "write them into a message"),
+    Row("body", "add_special_tokens", "send token ids", (True,)),
+    Row("body", "max_tokens_per_doc max_chunks_per_doc", "cut texts with truncate_prompt_tokens"),
+    Row("body", "rank_fields", "documents are ranked by their text", (["text"],)),
     Row("body", "echo", "the last message is yours: put it in front of the answer"),
     Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
     Row("body", "verbosity", "say in the prompt how long the answer is"),

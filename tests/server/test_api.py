@@ -421,8 +421,10 @@ def test_the_server_says_what_it_is(server):
     assert models["data"][0]["max_model_len"] == server.llm.config.max_model_len
     _, schema = server.ask("/openapi.json")
     assert set(schema["paths"]) == {
-        COMPLETIONS, CHATS, "/v1/embeddings", "/score", "/rerank", "/v1/models", "/health",
-        "/version", "/metrics", "/trace"}
+        COMPLETIONS, CHATS, "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score",
+        "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
+        "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
+        "/trace"}
 
 
 def test_the_step_trace_is_a_page_without_anybodys_words(server):

@@ -241,3 +241,50 @@ def test_a_high_temperature_is_vllms(server):
     _, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, temperature=5, min_p=0.1, seed=1))
     assert answer["choices"][0]["text"] == offline(
         server, temperature=5, min_p=0.1, seed=1, max_tokens=2, top_p=0.95).outputs[0].text
+
+
+# ------------------------------------------------------------- further paths
+
+
+def test_texts_become_tokens_and_back(server):
+    """As lm-eval's remote tokenizer asks."""
+    tokenizer = server.llm.tokenizer
+    ids = tokenizer.encode(PROMPT)
+    _, answer = server.ask("/tokenize", dict(prompt=PROMPT, return_token_strs=True))
+    assert answer == dict(count=len(ids), max_model_len=server.llm.config.max_model_len,
+                          tokens=ids, token_strs=tokenizer.convert_ids_to_tokens(ids))
+    assert server.ask("/detokenize", dict(tokens=ids)) == (200, dict(prompt=PROMPT))
+    _, answer = server.ask("/tokenize", dict(messages=CHAT))
+    assert answer["tokens"] == tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=False)
+    _, answer = server.ask("/tokenize", dict(messages=CHAT, add_generation_prompt=False))
+    assert answer["tokens"] == tokenizer.apply_chat_template(CHAT, return_dict=False)
+    _, info = server.ask("/tokenizer_info")
+    assert info["eos_token"] == tokenizer.eos_token
+    assert info["chat_template"] == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/tokenize", {}), ("/tokenize", dict(prompt="x", messages=CHAT)),
+    ("/tokenize", dict(prompt="")), ("/tokenize", dict(messages=[])), ("/tokenize", dict(
+        messages=CHAT, chat_template_kwargs=dict(tokenize=True))),
+    ("/tokenize", dict(prompt="\ud800")), ("/detokenize", dict(tokens=[9999])),
+    ("/detokenize", dict(tokens=[])), ("/detokenize", dict(tokens=[-1]))])
+def test_what_has_no_tokens_is_refused(server, path, body):
+    assert server.ask(path, body)[0] == 400
+
+
+def test_a_model_is_found_by_its_name(server):
+    from urllib.parse import quote
+
+    _, models = server.ask("/v1/models")
+    for model in models["data"]:
+        assert server.ask(f"/v1/models/{quote(model['id'])}") == (200, model)
+        assert model["root"] == server.llm.config.model and model["parent"] is None
+    status, answer = server.ask("/v1/models/gpt")
+    assert status == 404 and answer["error"]["code"] == "model_not_found"
+
+
+def test_a_balancer_asks_whether_and_how_much(server):
+    assert server.ask("/ping")[0] == 200 and server.ask("/ping", {})[0] == 200
+    assert server.ask("/load") == (200, dict(server_load=0))

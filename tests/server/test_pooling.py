@@ -98,6 +98,56 @@ def test_bad_input_is_refused(server, path, body, said):
     assert status == 400 and said in answer["error"]["message"]
 
 
+def test_cohere_jina_and_vllm_write_it_in_their_own_ways(server):
+    """Other paths, other names, and documents that are objects: the same numbers."""
+    _, plain = server.ask("/rerank", dict(query=TEXTS[1], documents=TEXTS))
+    objects = [{"text": text} for text in TEXTS]
+    for path in ("/v1/rerank", "/v2/rerank"):
+        for more in (dict(documents=objects), dict(top_n=0), dict(top_n=100)):
+            status, answer = server.ask(path, dict(query=TEXTS[1], documents=TEXTS) | more)
+            assert status == 200 and answer["results"] == plain["results"]
+    _, answer = server.ask("/v2/rerank", dict(
+        query=TEXTS[1], documents=objects, return_documents=False, top_n=1,
+        max_tokens_per_doc=None))
+    assert answer["results"] == [dict(index=1, relevance_score=pytest.approx(1, abs=1e-5))]
+    _, plain = server.ask("/score", dict(text_1=TEXTS[0], text_2=TEXTS))
+    for path in ("/score", "/v1/score"):
+        for first, second in (("queries", "documents"), ("data_1", "data_2"),
+                              ("text_1", "text_2"), ("queries", "items")):
+            _, answer = server.ask(path, {first: TEXTS[0], second: objects})
+            assert answer["data"] == plain["data"]
+    status, answer = server.ask("/rerank", dict(query="x", documents=["x"], max_tokens_per_doc=5))
+    assert status == 400 and "truncate_prompt_tokens" in answer["error"]["message"]
+
+
+def test_a_pooling_models_own_task_is_the_default(server):
+    _, answer = server.ask("/pooling", dict(input=TEXTS[:1]))
+    assert [one["data"] for one in answer["data"]] == near(embedded(server, TEXTS[:1]))
+    [expected] = server.llm.encode(TEXTS[0], pooling_task="token_embed", use_tqdm=False)
+    _, answer = server.ask("/pooling", dict(input=TEXTS[0], task="token_embed"))
+    torch.testing.assert_close(torch.tensor(answer["data"][0]["data"]), expected.outputs.data)
+    _, answer = server.ask("/v1/embeddings", dict(input=TEXTS[0], use_activation=False))
+    assert torch.tensor(answer["data"][0]["embedding"]).norm() != pytest.approx(1)
+
+
+def test_a_classifier_names_its_classes(checkpoints):
+    server = Serving(LLM(checkpoints["qwen3"], runner="pooling", convert="classify",
+                         num_gpu_blocks_override=24, max_model_len=64, load_format="dummy",
+                         tokenizer=str(checkpoints["qwen3"]), hf_overrides=dict(
+                             id2label={"0": "sad", "1": "glad", "2": "mad"},
+                             architectures=["Qwen3ForSequenceClassification"])))
+    try:
+        expected = [out.outputs.probs for out in server.llm.classify(["ab", "c"], use_tqdm=False)]
+        _, answer = server.ask("/classify", dict(input=["ab", "c"]))
+        assert [one["probs"] for one in answer["data"]] == near(expected)
+        names = ["sad", "glad", "mad"]
+        assert [one["label"] for one in answer["data"]] == [
+            names[probs.index(max(probs))] for probs in expected]
+        assert {one["num_classes"] for one in answer["data"]} == {3}
+    finally:
+        server.close()
+
+
 def test_a_truncated_prompt_keeps_its_last_tokens(server):
     ids = server.llm.tokenizer.encode(TEXTS[2])
     _, answer = server.ask("/v1/embeddings", dict(input=ids, truncate_prompt_tokens=4))
