@@ -19,6 +19,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,28 +28,50 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from nanoserve.config import EngineConfig
 from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.server.api import create_app, load_chat_template
 from nanoserve.server.async_llm import AsyncLLM
-from nanoserve.words.vllm import ROWS
+from nanoserve.words.vllm import ROWS, nearest
 
 # vLLM's names of options, but for those that are ours as well.
 VLLMS = {name: row for (taker, name), row in ROWS.items()
-         if taker == "LLM" and name not in {field.name for field in fields(EngineConfig)}}
+         if taker in ("LLM", "serve") and name not in {f.name for f in fields(EngineConfig)}}
+SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
+         "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
+UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
+         "K": 2 ** 10, "M": 2 ** 20, "G": 2 ** 30, "T": 2 ** 40}
 KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in a line, not below sixty of usage."""
+
+    def error(self, message: str):
+        if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):
+            names = [option[2:] for option in self._option_string_actions]
+            near = nearest(unknown[1], [name for name in names if name not in VLLMS])
+            message = f"there is no option --{unknown[1]}" + (
+                f": did you mean --{near}?" if near else "")
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    serve = argparse.ArgumentParser(
+    serve = Parser(
         prog="nanoserve serve", description="Answer OpenAI's requests over HTTP.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL",
                        help="a folder or a hub id; the bundled model if it is left out")
+    serve.add_argument("--model", dest="model_option", metavar="MODEL", help=argparse.SUPPRESS)
     door = serve.add_argument_group("server")
     door.add_argument("--host", default="127.0.0.1", help="0.0.0.0: on all addresses")
     door.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    door.add_argument("--root-path", default="", metavar="PATH",
+                      help="what a proxy puts in front of all paths")
+    door.add_argument("--allowed-origins", nargs="+", type=json_or_text, metavar="ORIGIN",
+                      help="pages of these origins may ask from a browser; '*': of all")
     door.add_argument("--served-model-name", nargs="+", metavar="NAME",
                       help="what clients call the model (the first is in answers); as it is named "
                       "here if left out")
@@ -57,8 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
     door.add_argument("--chat-template", metavar="FILE", help="a file with a template, or the "
                       "template; the tokenizer's own if left out")
     door.add_argument("--lora-modules", nargs="+", type=lora_module, default=[],
-                      metavar="NAME=FOLDER", help="adapters, each a model of its own name for "
-                      "clients; with --enable-lora")
+                      metavar="NAME=FOLDER", help="adapters (vLLM's JSON will do), each a model "
+                      "of its own name for clients; with --enable-lora")
     door.add_argument("--strict", action="store_true", help="refuse fields that nobody knows, "
                       "which are logged once and passed over otherwise")
     door.add_argument("--max-requests", type=positive, default=1024,
@@ -72,11 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
     engine = serve.add_argument_group("engine", "options of LLM(...), checked by the same rules")
     for field in engine_fields():
         names = [field.name, *(name for name, row in VLLMS.items() if row.ours == field.name)]
-        engine.add_argument(*map(option_name, names), **_how_to_read(field))
+        engine.add_argument(*map(option_name, names), *SHORT.get(field.name, ()),
+                            **_how_to_read(field))
     for name, row in VLLMS.items():
         if not row.ours:  # --disable-log-requests, or --kv-cache-dtype fp8
-            engine.add_argument(option_name(name), nargs="?", const=True, type=json_or_text,
-                                default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            engine.add_argument(option_name(name), *SHORT.get(name, ()), nargs="?", const=True,
+                                type=json_or_text, default=argparse.SUPPRESS,
+                                help=argparse.SUPPRESS)
     return serve
 
 
@@ -99,11 +124,20 @@ def _how_to_read(field: Field) -> dict:
         field.type, "__name__", field.type))
     if "bool" in kind:
         return reader | dict(action=argparse.BooleanOptionalAction)
-    for name, read in (("dict", json_object), ("object", json_object), ("int", int),
+    for name, read in (("dict", json_object), ("object", json_object), ("int", whole),
                        ("float", float)):
         if name in kind:
             return reader | dict(type=read, metavar=name.upper().replace("OBJECT", "JSON"))
     return reader | dict(metavar="TEXT")
+
+
+def whole(text: str) -> int:
+    """vLLM's short numbers, too. Example: 2k is 2000, 2K is 2048, 1.5k is 1500."""
+    number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
+    value = float(number[1]) * UNITS[number[2]] if number else 0.5
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number, or one as 2k, got {text!r}")
+    return int(value)
 
 
 def json_object(text: str) -> dict:
@@ -129,15 +163,33 @@ def positive(text: str) -> int:
 
 def lora_module(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
+    if text.startswith("{"):  # vLLM's, which may also name the model
+        entries = json_object(text)
+        name, folder = entries.get("name"), entries.get("path")
+        equals = entries.keys() <= {"name", "path", "base_model_name"}
     if not (name and equals and folder):
-        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, or {{\"name\": ..., \"path\": "
+                                         f"...}}, got {text!r}")
     return name, folder
 
 
 def engine_options(args: argparse.Namespace) -> dict:
     """The arguments of `LLM`. Of vLLM's names only those that were said."""
-    names = [field.name for field in engine_fields()] + [name for name in VLLMS if name in args]
-    return {name: getattr(args, name) for name in names}
+    said = [name for name, row in VLLMS.items() if "serve" not in row.takers and name in args]
+    return {name: getattr(args, name) for name in [f.name for f in engine_fields()] + said}
+
+
+def check_servers_own(args: argparse.Namespace) -> None:
+    """vLLM's options of its server, and the model's two names. Raises `ValueError`."""
+    for name, row in VLLMS.items():
+        if "serve" in row.takers and name in args and not row.asks_for_nothing(
+                value := getattr(args, name)):
+            raise ValueError(f"{option_name(name)} {value} is not supported: {row.remedy}")
+    if args.model_option is not None:
+        if getattr(args, "model", args.model_option) != args.model_option:
+            raise ValueError(f"two models are named, {args.model!r} and {args.model_option!r}: "
+                             "name one of them")
+        args.model = args.model_option
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
+        check_servers_own(args)
         template = args.chat_template and load_chat_template(args.chat_template)
         listening = listen(args.host, args.port)  # before a model is loaded for minutes
         if args.skip_tokenizer_init and args.runner != "pooling":
@@ -157,7 +210,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.exit(2, f"nanoserve: {error}\n")
     keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
     app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
-                     max_requests=args.max_requests, max_body_bytes=args.max_body_bytes)
+                     root_path=args.root_path, max_requests=args.max_requests,
+                     max_body_bytes=args.max_body_bytes)
+    if args.allowed_origins:  # around the guard: a browser asks without a key first
+        origins = sum([[one] if isinstance(one, str) else one for one in args.allowed_origins], [])
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+                             expose_headers=["x-request-id"])
     config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)
     run(Door(config, greeting(names[0], listening, keys)), listening)

@@ -20,13 +20,15 @@ class hides from the application that a client has gone away.
 
 import hmac
 import json
+import re
 from hashlib import sha256
+from uuid import uuid4
 
 from nanoserve.server.protocol import BadRequest, error_body
 
 PATIENCE = 16  # a body that is too long is read up to so many times the limit
 # Paths that need no key: they show the server's state and its API, but no prompt and no text.
-OPEN_PATHS = {"/health", "/version", "/metrics", "/docs", "/openapi.json"}
+OPEN_PATHS = {"/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
 
 
 class Ticket:
@@ -55,11 +57,12 @@ class Ticket:
 
 class Guard:
     """app: the application to guard. api_keys: an empty list needs no key. max_requests: sequences
-    that may be open, running or waiting. max_body_bytes: of one request."""
+    that may be open, running or waiting. max_body_bytes: of one request. root_path: what stands in
+    front of all paths, if a proxy leaves it there."""
 
     def __init__(self, app, api_keys: list[str] = (), max_requests: int = 1024,
-                 max_body_bytes: int = 4 * 2 ** 20):
-        self.app = app
+                 max_body_bytes: int = 4 * 2 ** 20, root_path: str = ""):
+        self.app, self.root_path = app, root_path.rstrip("/")
         self.digests = [sha256(key.encode()).digest() for key in api_keys]
         self.max_requests, self.max_body_bytes = max_requests, max_body_bytes
         self.num_open = 0
@@ -69,7 +72,14 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
             return
-        if scope["path"] not in OPEN_PATHS and not self.is_known(dict(scope["headers"])):
+        headers, path = dict(scope["headers"]), scope["path"]
+        if self.root_path and path.startswith(self.root_path + "/"):
+            path = path.removeprefix(self.root_path)
+        # Clients join paths with a slash too many. A key is asked for by the path as it came.
+        plain = re.sub("/+", "/", path).rstrip("/") or "/"
+        scope = scope | {"path": self.root_path + plain, "root_path": self.root_path}
+        send = named(send, headers.get(b"x-request-id", b"")[:128] or uuid4().hex.encode())
+        if path not in OPEN_PATHS and not self.is_known(headers):
             await refuse(send, 401, error_body(
                 "this server wants a key: send the header Authorization: Bearer KEY",
                 "authentication_error", code="invalid_api_key"), b"www-authenticate: Bearer")
@@ -118,6 +128,16 @@ class Guard:
             length += len(piece)
             body = body + piece if length <= self.max_body_bytes else b""
         return body if length <= self.max_body_bytes else None
+
+
+def named(send, request_id: bytes):
+    """A `send` that puts the client's own id of the request into the answer, or one made here."""
+    async def again(message: dict) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+        await send(message)
+
+    return again
 
 
 def replay(body: bytes, receive):

@@ -32,10 +32,10 @@ Decorated = TypeVar("Decorated", bound=Callable)
 class Row(NamedTuple):
     """Names of one kind. With neither a remedy nor a name of ours they are harmless.
 
-    takers: "LLM" (its arguments; the command line, too), "SamplingParams", "call" (keywords of
-    generate(), embed() and their kin), "prompt" (a dict's keys), "pooling" (`PoolerConfig` and
-    `PoolingParams`), "method" (of `LLM`), "body" (a request to the server, where the fields of
-    SamplingParams stand as well).
+    takers: "LLM" (its arguments; the command line, too), "serve" (the server's own options),
+    "SamplingParams", "call" (keywords of generate(), embed() and their kin), "prompt" (a dict's
+    keys), "pooling" (`PoolerConfig` and `PoolingParams`), "method" (of `LLM`), "body" (a request to
+    the server, where the fields of SamplingParams stand as well).
     """
 
     takers: str
@@ -157,6 +157,18 @@ TABLE = (
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
+    # vLLM's options of its server.
+    Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "
+        "enable_request_id_headers enable_server_load_tracking enable_tokenizer_info_endpoint "
+        "enable_force_include_usage enable_prompt_tokens_details"),
+    Row("serve", "enable_auto_tool_choice tool_call_parser reasoning_parser tool_parser_plugin",
+        "an answer is the model's text as it is: leave it out, and read the calls from the text"),
+    Row("serve", "ssl_keyfile ssl_certfile ssl_ca_certs uds", "put a proxy in front of it, nginx "
+        "say"),
+    Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
+    Row("serve", "response_role", "answers have the role assistant", ("assistant",)),
+    Row("serve", "chat_template_content_format", "a template gets what it expects", ("auto",)),
+    Row("serve", "lora_dtype middleware headless config", "leave it out"),
     # What OpenAI's clients send to the server. Of the first row some tell who asks, or what is to
     # be kept; a prediction, or a key for the prompt cache, is about speed.
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "

@@ -5,7 +5,7 @@ The bodies are written down from the clients' own requests. Oracle for texts and
 """
 
 import pytest
-from serving import Serving
+from serving import Serving, send
 
 from nanoserve import LLM, SamplingParams
 
@@ -288,3 +288,37 @@ def test_a_model_is_found_by_its_name(server):
 def test_a_balancer_asks_whether_and_how_much(server):
     assert server.ask("/ping")[0] == 200 and server.ask("/ping", {})[0] == 200
     assert server.ask("/load") == (200, dict(server_load=0))
+
+
+# ------------------------------------------------- behind a proxy, in a browser
+
+
+def test_a_request_has_an_id(server):
+    """The client's own, or one made here; OpenAI's client shows it. Errors have one, too."""
+    for path, body in (("/v1/models", None), ("/nothing", None), (COMPLETIONS, asked(COMPLETIONS))):
+        with server.connection() as connection:
+            send(connection, path, body, x_request_id="mine")
+            assert connection.getresponse().headers.get_all("x-request-id") == ["mine"]
+        with server.connection() as connection:
+            send(connection, path, body)
+            assert len(connection.getresponse().headers["x-request-id"]) == 32
+
+
+def test_a_slash_too_many_is_passed_over(server):
+    for path in ("/v1//models", "//v1/models", "/v1/models/"):
+        assert server.ask(path)[0] == 200
+    assert server.ask("/v1//completions/", asked(COMPLETIONS))[0] == 200
+
+
+def test_a_proxys_prefix_may_be_left_in_front():
+    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=16, max_model_len=64),
+                     root_path="/deep/inside", api_keys=["key"])
+    try:
+        for front in ("", "/deep/inside"):
+            assert server.ask(f"{front}/health")[0] == 200
+            assert server.ask(f"{front}/v1/models")[0] == 401
+            assert server.ask(f"{front}/v1/models", authorization="Bearer key")[0] == 200
+            assert server.ask(f"{front}//health")[0] == 401
+        assert b"/deep/inside/openapi.json" in server.ask_raw("/docs")[1]
+    finally:
+        server.close()

@@ -62,17 +62,46 @@ def test_vllms_options_are_taken_where_they_ask_for_nothing():
 
 @pytest.mark.parametrize("words", [
     ["--max-model-len", "long"], ["--hf-overrides", "[1]"], ["--hf-overrides", "{"],
-    ["--max-requests", "0"], ["--drain-seconds", "-1"], ["--no-such-option"], ["a", "b"]])
+    ["--max-requests", "0"], ["--drain-seconds", "-1"], ["--no-such-option"], ["a", "b"],
+    ["--max-model-len", "1.0005k"], ["--max-model-len", "2q"], ["--lora-modules", "x"],
+    ["--lora-modules", '{"name": "x"}'], ["--lora-modules", '{"name": "x", "path": "y", "z": 1}']])
 def test_options_of_the_wrong_type_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(*words)
-    assert caught.value.code == 2 and "error" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.startswith("nanoserve serve: error: ")
+    assert said.count("\n") == 1  # no usage of sixty lines above it
+
+
+def test_an_option_is_never_a_beginning_of_another(capsys):
+    for word, meant in (("--dtyp", "dtype"), ("--model-imp", "model-impl")):
+        with pytest.raises(SystemExit):
+            parse(word, "float32")
+        assert f"no option {word}: did you mean --{meant}?" in capsys.readouterr().err
+
+
+def test_options_come_in_vllms_forms():
+    assert parse("--max-model-len", "2k")["max_model_len"] == 2000
+    assert parse("--max-model-len", "2K")["max_model_len"] == 2048
+    assert parse("--max-num-batched-tokens", "1.5k")["max_num_batched_tokens"] == 1500
+    assert parse("--seed", "-3")["seed"] == -3
+    assert parse("-tp", "2")["tensor_parallel_size"] == 2
+    args = cli.make_parser().parse_args(
+        ["--model", "a", "-pp", "1", "--lora-modules", "one=folder",
+         '{"name": "two", "path": "other=folder", "base_model_name": "a"}',
+         "--uvicorn-log-level", "info", "--response-role", "assistant"])
+    cli.check_servers_own(args)
+    assert args.model == "a" and args.lora_modules == [("one", "folder"), ("two", "other=folder")]
+    assert cli.engine_options(args)["pipeline_parallel_size"] == 1
+    assert "uvicorn_log_level" not in cli.engine_options(args)
 
 
 @pytest.mark.parametrize("words, said", [
     (["--dtype", "int3"], "dtype must be one of"), (["--max-num-seqs", "-5"], "max_num_seqs"),
     (["no/such/model"], "no/such/model"), (["--chat-template", "no/such/file"], "chat_template"),
-    (["--skip-tokenizer-init"], "without text"), (["--swap-space", "4"], "swap_space=4 is not"),
+    (["--skip-tokenizer-init"], "without text"), (["--api-server-count", "2"], "one process"),
+    (["--ssl-keyfile", "x"], "put a proxy in front"), (["a", "--model", "b"], "two models are"),
+    (["--swap-space", "4"], "swap_space=4 is not"),
     (["--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8' is not supported: the KV cache has the dt"),
     (["--max-num-seqs", "9", "--max-num-batched-tokens", "3"], "max_num_batched_tokens")])
 def test_what_cannot_be_served_is_said_in_one_line(words, said, capsys):
@@ -120,6 +149,7 @@ def started(tmp_path):
     env = os.environ | {cli.KEY_VARIABLE: "secret", "NANOSERVE_CHECK": "1"}
     process = subprocess.Popen(
         [*SERVE, "--port", "0", "--dtype", "float32", "--num-gpu-blocks-override", "160",
+         "--allowed-origins", "http://page",
          "--served-model-name", "known", "--drain-seconds", "30", "--kernels", "torch"],
         stderr=subprocess.PIPE, text=True, env=env, cwd=Path(__file__).parent)
     for line in process.stderr:
@@ -130,6 +160,25 @@ def started(tmp_path):
     yield process, port
     process.kill()
     process.communicate()
+
+
+def test_a_page_of_an_allowed_origin_may_ask(started):
+    """A browser asks first whether it may, and has no key for that."""
+    _, port = started
+    for origin, allowed in (("http://page", 200), ("http://other", 400)):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("OPTIONS", "/v1/chat/completions", headers={
+            "Origin": origin, "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type"})
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == allowed
+        connection.request("GET", "/v1/models", headers={
+            "Origin": origin, "Authorization": "Bearer secret"})
+        answer = connection.getresponse()
+        shown = answer.headers["access-control-allow-origin"]
+        assert shown == ("http://page" if allowed == 200 else None)
+        connection.close()
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
