@@ -108,10 +108,15 @@ class RowState:
         self.index_of = {token_id: i for i, token_id in enumerate(self.ids)}
         self.num_read = seq.num_prompt_tokens
 
-    def read(self, seq: Sequence) -> None:
-        """Count the output tokens that are new."""
-        self._count(seq.token_ids[self.num_read:])
-        self.num_read = len(seq.token_ids)
+    def read(self, token_ids: list[int]) -> None:
+        """Count output tokens that are new."""
+        self.num_read += len(token_ids)
+        for token_id in token_ids:
+            index = self.index_of.setdefault(token_id, len(self.ids))
+            if index == len(self.ids):
+                self.ids.append(token_id)
+                self.counts.append(0)
+            self.counts[index] += 1
 
     def with_drafts(self, drafts: list[int]) -> "RowState":
         """A copy that counts `drafts` as output, which is not certain yet; `self` if none."""
@@ -119,16 +124,8 @@ class RowState:
             return self
         state = copy(self)
         state.ids, state.counts, state.index_of = self.ids[:], self.counts[:], self.index_of.copy()
-        state._count(drafts)
+        state.read(drafts)
         return state
-
-    def _count(self, token_ids: list[int]) -> None:
-        for token_id in token_ids:
-            index = self.index_of.setdefault(token_id, len(self.ids))
-            if index == len(self.ids):
-                self.ids.append(token_id)
-                self.counts.append(0)
-            self.counts[index] += 1
 
 
 def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
@@ -164,7 +161,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
                  put: Callable) -> Edits | None:
     """The edits of all rows with controls. rows: each with its sequence, and with the drafts before
     it, which count as output for this row. put: makes a tensor on the device."""
-    edited, closed, open_ids, biased, banned, masks, seen = [], [], {}, {}, {}, {}, {}
+    edited, open_ids, biased, banned, masks, seen = [], {}, {}, {}, {}, {}
     states: list[RowState] = []
     for i, seq, drafts in rows:
         assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
@@ -176,7 +173,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
             continue  # logprobs only, or min_tokens that have been reached
         if state.has_penalties:
             seq.sampler_state = None  # after Ctrl-C during the count, the next step makes a new one
-            state.read(seq)
+            state.read(seq.token_ids[state.num_read:])
             seq.sampler_state = state
             state = state.with_drafts(drafts)
         edited.append(i)
@@ -189,7 +186,6 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
             masks[r] = constraint.mask(seq, drafts, state.open_ids, bans)
             continue
         if len(state.open_ids):
-            closed.append(r)
             open_ids[r] = state.open_ids
         if bans:
             banned[r] = bans
@@ -197,8 +193,8 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
         return None
 
     edits = Edits(put(edited, torch.int64))
-    if closed:
-        edits.closed = put(closed, torch.int64)
+    if open_ids:
+        edits.closed = put(list(open_ids), torch.int64)
         edits.open = put(_pairs(open_ids), torch.int64)
     if biased:
         edits.biased = put(_pairs(biased), torch.int64)

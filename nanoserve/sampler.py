@@ -60,19 +60,14 @@ class SamplingInputs:
             return inputs
         inputs.all_greedy = not batch.host["temperature"].any()
         if rows := [i for i, seq in enumerate(seqs) if seq.request.has_controls]:
-            ahead = drafts_ahead(step)
+            # The drafts before each sample: after k drafts a sequence has k + 1 samples.
+            given = [step.drafts.get(seq, []) for seq in step.sampling]
+            ahead = [drafts[:i] for drafts in given for i in range(len(drafts) + 1)]
             inputs.edits = gather_edits([(i, seqs[i], ahead[i]) for i in rows], constraints, here)
             wanted = {i: seqs[i].request.params.logprobs for i in rows}
             inputs.logprob_rows = [i for i in rows if wanted[i] is not None]
             inputs.num_logprobs = max((wanted[i] for i in inputs.logprob_rows), default=0)
         return inputs
-
-
-def drafts_ahead(step: Step) -> list[list[int]]:
-    """The drafts in front of each sample. With k drafts a sequence has k + 1 rows, each after one
-    draft more (`Step.samples`)."""
-    given = [step.drafts.get(seq, []) for seq in step.sampling]
-    return [drafts[:i] for drafts in given for i in range(len(drafts) + 1)]
 
 
 def put(values, dtype: torch.dtype = torch.float32, *, device: torch.device) -> torch.Tensor:

@@ -119,9 +119,9 @@ def test_ctrl_c_while_tokens_are_counted(monkeypatch):
     seq.token_ids += [5, 6, 5]
     read = RowState.read
 
-    def interrupted(state, seq) -> None:
+    def interrupted(state, token_ids) -> None:
         num_read = state.num_read
-        read(state, seq)
+        read(state, token_ids)
         state.num_read = num_read
         raise KeyboardInterrupt
 
