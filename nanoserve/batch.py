@@ -18,9 +18,10 @@ rank which got nothing but the buffer can read it. Floats and 64-bit seeds trave
 With overlap a row's input may not be known yet, because the step before is still sampling it. Its
 id is then -1 - r, with r its `Sequence.row`: the device replaces it by the last sample of r.
 
-A CUDA graph reads the same addresses every time. So the sections come first whose size depends on
-the number of rows alone, and a batch can be padded to more rows than it has: padding rows attend to
-nothing (seq_len 0), write nothing (slot -1), and their samples are thrown away.
+A CUDA graph, which records a step of decodes, reads the same addresses every time. So the sections
+come first whose size then depends on the number of rows alone, and a batch can be padded to more
+rows than it has: padding attends to nothing (seq_len 0), writes nothing (slot -1), and its samples
+are thrown away.
 
 Invariant: no Python loop runs over tokens. Token ids are copied as slices of lists, what follows
 from them is vectorised numpy, and the loops over rows touch integers only. Block tables and
@@ -62,9 +63,8 @@ def section(per: str, padding: int | str | None, dtype: str = "int32") -> Any:
 class Batch:
     """One step's numbers, as views of the buffer. b rows.
 
-    This is **the table of sections**: the buffer's size, writing and reading follow from it. A
-    graph records steps of decodes, so the sections come first whose length the number of rows then
-    decides. Seeds lead: a number of 64 bits must begin at an even index.
+    This is **the table of sections**: the buffer's size, writing and reading follow from it. Seeds
+    lead, because a number of 64 bits must begin at an even index.
     """
 
     seeds: torch.Tensor = section("params", 0, "int64")  # this and the next: see SamplingParams

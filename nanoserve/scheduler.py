@@ -85,17 +85,13 @@ class Scheduler:
 
     def order(self, seq: Sequence) -> tuple[float, int, int]:
         """The sort key of both queues. A sequence's key is unique and never changes, so a preempted
-        sequence returns to its old position.
-
-            fcfs        arrival                                     first come, first served
-            priority    priority, arrival                           the lowest number first
-            shortest    arrival_time + num_prompt_tokens / 1,000    shortest job first, with aging
-
-        With `shortest` a prompt of 1,000 tokens is as urgent as one of 10 that came 0.99 seconds
-        later, so no sequence starves. (What is *left* to compute would change in every step.)
-        """
+        sequence returns to its old position."""
         request = seq.request
-        urgency = {"fcfs": 0, "priority": request.priority,
+        urgency = {"fcfs": 0,  # first come, first served
+                   "priority": request.priority,  # the lowest number first
+                   # Shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one of
+                   # 10 that came 0.99 seconds later, so no sequence starves. (A key that counts
+                   # what is *left* to compute would change in every step.)
                    "shortest": request.arrival_time + seq.num_prompt_tokens / 1000}
         return (urgency[self.policy], request.arrival, seq.index)
 
@@ -222,8 +218,13 @@ class Scheduler:
                 step.stopped = seq, "blocks", num_needed
                 break
             del self.waiting[len(sitting_out)]
-            self._admit(seq, hits, num_cached)
+            insort(self.running, seq, key=self.order)
             step.admitted.append(seq)
+            seq.row = self.free_rows.pop()
+            seq.num_computed_tokens = len(hits) * self.blocks.block_size
+            if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
+                seq.num_cached_tokens = num_cached
+            self.blocks.share(seq, hits)
             self.blocks.allocate(seq, num_cached + num_new)
             self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
             budget -= num_new
@@ -258,27 +259,20 @@ class Scheduler:
                 return one.pending_keys[key]
         return seq if self.store is not None and self.store.is_reading(seq) else None
 
-    def _admit(self, seq: Sequence, hits: list, num_cached: int) -> None:
-        self.blocks.share(seq, hits)
-        seq.num_computed_tokens = len(hits) * self.blocks.block_size
-        if seq.num_cached_tokens is None:  # a hit after a preemption is not counted: it saves none
-            seq.num_cached_tokens = num_cached
-        seq.row = self.free_rows.pop()
-        insort(self.running, seq, key=self.order)
-
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
         """Let the step compute `num_new` tokens from position `start` on, and have the store load
-        the `num_loaded` tokens before."""
+        the `num_loaded` tokens before. Both are in flight until the step has finished."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
-        seq.num_inflight_tokens += num_loaded + num_new
+        seq.num_inflight_tokens += num_new
         if num_new > 1 or num_loaded:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
             keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
             step.pending_keys.update(dict.fromkeys(keys, seq))
             if num_loaded:
                 step.num_loaded[seq] = num_loaded
+                seq.num_inflight_tokens += num_loaded
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
@@ -303,8 +297,8 @@ class Scheduler:
         grown: dict[Sequence, list[int]] = {}
         for seq, tokens in step.outcome(sampled).items():
             seq.num_unknown_tokens -= 1
-            if seq in step.drafts:  # of 5 drafts 3 are right: 6 computed, 4 count
-                seq.num_computed_tokens -= len(step.drafts[seq]) + 1 - len(tokens)
+            if step.drafts:  # of 5 drafts 3 are right: 6 computed, 4 count
+                seq.num_computed_tokens -= len(step.drafts.get(seq, ())) + 1 - len(tokens)
             if seq.finish_reason is None:
                 seq.token_ids += tokens
                 grown[seq] = tokens
