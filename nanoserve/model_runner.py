@@ -119,8 +119,7 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
         """This rank's share of a network."""
-        has_experts = any(model_config.moe_layers)
-        model = Decoder(model_config, self.placement, self.config.expert_parallel and has_experts)
+        model = Decoder(model_config, self.placement, self.config.expert_parallel)
         if pooler is not None:
             pooler.replace_head(model, self.placement)
         if self.config.load_format == "dummy":
