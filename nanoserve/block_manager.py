@@ -56,10 +56,7 @@ class Store(Protocol):
 
 
 class BlockManager:
-    """Hands out block ids, counts references, and remembers full blocks by content.
-
-    num_blocks: how many blocks the KV cache has. block_size: tokens each holds.
-    """
+    """Hands out `num_blocks` block ids, counts references, and remembers full blocks by content."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks = num_blocks

@@ -115,13 +115,13 @@ class Scheduler:
 
     def _interrupt(self, step: Step) -> None:
         """Preempt running sequences, the last first, while the first waiting one is earlier in the
-        order and lacks a row or blocks (other than one that is being computed). A victim that a
-        step in flight still computes gets no share of this step, and the next call preempts it."""
+        order and lacks a row or blocks. One that a step in flight still computes gets no share of
+        this step, and the next call preempts it."""
         while self.running and self.waiting:
             seq, last = self.waiting[0], self.running[-1]
             if self.order(last) < self.order(seq):
                 return
-            hits = self.blocks.find_prefix(seq)
+            hits = self.blocks.find_prefix(seq)  # if more is being computed, it would sit out
             if self._pending(step, seq, len(hits)) or (
                     self.free_rows and self.blocks.num_needed(hits, seq.num_tokens)
                     <= self.blocks.num_free_blocks):
