@@ -189,6 +189,12 @@ def keep_freed_memory() -> bool:
         return False
 
 
+def return_freed_memory() -> None:
+    """To the system, once: a whole model's weights were freed, and no step will be so large."""
+    with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
     step. device: "meta" for a tensor that has a size and no memory."""

@@ -50,6 +50,7 @@ from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.wrappings import check_names
 from nanoserve.config import EngineConfig
+from nanoserve.device.memory import return_freed_memory
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.frontend.metrics import say
@@ -274,6 +275,7 @@ class TransformersModel(nn.Module):
                  kept: dict[str, Grouped] | None = None):
         super().__init__()
         pack(network, on, kept or {})
+        return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         self.first_position = first_position
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
