@@ -159,8 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What small weights cost, and what they bring.")
     parser.add_argument("--corpus", type=Path, help="the text whose held-out part is predicted")
     parser.add_argument("--speed", action="store_true", help="time steps, and look at the memory")
-    parser.add_argument("--model", default="Qwen3-0.6B", help="shapes, for --speed: a folder with a "
-                        f"config.json, or one of {', '.join(roofline.MODELS)}")
+    parser.add_argument("--model", default="Qwen3-0.6B", help="shapes, for --speed: a folder with "
+                        f"a config.json, or one of {', '.join(roofline.MODELS)}")
     parser.add_argument("--dtype", default="bfloat16", help="of the other engine, for --speed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])

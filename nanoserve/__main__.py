@@ -4,6 +4,7 @@
     nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
     nanoserve trace             the scheduler at work, without a model (tools/trace.py)
     nanoserve verify [MODEL]    the engine's text beside transformers' (tools/verify.py)
+    nanoserve convert FILE DIR  a GGUF file becomes a folder that this engine serves
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
 that none of them costs the others anything. Commands are annexes: they may be deleted, and may need
@@ -21,7 +22,7 @@ from nanoserve.frontend.command import command
 HOME = Path(__file__).parent.parent  # said, as there may be an installation elsewhere
 # A word, and the module with its `main`.
 COMMANDS = {"serve": "nanoserve.server.cli", "trace": "nanoserve.tools.trace",
-            "verify": "nanoserve.tools.verify"}
+            "verify": "nanoserve.tools.verify", "convert": "nanoserve.tools.convert"}
 LIST = f"""\
 nanoserve {__version__}, {HOME}
 
@@ -29,6 +30,7 @@ Commands (--help tells more)
   nanoserve serve [MODEL]    an HTTP server with OpenAI's endpoints
   nanoserve trace            the scheduler at work, without a model
   nanoserve verify [MODEL]   the engine's text beside transformers', in every mode
+  nanoserve convert FILE DIR a GGUF file becomes a folder that this engine serves
 
 In Python
   from nanoserve import LLM, SamplingParams

@@ -47,7 +47,8 @@ class RequestOutputKind(Enum):
 
 # --------------------------------------------------------------------- rules
 
-LOAD_FORMAT = choice("auto", "safetensors", "pt", "dummy")
+LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (nanoserve convert FILE FOLDER reads GGUF)",
+                   choice("auto", "safetensors", "pt", "dummy").keep)
 MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = rules.instance(dict, "a dict laid over config.json")
 QUANTIZATION = Rule("dequantize, int8, int4 or fp8 (a quantised checkpoint's format is in its "

@@ -36,6 +36,9 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
             raise ValueError(f"revision={revision!r} is about hub ids, and {option}={str(model)!r} "
                              "is a folder: leave it out")
         return folder
+    if folder.suffix == ".gguf":
+        raise ValueError(f"{option}={str(model)!r} is a GGUF file: make a folder of it with "
+                         f"nanoserve convert {folder.name} FOLDER")
     if folder.exists():
         raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
     # Imported here because only a hub id needs it: a local folder works without the package.
