@@ -34,11 +34,11 @@ PROMPT = [1, 2, 3, 4]
 def write_adapter(llm: LLM, folder: Path, rank: int) -> LoRARequest:
     """One that changes every matrix that can be changed, by nothing."""
     tensors = {}
-    for path, (layer, name) in llm.runner.adapters.layers.items():
+    for path, (products, name) in llm.runner.adapters.products.items():
         tensors[f"base_model.model.model.{path}.lora_A.weight"] = torch.zeros(
-            rank, layer.inputs.total)
+            rank, products.inputs.total)
         tensors[f"base_model.model.model.{path}.lora_B.weight"] = torch.zeros(
-            layer.matrices[name].total, rank)
+            products.matrices[name].total, rank)
     save_file(tensors, folder / "adapter_model.safetensors")
     entries = dict(peft_type="LORA", r=rank, lora_alpha=rank)
     (folder / "adapter_config.json").write_text(json.dumps(entries))

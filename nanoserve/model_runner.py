@@ -273,6 +273,7 @@ class ModelRunner:
             self.synchronize()
         self.ranks.close(LAST_WORD)
         self.networks, self.kv_cache = [], []
-        self.model = self.builder = self.last_tokens = self.graphs = self.copier = None
+        self.model = self.builder = self.last_tokens = self.graphs = None
+        self.adapters = self.copier = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -30,12 +30,12 @@ but would be one more function in every twin.
 import hashlib
 import json
 import math
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -94,7 +94,7 @@ class Adapter:
     name: str
     adapter_id: int
     root: CacheEntry
-    requests: WeakSet = field(default_factory=WeakSet)
+    requests: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
     @property
     def in_use(self) -> bool:
@@ -108,7 +108,10 @@ class AdaptedProducts:
     again whenever an adapter is loaded."""
 
     def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
-        self.adapters, self.layer = adapters, layer
+        # Weak, and no layer: in a circle, a forgotten engine would keep its weights until Python's
+        # garbage collector comes by.
+        self.adapters = weakref.proxy(adapters)
+        self.inputs, self.matrices = layer.inputs, layer.matrices
         self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
         width, start = adapters.num_columns, 0
         self.a = adapters.zeros(len(layer.matrices), width, layer.inputs.size)
@@ -139,7 +142,7 @@ class AdaptedProducts:
         a, b = self.a[list(self.b).index(name)], self.b[name]
         a[columns], b[:, columns] = 0, 0
         if pair is not None:
-            (low, high), inputs, rows = pair, self.layer.inputs, self.layer.matrices[name]
+            (low, high), inputs, rows = pair, self.inputs, self.matrices[name]
             a[columns][:len(low)] = low[:, inputs.start:inputs.stop]
             b[:, columns][:, :len(low)] = high[rows.start:rows.stop]
 
@@ -164,14 +167,14 @@ class Adapters:
         self.masks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.lock = Lock()  # requests are made in any thread
         self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by id, what no layer has yet
-        self.layers: dict[str, tuple[Linear, str]] = {}  # by the checkpoint's name
+        self.products: dict[str, tuple[AdaptedProducts, str]] = {}  # by the checkpoint's name
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
             if isinstance(layer, Linear) and path.startswith("layers."):
-                layer.adapted = AdaptedProducts(
+                products = layer.adapted = AdaptedProducts(
                     self, layer, path.startswith(last) and "q_proj" not in layer.matrices)
                 for name in layer.matrices:
-                    self.layers[beside(path, name)] = layer, name
+                    self.products[beside(path, name)] = products, name
 
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -214,11 +217,15 @@ class Adapters:
 
     def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
         columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)
-        for path, (layer, name) in self.layers.items():
+        for path, (products, name) in self.products.items():
             pair = (tensors[f"{path}.A"], tensors[f"{path}.B"]) if f"{path}.A" in tensors else None
-            layer.adapted.fill(name, columns, pair)
-        for layer in {layer for layer, _ in self.layers.values()}:
-            layer.adapted.pack()
+            products.fill(name, columns, pair)
+        for products in {products for products, _ in self.products.values()}:
+            products.pack()
+
+    def close(self) -> None:
+        """Whoever holds the engine, and with it `assign`, shall hold no matrices."""
+        self.products, self.unsent, self.masks = {}, {}, None
 
     # -------------------------------------------------------------- requests
 
@@ -256,7 +263,7 @@ class Adapters:
         return self.known[seen]
 
     def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
-        pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.layers)
+        pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.products)
         adapter_id = self._free_id(asked)
         self.unsent[adapter_id] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
                              for letter, tensor in zip("AB", pair, strict=True)}
@@ -277,7 +284,7 @@ class Adapters:
                          f"max_loras={self.max_loras}: raise it, or wait for one of them")
 
 
-def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, str]],
+def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[AdaptedProducts, str]],
                  ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
     adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
@@ -326,7 +333,7 @@ def _read_settings(folder: Path) -> dict:
 
 
 def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
-            layer: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            layer: AdaptedProducts, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """One module's two matrices, checked, with `scaling` in the second.
 
     scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).
@@ -383,4 +390,8 @@ class LoRA(Extra):
         return replace(plan, parts=replace(plan.parts, make_adapters=Adapters))
 
     def attach(self, engine: LLMEngine) -> None:
-        engine.checks.append(engine.runner.adapters.assign)
+        self.adapters = engine.runner.adapters
+        engine.checks.append(self.adapters.assign)
+
+    def close(self) -> None:
+        self.adapters.close()

@@ -4,7 +4,9 @@ The oracle is transformers on a checkpoint into which the adapter was merged her
 the paper: W + scaling * B A.
 """
 
+import gc
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from small_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
+from nanoserve.layers import Linear
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,28 @@ def test_a_refused_call_leaves_its_adapters_free(voices):
                          lora_request=[voices.request(1), voices.request(2)])
         voices.check(llm, [2])
         assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("end", ["shut down", "forgotten"])
+def test_an_engine_that_ended_keeps_no_weights(voices, end):
+    """Its check of requests and the layers' products held the layers, in a circle. So a model that
+    was shut down stayed in memory beside the next one."""
+    llm = LLM(voices.base, **SMALL)
+    voices.check(llm, [1])
+    layers = [layer for layer in llm.runner.model.layers.modules() if isinstance(layer, Linear)]
+    held = [weakref.ref(part) for layer in layers for part in (layer, layer.adapted.a)]
+    assert len(held) == 3 * 4 * 2  # three layers, four products in each
+    del layers
+    gc.collect()
+    gc.disable()
+    try:
+        if end == "shut down":
+            llm.shutdown()
+        else:
+            del llm
+        assert not [ref for ref in held if ref() is not None]
+    finally:
+        gc.enable()
 
 
 def test_streams_and_chats_take_an_adapter(voices):
