@@ -299,10 +299,11 @@ class TransformersModel(nn.Module):
         """Nothing to do: `forward` has returned logits."""
         return logits
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor,
+    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
             pages: Pages | Probe, **options) -> torch.Tensor:
-        out = self.layers(input_ids=ids.long()[None], position_ids=positions.long()[None],
-                          use_cache=False, logits_to_keep=wanted, nanoserve=pages, **options)
+        counted = None if positions is None else positions.long()[None]
+        out = self.layers(input_ids=ids.long()[None], position_ids=counted, use_cache=False,
+                          logits_to_keep=wanted, nanoserve=pages, **options)
         return out.logits[0].contiguous()
 
     def probe(self, width: int) -> list[tuple]:
@@ -319,31 +320,44 @@ class TransformersModel(nn.Module):
     @torch.inference_mode()
     def _probe(self, width: int) -> list[tuple]:
         """Up to four tokens in two orders, the last possible position among them. A token's numbers
-        must be the same in both: then neither its neighbours nor its index in the row matter."""
+        must be the same in both: then neither its neighbours nor its index in the row matter. Left
+        to count positions by itself, the class must begin at 0 as we do (Kosmos-2.5's at 2)."""
         last = self.config.max_position_embeddings - 1
         positions = torch.tensor(sorted({0, min(1, last), min(2, last), last}),
                                  device=self.on.device)
         ids = torch.arange(len(positions), device=self.on.device) % self.config.vocab_size
-        everyone, order = torch.arange(len(ids), device=self.on.device), positions.argsort(
-            descending=True)
-        runs = []
-        for some in (everyone, order):
-            probe = Probe(looks_ahead=self.looks_ahead)
-            out = self.run(ids[some], positions[some], everyone, probe,
-                              attention_mask=torch.ones(1, len(ids), device=self.on.device))
-            check_layers(probe, self.config.num_hidden_layers)
-            if out.shape != (len(ids), width):
-                raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
-            runs.append((out, probe))
-        (out, first), (reversed_out, second) = runs
-        pairs = [(out[order], reversed_out)] + [
-            (one[:, :, order], other) for i in first.layers
-            for one, other in zip(first.layers[i][:3], second.layers[i][:3], strict=True)]
-        tolerance = torch.finfo(self.on.dtype).eps ** 0.5
-        if not all((one - other).norm() <= tolerance * one.norm() for one, other in pairs):
+        order = positions.argsort(descending=True)
+        first, layers = self.watch(ids, positions, width)
+        second, _ = self.watch(ids[order], positions[order], width)
+        if not self.are_close([one.index_select(-2, order) for one in first], second):
             raise ValueError("its tokens know of each other's order without attention (a "
                              "convolution, a state, or positions that are counted and not read)")
-        return [first.layers[i] for i in range(len(first.layers))]
+        if not self.looks_ahead:
+            counted = torch.arange(len(ids), device=self.on.device)
+            ids.fill_(0 if text_config_of(self.layers.config).pad_token_id else 1)  # not padding
+            if not self.are_close(self.watch(ids, counted, width)[0],
+                                  self.watch(ids, None, width)[0]):
+                raise ValueError("its positions do not begin at 0")
+        return layers
+
+    def watch(self, ids: torch.Tensor, positions: torch.Tensor | None,
+              width: int) -> tuple[list[torch.Tensor], list[tuple]]:
+        """What comes out, and each layer's q, k and v, all (..., num_tokens, size); the layers as
+        `Probe` has them. positions: None for those that the class counts by itself."""
+        probe = Probe(looks_ahead=self.looks_ahead)
+        everyone = torch.arange(len(ids), device=ids.device)
+        out = self.run(ids, positions, everyone, probe,
+                       attention_mask=torch.ones(1, len(ids), device=ids.device))
+        check_layers(probe, self.config.num_hidden_layers)
+        if out.shape != (len(ids), width):
+            raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
+        layers = [probe.layers[i] for i in range(len(probe.layers))]
+        return [out, *(one for layer in layers for one in layer[:3])], layers
+
+    def are_close(self, ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        tolerance = torch.finfo(self.on.dtype).eps ** 0.5
+        return all((one - other).norm() <= tolerance * one.norm()
+                   for one, other in zip(ones, others, strict=True))
 
 
 def check_layers(probe: Probe, num_layers: int) -> None:

@@ -255,6 +255,12 @@ REFUSED = {
     "Llama4ForCausalLM": (lambda: transformers.Llama4TextConfig(
         **GQA, head_dim=8, num_local_experts=2, attention_chunk_size=16, intermediate_size_mlp=48),
         "attend within chunks"),
+    "Kosmos2_5ForConditionalGeneration": (lambda: transformers.Kosmos2_5Config(
+        text_config=dict(vocab_size=260, embed_dim=32, layers=2, ffn_dim=48, attention_heads=4,
+                         max_position_embeddings=128),
+        vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
+                           num_attention_heads=2, patch_embed_hidden_size=16)),
+        "its positions do not begin at 0"),
     "BertLMHeadModel": (lambda: transformers.BertConfig(**SIZES), "looks ahead|neither causal"),
 }
 
