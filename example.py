@@ -20,7 +20,11 @@ def main() -> None:
     from nanoserve import LLM, SamplingParams  # here: it loads torch, which takes seconds
 
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=100, seed=1)
-    with LLM(args.model, trace=args.trace) as llm:
+    try:
+        llm = LLM(args.model, trace=args.trace)
+    except ValueError as error:  # it says what to do
+        parser.error(str(error))
+    with llm:
         for output in llm.generate(PROMPTS, params):
             print(f"\n{output.prompt} =>{output.outputs[0].text}")
 
