@@ -41,6 +41,8 @@ import xxhash
 
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
+ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
+
 
 class Store(Protocol):
     """A second place for blocks, which the prefix cache has lost: see extras/block_store.py."""
@@ -92,7 +94,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return keys
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else root.key if root else b""
+            parent = keys[-1] if keys else root.key if root else ROOT_KEY
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
             keys.append(xxhash.xxh3_128_digest(parent + tokens))
         return keys

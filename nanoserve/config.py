@@ -31,6 +31,7 @@ from nanoserve.words.vllm import takes_vllms_words
 KERNELS = ("auto", "triton", "cpu", "torch")
 POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
+MAX_TEMPERATURE = 1e30  # all tokens are equally likely by then; -inf / inf would be no number
 MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
 MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
 # Far beyond any use, and such that a logit times it, or divided by it, is a float32.
@@ -194,6 +195,7 @@ class SamplingParams:
             warnings.warn(f"temperature={self.temperature} is raised to {MIN_TEMPERATURE}: smaller "
                           "values overflow; use 0 for greedy", stacklevel=4)
             self.temperature = MIN_TEMPERATURE
+        self.temperature = min(self.temperature, MAX_TEMPERATURE)
 
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing with this one: its rules copy lists and dicts."""

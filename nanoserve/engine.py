@@ -14,8 +14,9 @@ the garbage collector closing a forgotten stream, may call `abort` and `shutdown
 step: the work is then posted, and done between two steps (parallel/turns.py).
 
 Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
-within a step, every unfinished request can go on or be aborted. Optional ideas are *annexes*, which
-all have the shape of `Extra`; nothing here names one.
+within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
+except while a step is launched and while its tokens are awaited. Optional ideas are *annexes*,
+which all have the shape of `Extra`; nothing here names one.
 
 Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
 engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
@@ -138,7 +139,8 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
                     lora_request: object = None) -> None:
-        """`make_request` and `submit` in one; the outputs come from `step()`."""
+        """Queue one request; `step()` works on it. Raises `ValueError` and queues nothing if it is
+        wrong (see `make_request`) or its id is in use."""
         self.submit(self.make_request(request_id, prompt, sampling_params, priority, lora_request),
                     self.inbox)
 
@@ -179,8 +181,8 @@ class LLMEngine:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 alone = self.runner.ranks.size == 1
                 with self.turns.interruptible() if alone else nullcontext():
-                    for prepare in self.before_launch:
-                        prepare(step)
+                    for fill in self.before_launch:
+                        fill(step)
                     step.output = self.runner.launch(step)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):

@@ -34,6 +34,7 @@ from nanoserve.block_manager import BlockManager, Store
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
 
+RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
 Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most so many
 
 
@@ -84,15 +85,18 @@ class Scheduler:
         insort(self.waiting, seq, key=self.order)
 
     def order(self, seq: Sequence) -> tuple[float, int, int]:
-        """The sort key of both queues. A sequence's key is unique and never changes, so a preempted
-        sequence returns to its old position."""
+        """The sort key of both queues; the smallest is first. A sequence's key is unique and never
+        changes, so a preempted sequence returns to its old position.
+
+        "shortest" is shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one
+        of 10 that came 0.99 seconds later. All waiting times grow at the same rate, so the order of
+        two sequences never changes, and no sequence starves. (A key that counts what is *left* to
+        compute would change in every step.)
+        """
         request = seq.request
         urgency = {"fcfs": 0,  # first come, first served
                    "priority": request.priority,  # the lowest number first
-                   # Shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one of
-                   # 10 that came 0.99 seconds later, so no sequence starves. (A key that counts
-                   # what is *left* to compute would change in every step.)
-                   "shortest": request.arrival_time + seq.num_prompt_tokens / 1000}
+                   "shortest": request.arrival_time + seq.num_prompt_tokens / RATE}
         return (urgency[self.policy], request.arrival, seq.index)
 
     # ----------------------------------------------------------- scheduling
@@ -131,13 +135,13 @@ class Scheduler:
                 return
             self._preempt_last(step, seq)
 
-    def _schedule_running(self, step: Step, budget: int, late: Sequence | None = None) -> int:
-        """Returns the budget that is left. This loop is the hot path of decoding. With policies but
-        "fcfs" prompts get tokens `late`: behind decodes, and in order with those that wait."""
-        block_size = self.blocks.block_size
-        prompts: list[Sequence] = []
+    def _schedule_running(self, step: Step, budget: int) -> int:
+        """Returns the budget that is left. This loop is the hot path of decoding. With a policy,
+        prompts get their blocks in it, and their tokens behind it: see `_schedule_prompts`."""
+        block_size, has_policy = self.blocks.block_size, self.policy != "fcfs"
+        prompts: dict[Sequence, int] = {}  # and where they go on
         # The last one may have to make way; and `_make_room` takes victims off the end.
-        for seq in [late] if late else self.running[:-1] if step.stopped else self.running:
+        for seq in self.running[:-1] if step.stopped else self.running:
             if budget <= 0:
                 step.stopped = seq, "budget", 0
                 break
@@ -151,14 +155,24 @@ class Scheduler:
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
-            if num_new > 1 and not late and self.policy != "fcfs":
-                prompts.append(seq)
+            if num_new > 1 and has_policy:
+                prompts[seq] = done
             elif num_new > 0:  # with k drafts in flight the gap is 1 - k, until they are checked
                 self._add_row(step, seq, done, num_new)
                 budget -= num_new
-        for seq in prompts:
+        return self._schedule_prompts(step, budget, prompts) if prompts else budget
+
+    def _schedule_prompts(self, step: Step, budget: int, prompts: dict[Sequence, int]) -> int:
+        """What decodes have left goes to running and to waiting prompts, in the policy's order: one
+        of 3,000 tokens that runs already does not hold up an urgent one that waits."""
+        for seq, done in prompts.items():
             budget = self._schedule_waiting(step, budget, self.order(seq))
-            budget = self._schedule_running(step, budget, seq)
+            num_left = len(seq.token_ids) - done
+            if num_left > budget and not (budget and self.enable_chunked_prefill):
+                step.stopped = seq, "budget", 0
+                break
+            self._add_row(step, seq, done, min(num_left, budget))
+            budget -= min(num_left, budget)
         return budget
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
