@@ -35,12 +35,15 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
         if revision is not None:
             raise ValueError(f"revision={revision!r} is about hub ids, and {option}={str(model)!r} "
                              "is a folder: leave it out")
+        check_fetched(folder, weights)
         return folder
     if folder.suffix == ".gguf":
         raise ValueError(f"{option}={str(model)!r} is a GGUF file: make a folder of it with "
                          f"nanoserve convert {folder.name} FOLDER")
     if folder.exists():
         raise ValueError(f"{option}={str(model)!r} is a file: name the folder it lies in")
+    if len(folder.parts) > 2 or str(model)[0] in "./~":  # no hub id begins or looks so
+        raise ValueError(f"{option}={str(model)!r} is not a local folder, and no hub id looks so")
     # Imported here because only a hub id needs it: a local folder works without the package.
     from huggingface_hub import snapshot_download
     try:
@@ -53,4 +56,14 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
     except Exception as error:  # a network can fail in a dozen ways; the remedy is the same
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(f"{option}={str(model)!r} is not a local folder, and as a hub id it could "
-                         f"not be fetched: {type(error).__name__}: {reason}") from error
+                         f"not be fetched: {type(error).__name__}: {reason} (without a network: "
+                         "fetch it elsewhere, and name its folder)") from error
+
+
+def check_fetched(folder: Path, weights: bool) -> None:
+    """Raises `ValueError` for what `git clone` leaves in the place of large files without LFS."""
+    for file in sorted(folder.glob("*")):
+        read = file.suffix == ".json" or weights and file.suffix in (".safetensors", ".bin")
+        if read and file.stat().st_size < 1024 and file.read_bytes().startswith(
+                b"version https://git-lfs"):
+            raise ValueError(f"{file} is a pointer to a file that is not here: run git lfs pull")

@@ -68,6 +68,8 @@ POOLING |= dict.fromkeys(("/score", "/v1/score"), (ScoreBody, pooling.score))
 POOLING |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankBody, pooling.rerank))
 GONE = 499  # nginx's status for a client that has closed the connection
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
+ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
+          "again")
 MAX_TOLD = 100  # unknown fields that are logged, each once
 COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
 
@@ -123,7 +125,7 @@ class Server:
         answer = kind(body, requests, self.served_name(body), name)
         if body.stream:
             self.engine.check_health()  # from here on there is no other status than 200
-            return StreamingResponse(self._events(answer), media_type="text/event-stream",
+            return EventStream(self._events(answer), media_type="text/event-stream",
                                      headers={"Cache-Control": "no-cache"})
         return await unless_gone(http, self._whole(answer))
 
@@ -399,6 +401,18 @@ def bad_requests(body: Body):
         raise BadRequest(said, blamed_field(said, body), code=code) from error
 
 
+class EventStream(StreamingResponse):
+    """Ends with an error where the server is ending. (A client that goes away cancels parts of it
+    only.)"""
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            last = event(error_body(ENDING, "service_unavailable"))
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
 async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
     """The answer, as JSON. If the client goes away before there is one, `work` is cancelled."""
     task = asyncio.ensure_future(work)
@@ -407,8 +421,7 @@ async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return AsciiResponse(task.result()) if task.done() else Response(status_code=GONE)
     except asyncio.CancelledError as error:  # the client is still there: the server is ending
-        raise EngineDeadError("the server is told to end, and this request took longer than "
-                              "--drain-seconds: send it again") from error
+        raise EngineDeadError(ENDING) from error
     finally:
         for one in (task, gone):
             one.cancel()

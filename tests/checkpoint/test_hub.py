@@ -1,5 +1,6 @@
 """What may be named as a model: a folder, a file in it, or a hub id."""
 
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -35,7 +36,7 @@ def test_a_hub_id_that_can_not_be_fetched_says_so(monkeypatch):
     with pytest.raises(ValueError) as error:
         LLM("somebody/a-model")
     for words in ("'somebody/a-model'", "not a local folder", "ConnectionError",
-                  "no route to the hub"):
+                  "no route to the hub", "fetch it elsewhere, and name its folder"):
         assert words in str(error.value)
     assert "many more lines" not in str(error.value)
 
@@ -46,6 +47,24 @@ def test_a_folder_that_does_not_exist(monkeypatch, name):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"model={name!r} is not a local folder"):
         LLM(name)
+
+
+@pytest.mark.parametrize("name", ["./a", "/a/b", "../a", "~/a", "a/b/c"])
+def test_what_no_hub_id_looks_like_is_not_asked_for(monkeypatch, name):
+    """It was an HFValidationError, about the characters of a name."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(ValueError, match="is not a local folder, and no hub id looks so"):
+        LLM(name)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_no_file(checkpoints, tmp_path, file):
+    folder = tmp_path / "cloned"
+    shutil.copytree(checkpoints["qwen3"], folder)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / file).write_text(pointer)
+    with pytest.raises(ValueError, match=rf"{file} is a pointer .*: run git lfs pull"):
+        LLM(folder)
 
 
 def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from serving import NAME, send
 
 from nanoserve import SamplingParams
-from nanoserve.server.api import unless_gone
+from nanoserve.server.api import EventStream, unless_gone
 from nanoserve.server.async_llm import EngineDeadError
 
 PROMPT = "Once upon a time"
@@ -332,6 +332,31 @@ def test_an_answer_that_the_end_of_the_server_cuts_is_a_503():
         with pytest.raises(EngineDeadError, match="--drain-seconds"):
             await task
     asyncio.run(cut())
+
+
+def test_a_stream_that_the_end_of_the_server_cuts_says_so_in_its_last_event():
+    """It broke off, and the server's log got a page of the web framework's lines."""
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def endless():
+        while True:
+            yield b"data: {}\n\n"
+            await asyncio.sleep(0.001)
+
+    async def cut():
+        task = asyncio.ensure_future(EventStream(endless())(
+            {"type": "http", "asgi": {}}, receive, send))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await task
+    asyncio.run(cut())
+    assert b"--drain-seconds" in sent[-1]["body"] and not sent[-1]["more_body"]
 
 
 def test_an_unknown_model_or_path_is_a_404(server):
