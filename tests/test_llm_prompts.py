@@ -181,9 +181,8 @@ def test_params_of_another_kind_are_refused(llm, params):
         run(llm, ["Hello", "Hello"], params)
 
 
-def test_a_priority_without_effect_is_refused(llm):
-    with pytest.raises(ValueError, match="priority=2.*scheduling_policy"):
-        run(llm, "Hello", priority=[2])
+def test_a_priority_is_a_number(llm):
+    assert len(run(llm, "Hello", priority=[2])) == 1  # as in vLLM: it changes no text
     with pytest.raises(ValueError, match="priority.*'high'"):
         llm.add_request("r", "Hello", priority="high")
     assert len(run(llm, "Hello", priority=[0])) == 1

@@ -50,7 +50,7 @@ class InputProcessor:
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0, lora_request: object = None) -> Request:
         """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,
-        parameters out of range, a priority or an adapter that would have no effect."""
+        parameters out of range, or an adapter that would have no effect."""
         self.check_envelope(request_id, priority, lora_request)
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
@@ -85,15 +85,12 @@ class InputProcessor:
                        stats=RequestStateStats(arrival_time=time.time()))
 
     def check_envelope(self, request_id: str, priority: int, lora_request: object) -> None:
-        """Check what every kind of request has."""
+        """Check what every kind of request has. (As in vLLM, a priority may be said to an engine
+        of another policy; no text depends on it.)"""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id must be a str, got {request_id!r}")
         if type(priority) is not int:
             raise ValueError(f"priority must be a whole number, got {priority!r}")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority={priority} has no effect with scheduling_policy="
-                             f"{self.config.scheduling_policy!r}: make the engine with "
-                             "scheduling_policy='priority'")
         if lora_request is not None and not self.config.enable_lora:
             raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
                              "enable_lora=True")

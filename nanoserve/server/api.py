@@ -106,6 +106,9 @@ class Server:
                 say(f"a client sends the field {name!r:.80}, which is passed over (--strict "
                     "refuses it)")
         self.check_model(body.model)
+        if getattr(body, "priority", None) and self.llm.config.scheduling_policy != "priority":
+            raise BadRequest(f"priority={body.priority} has no effect here: start the server with "
+                             "--scheduling-policy priority", "priority")
 
     def served_name(self, body: Body) -> str:
         """What the answer says: the adapter's name, or the model's first one."""

@@ -215,7 +215,7 @@ def test_without_the_server_the_command_says_what_to_install(tmp_path):
         "server", "assets", "__pycache__"))
     result = subprocess.run(SERVE, cwd=tmp_path, capture_output=True, text=True,
                             env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 2 and "server.cli is not there" in result.stderr
+    assert result.returncode == 2 and "nanoserve.server is not there" in result.stderr
     assert "Traceback" not in result.stderr
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
     (tmp_path / "nanoserve" / "server").symlink_to(PACKAGE / "server")
