@@ -52,6 +52,7 @@ class PoolerConfig:
     pooling_type: str | None = None  # one of POOLING_TYPES; None: what the files say, else LAST
     use_activation: bool | None = None  # normalise, softmax, sigmoid; None: as the model is meant
     dimensions: int | None = None  # of embeddings, for all requests that name none
+    task: str | None = None  # of requests that name none
 
     def __post_init__(self):
         if self.pooling_type not in (None, *POOLING_TYPES):
@@ -68,6 +69,7 @@ class Pooler:
     and in each step `pool` replaces the sampler."""
 
     kind: str  # "embed", "classify" or "reward"
+    task: str = field(init=False)  # of requests that name none
     pooling_type: str
     use_activation: bool
     activation: str = "identity"  # of a head's numbers; embeddings are normalised
@@ -108,6 +110,10 @@ class Pooler:
         if asked.use_activation is not None:
             pooler.use_activation = asked.use_activation
         pooler.check_dimensions(asked.dimensions, model_config.hidden_size)
+        pooler.task = asked.task or pooler.tasks[0]
+        if pooler.task not in pooler.tasks:
+            raise ValueError(f"task={asked.task!r} is not one of this model's, which are "
+                             f"{', '.join(pooler.tasks)}: see the option convert")
         pooler.prompts, pooler.default_prompt = _read_prompts(folder)
         return pooler
 

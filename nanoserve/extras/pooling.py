@@ -233,7 +233,7 @@ class PoolingInputs(InputProcessor):
         if not isinstance(params, PoolingParams):
             self.check_generates()
         self.check_envelope(request_id, priority, lora_request)
-        task = params.task or self.pooler.tasks[0]
+        task = params.task or self.pooler.task
         if task not in self.pooler.tasks:
             raise ValueError(f"task={task!r} is not one of this model's, which are "
                              f"{', '.join(self.pooler.tasks)}: see the options convert and "

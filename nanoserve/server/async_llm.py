@@ -35,7 +35,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
@@ -80,6 +80,11 @@ class AsyncLLM:
         self.tokenizing = ThreadPoolExecutor(1, "nanoserve-tokenize")
         self.thread = Thread(target=self._run, name="nanoserve-steps", daemon=True)
         self.thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
+        """vLLM's way to make one."""
+        return cls(LLM.from_engine_args(engine_args))
 
     # ------------------------------------------------------------- requests
 

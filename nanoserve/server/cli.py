@@ -92,7 +92,13 @@ def make_parser() -> argparse.ArgumentParser:
                       help="how long running requests may take when the server is told to end")
     door.add_argument("--log-level", default="info", help="uvicorn's",
                       choices=("critical", "error", "warning", "info", "debug"))
-    engine = serve.add_argument_group("engine", "options of LLM(...), checked by the same rules")
+    add_engine_options(serve.add_argument_group(
+        "engine", "options of LLM(...), checked by the same rules"))
+    return serve
+
+
+def add_engine_options(engine) -> None:
+    """To a parser, or to a group of one: an option for each field, and vLLM's."""
     for field in engine_fields():
         names = [field.name, *(name for name, row in VLLMS.items() if row.ours == field.name)]
         engine.add_argument(*map(option_name, names), *SHORT.get(field.name, ()),
@@ -102,7 +108,6 @@ def make_parser() -> argparse.ArgumentParser:
             engine.add_argument(option_name(name), *SHORT.get(name, ()), nargs="?", const=True,
                                 type=json_or_text, default=argparse.SUPPRESS,
                                 help=argparse.SUPPRESS)
-    return serve
 
 
 def engine_fields() -> list[Field]:

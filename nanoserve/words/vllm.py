@@ -34,7 +34,8 @@ class Row(NamedTuple):
 
     takers: "LLM" (its arguments; the command line, too), "serve" (the server's own options),
     "SamplingParams", "call" (keywords of generate(), embed() and their kin), "prompt" (a dict's
-    keys), "pooling" (`PoolerConfig` and `PoolingParams`), "method" (of `LLM`), "body" (a request to
+    keys), "pooling" (`PoolerConfig` and `PoolingParams`), "method" (of `LLM`), "import" (a class or
+    a function), "body" (a request to
     the server, where the fields of SamplingParams stand as well).
     """
 
@@ -157,6 +158,16 @@ TABLE = (
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",
         "encode(pooling_task='token_classify') gives a reward for each token"),
+    # What scripts import: tools/as_vllm.py.
+    Row("import", "BeamSearchParams", BEST),
+    Row("import", "GuidedDecodingParams", "use StructuredOutputsParams"),
+    Row("import", "KVTransferConfig", "say kv_store='folder' to LLM(...)"),
+    Row("import", "CompilationConfig CompilationMode CUDAGraphMode AttentionConfig", "leave it "
+        "out: on a GPU decode steps are recorded as CUDA graphs by themselves"),
+    Row("import", "ImageAsset AudioAsset VideoAsset fetch_image MultiModalDataBuiltins",
+        "models here read text alone"),
+    Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
+    Row("import", "UsageContext", "nothing is reported to anybody: leave it out"),
     # vLLM's options of its server.
     Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "
         "enable_request_id_headers enable_server_load_tracking enable_tokenizer_info_endpoint "
