@@ -82,7 +82,8 @@ def assert_parity(llm: LLM, prompts, texts, where: str) -> None:
 def test_text_alone_is_what_the_whole_network_writes(folders, few_prompts, texts_of, name, impl,
                                                      capsys):
     assert len({tuple(tokens) for tokens, _ in texts_of(name)}) == len(few_prompts)  # lively
-    for options in MODES:
+    twice = name in OURS and impl == "transformers"  # then one mode will do
+    for options in MODES[:1] if twice else MODES:
         with start(folders[name], model_impl=impl, **options) as llm:
             assert_parity(llm, few_prompts, texts_of(name), f"{name}, {options}")
             said = capsys.readouterr().err

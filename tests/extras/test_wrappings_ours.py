@@ -26,8 +26,8 @@ def text_of(folder, **options) -> list:
         return greedy(llm, 12)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("name", ["qwen3", "llama-bias"])
+@pytest.mark.parametrize("name, dialect", [
+    *(("qwen3", dialect) for dialect in DIALECTS), ("llama-bias", "language_model.model.")])
 def test_all_dialects_and_rounded_weights_write_what_the_plain_checkpoint_does(
         checkpoints, tmp_path, name, dialect):
     folder = as_wrapping(checkpoints[name], tmp_path / "wrapped", dialect)
