@@ -324,8 +324,8 @@ class Grammar:
         its `finish_reason` is "length". (It fails where a grammar is so ambiguous that the
         library's limits are met, or where it leads into a place that it can't leave.)"""
         every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        if self.matcher.is_error():
-            self.gave_up = True
+        self.gave_up = self.matcher.is_error()  # no longer, if it was behind a wrong draft
+        if self.gave_up:
             warnings.warn("structured_outputs: a text ends early, because llguidance gave up: "
                           + self.matcher.get_error().partition("\n")[0], stacklevel=2)
         vocab_size, (byte, bit) = self.made_by.vocab_size, divmod(self.made_by.end_id, 8)
