@@ -69,7 +69,7 @@ class StructuredOutputsParams:
     json: str | dict | None = None  # a JSON schema
     regex: str | None = None  # which the whole output matches
     choice: list[str] | None = None  # one of these texts
-    grammar: str | None = None  # Lark's notation, with llguidance's extensions
+    grammar: str | None = None  # Lark's notation, with llguidance's extensions; or EBNF
     json_object: bool | None = None  # any JSON object
     disable_additional_properties: bool = True  # False: a schema's objects may have any other keys
 
@@ -88,7 +88,7 @@ class StructuredOutputsParams:
             choice=isinstance(self.choice, (list, tuple)) and bool(self.choice) and all(
                 isinstance(text, str) and text for text in self.choice))
         must = dict(json="a JSON schema, as a dict or as text", regex="a regular expression",
-                    grammar="a grammar in Lark's notation", json_object="True",
+                    grammar="a grammar, Lark's or EBNF", json_object="True",
                     choice="a list of non-empty texts")
         name, = given
         if not right[name]:
@@ -205,7 +205,8 @@ class Grammars:
         if asked.regex is not None:
             return to.grammar_from_regex(asked.regex)
         if asked.grammar is not None:
-            return to.grammar_from_lark(asked.grammar)
+            is_ebnf = re.search(r"(?m)^\s*[\w-]+\s*::=", asked.grammar)
+            return to.grammar_from_lark(_to_lark(asked.grammar) if is_ebnf else asked.grammar)
         if asked.choice is not None:  # Lark's strings are written as JSON's are. One terminal: ...
             "".join(asked.choice).encode()  # ... for a parser's rule 2,000 are too many
             texts = " | ".join(map(json.dumps, asked.choice))
@@ -236,6 +237,15 @@ class Grammars:
 
 def _in_words(error: str) -> str:
     return "no text at all matches it" if error.startswith("NoExtension") else error
+
+
+def _to_lark(grammar: str) -> str:
+    """EBNF as llama.cpp and xgrammar write it. Raises `ValueError`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+    try:
+        return gbnf_to_lark(grammar)
+    except Exception as error:  # of a class of the library's, or of none
+        raise ValueError(f"structured_outputs: grammar is no EBNF: {error!s:.300}") from error
 
 
 def _refuse_what_crashes(grammar: str) -> None:

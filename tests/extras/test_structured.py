@@ -292,8 +292,10 @@ def test_any_json_object(folder):
             assert isinstance(json.loads(text), dict)
 
 
-def test_a_lark_grammar(folder):
-    grammar = 'start: sum\nsum: NUMBER ("+" NUMBER)~1..3\nNUMBER: /[1-9][0-9]?/'
+@pytest.mark.parametrize("grammar", [
+    'start: sum\nsum: NUMBER ("+" NUMBER)~1..3\nNUMBER: /[1-9][0-9]?/',
+    'root ::= number "+" number ("+" number)? ("+" number)?\nnumber ::= [1-9] [0-9]?'])
+def test_a_grammar_in_larks_notation_or_in_ebnf(folder, grammar):
     with start(folder) as llm:
         for seed in range(5):
             text = llm.generate([5, 6, seed], SamplingParams(
@@ -322,7 +324,7 @@ for _ in range(20_000):
     ({"choice": []}, "choice must be a list of non-empty texts"),
     ({"choice": ["a", ""]}, "choice must be a list of non-empty texts"),
     ({"choice": "ab"}, "choice must be a list of non-empty texts"),
-    ({"grammar": 3}, "grammar must be a grammar in Lark's notation"),
+    ({"grammar": 3}, "grammar must be a grammar, Lark's or EBNF"),
     ({"regex": "(x"}, "llguidance refuses this: .*unclosed group"),
     ({"regex": "a(?=b)"}, "llguidance refuses this: .*look-around"),
     ({"grammar": "start: nothing"}, "llguidance refuses this: .*nothing"),
@@ -343,6 +345,7 @@ for _ in range(20_000):
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text at all"),
     ({"json": {"properties": {f"p{i}": {} for i in range(3000)}, "type": "object"}}, "max is 2000"),
     ({"regex": "\ud800"}, "a lone surrogate"), ({"grammar": '"\ud800"'}, "a lone surrogate"),
+    ({"grammar": "root ::= ("}, "no EBNF"), ({"grammar": "root ::= b"}, "no EBNF: Rule 'b'"),
     ({"choice": ["a", "\ud800"]}, "a lone surrogate")])
 def test_wrong_wishes_are_refused_when_the_request_is_made(llm, asked, message):
     with pytest.raises(ValueError, match=f"(?s)structured_outputs.*{message}"):

@@ -101,3 +101,9 @@ def test_errors_are_the_clients_own(client):
         client.completions.create(model="tested", prompt="x", temperature=-9)
     assert caught.value.param == "temperature"
     assert [model.id for model in client.models.list()] == ["tested", "other-name"]
+    assert client.models.retrieve("other-name").id == "other-name"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tested", messages=CHAT, max_tokens=10 ** 6)
+    assert caught.value.code == "context_length_exceeded" and caught.value.request_id
