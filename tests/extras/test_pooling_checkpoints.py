@@ -163,7 +163,7 @@ def embedder(checkpoints):
     (lambda llm: llm.embed([[1], [260]]), "prompt 1: .*260.*vocabulary"),
     (lambda llm: llm.embed(["a", "b" * 129]), "129 tokens.*128"),
     (lambda llm: llm.embed(7), "must be a str"),
-    (lambda llm: llm.embed("a", priority=[1]), "priority"),
+    (lambda llm: llm.embed("a", priority=["high"]), "priority"),
     (lambda llm: llm.embed("a", pooling_params=PoolingParams(truncate_prompt_tokens=129)), "129"),
     (lambda llm: PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
     (lambda llm: PoolingParams(use_activation="yes"), "use_activation"),
