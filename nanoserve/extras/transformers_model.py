@@ -488,11 +488,15 @@ def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
     of a config, a padding id beyond the vocabulary for one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(asked.seed)
+        said = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # it lists each tensor that is made up
         try:
             return make()
         except Exception as error:
             raise ValueError(f"config.json: transformers can't make this network: {error!s:.500}"
                              ) from error
+        finally:
+            transformers.logging.set_verbosity(said)
 
 
 def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Path,
