@@ -38,14 +38,9 @@ from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
+from nanoserve.extras.foreign_weights import fill, made_up
 from nanoserve.extras.pooler import ACTIVATIONS, Pooler, read_modules
-from nanoserve.extras.transformers_model import (
-    TransformersModel,
-    describe,
-    fill,
-    made_up,
-    refusal,
-)
+from nanoserve.extras.transformers_model import TransformersModel, describe, refusal
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
 
