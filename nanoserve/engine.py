@@ -245,7 +245,7 @@ class LLMEngine:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 request.inbox.append(request.output())
-        for observer in self.observers:  # last: no output waits for what the block store saves
+        for observer in self.observers:  # last: no output waits for what they do then
             observer.ended([seq for seq in grown if seq.finish_reason is not None])
         if errors:
             raise errors[0]

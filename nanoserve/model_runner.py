@@ -226,6 +226,7 @@ class ModelRunner:
             return self.pooler.pool(hidden, len(batch.logits_indices))
         output = sample(step, batch, hidden, model.compute_logits, self.ops,
                         self.parts.constraints, chosen)
+        # A graph has remembered what it chose.
         if output.token_ids is not chosen and (self.config.async_scheduling or batch.network):
             self._remember(batch, output.token_ids)
         if size is not None:
