@@ -31,8 +31,8 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # K and V caches, cos and sin, a stream's two terms
-KVCache = list[Pair]  # of each layer, see `ops.new_cache`
+Pair = tuple[torch.Tensor, torch.Tensor]
+KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
 
 
 class Network(Protocol):

@@ -39,7 +39,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import CudaGraph, DecodeGraphs, wants_graphs
+from nanoserve.device.graphs import CudaGraph, DecodeGraphs
 from nanoserve.device.memory import count_kv_blocks, largest_step, memory_for, take_device
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache, Network
@@ -101,9 +101,9 @@ class ModelRunner:
         self.dtype = getattr(torch, config.dtype)
         self.ops = namespace(config.kernels)
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
-        make = self.parts.make_network
-        self.networks: list[Network] = [make(self.placement) if make is not None else
-                                        self._load(model_config, folder, self.pooler)]
+        self.networks: list[Network] = [
+            self._load(model_config, folder, self.pooler) if self.parts.make_network is None
+            else self.parts.make_network(self.placement)]
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
@@ -113,8 +113,7 @@ class ModelRunner:
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see `start`
-        make = self.parts.make_adapters
-        self.adapters = None if make is None else make(self)
+        self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
         self.copier: BlockCopier | None = None  # see `start`
 
     def _load(self, model_config: ModelConfig, folder: Path,
@@ -165,10 +164,20 @@ class ModelRunner:
         """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
         memory that it has left over; raises `ValueError` when that is too little."""
         self.allocate_kv_cache(num_blocks, max_model_len)
-        if wants_graphs(self.config, self.graph_class):
+        if self.wants_graphs:
             self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
         if self.parts.make_copier is not None:
             self.copier = self.parts.make_copier(self)
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
+        the host; not with several ranks, since collectives in a graph have not been tried; and not
+        where an annexe computes, because nothing in a graph can change but numbers."""
+        config, parts = self.config, self.parts
+        return (not config.enforce_eager and config.kernels == "triton" and self.ranks.size == 1
+                and not (parts.make_network or parts.make_adapters or parts.pooler)
+                and (config.device == "cuda" or self.graph_class is not CudaGraph))
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""
@@ -181,7 +190,7 @@ class ModelRunner:
                         f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
                                         self.device, num_drafts=config.num_drafts,
-                                        staged=wants_graphs(config, self.graph_class))
+                                        staged=self.wants_graphs)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)
 

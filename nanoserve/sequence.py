@@ -171,8 +171,9 @@ class Step:
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
     # Waiting sequence: who computes its next block (itself: the store reads it).
     sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
-    # Who gets no share, what it lacks ("blocks", "budget", "tokens" of it at once, "step": the end
-    # of its own), and how much of that it needs. Nobody behind it in the order gets a share.
+    # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
+    # "blocks", "budget", "tokens" (budget for all of its tokens at once), or "step" (it must make
+    # way, but a step in flight still computes it). Nobody behind it in the order gets a share.
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings

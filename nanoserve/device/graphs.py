@@ -35,7 +35,6 @@ import torch
 from tqdm import tqdm
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.config import EngineConfig
 from nanoserve.sequence import Step
 
 Recorded = tuple[torch.Tensor, ...]  # what the function returned: the same memory at every replay
@@ -60,15 +59,6 @@ class CudaGraph:
 
     def memory(self):
         return self.graph.pool()
-
-
-def wants_graphs(config: EngineConfig, graph_class: type) -> bool:
-    """Whether decode steps are recorded. Not with plain torch operators, which read lengths on the
-    host, and not with several ranks: collectives in a graph have not been tried."""
-    return (not config.enforce_eager and config.runner != "pooling"
-            and config.kernels == "triton" and config.tensor_parallel_size == 1
-            and config.model_impl != "transformers" and not config.enable_lora
-            and (config.device == "cuda" or graph_class is not CudaGraph))
 
 
 class DecodeGraphs:
