@@ -8,6 +8,7 @@ is made by transformers, with what is peculiar to it (windows, experts, shared k
 served as `LLM` would serve the real one. What runs is compared with transformers, token for token
 in float32 and in every mode of `tools.verify`; the oracle is its dense forward, with all towers, on
 one prompt at a time. What does not run is in the table with the refusal's own words.
+Checkpoints of one class with one answer share a row, and equality is not said again in each.
 """
 
 import argparse
@@ -238,8 +239,8 @@ def randomise(model) -> None:
 # ------------------------------------------------------------------- verdicts
 
 
-def try_network(name: str, folder: Path) -> tuple[str, str, str]:
-    """The class of a network in `folder`, who runs it, and what was compared; or "" and why not."""
+def try_network(name: str, folder: Path) -> tuple[str, str]:
+    """The class of a network in `folder`; who runs it and what differed, or why nobody does."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)
     try:
@@ -247,10 +248,12 @@ def try_network(name: str, folder: Path) -> tuple[str, str, str]:
             who, config = llm.config.model_impl, llm.model_config
     except ValueError as error:
         reason = re.search(r"is not supported: (.*)\. Use a checkpoint", str(error))
-        return architecture, "", reason[1] if reason else str(error)
+        why = re.sub(r"^\d+ of its \d+ layers", "some of its layers",  # those of the tiny one
+                     reason[1].split("; such layers are not")[0] if reason else str(error))
+        return architecture, f"refused: {why}"
     who = "our decoder" if who == "nanoserve" else who
     if name in POOLED:
-        return architecture, who, compare_vectors(folder, options)
+        return architecture, who + compare_vectors(folder, options)
     model = verify.load_reference(folder / "text" if name == "gemma3n" else folder, "float32")
     prompts = verify.make_prompts(None, 250, NUM_PROMPTS, 80)
     texts = [verify.write_reference(model, prompt, config.eos_token_ids, MAX_TOKENS, 2e-5, True)
@@ -258,11 +261,9 @@ def try_network(name: str, folder: Path) -> tuple[str, str, str]:
     rows = [verify.run_mode(folder, mode, texts, MAX_TOKENS, dtype="float32", kernels="auto",
                             tensor_parallel_size=1, model_impl="auto") for mode in verify.MODES]
     wrong = sum(bool(row.differ) for row in rows)
-    count = sum(row.num_texts for row in rows)
     near = sum(len(row.near_ties) for row in rows)
-    return architecture, who, (f"**{wrong} of {len(rows)} modes differ**" if wrong else
-                               f"{count} texts, {len(rows)} modes" + (
-                                   f", {near} near-ties" if near else ""))
+    return architecture, (who + f"; **{wrong} of {len(rows)} modes differ**" * bool(wrong)
+                          + f"; {near} near-ties" * bool(near))
 
 
 def compare_vectors(folder: Path, options: dict) -> str:
@@ -275,23 +276,23 @@ def compare_vectors(folder: Path, options: dict) -> str:
         got = [torch.tensor(output.outputs.embedding) for output in llm.embed(prompts)]
     worst = max(float((one - torch.nn.functional.normalize(other, dim=-1)).abs().max())
                 for one, other in zip(got, expected, strict=True))
-    return f"{len(prompts)} vectors" if worst < 1e-5 else f"**vectors differ by {worst:.1e}**"
+    return "" if worst < 1e-5 else f"; **vectors differ by {worst:.1e}**"
 
 
 def rows_of(checkpoints: dict[str, str]) -> list[list[str]]:
-    """A row for each checkpoint; networks that stand for several are tried once."""
-    known: dict[str, tuple[str, str, str]] = {}
-    rows = []
+    """A row for each class and answer; networks that stand for several are tried once."""
+    known: dict[str, tuple[str, str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     for checkpoint, name in checkpoints.items():
         if name not in known:
             with tempfile.TemporaryDirectory() as folder:
                 known[name] = try_network(name, make(name, Path(folder) / name))
             print(checkpoint, *known[name], sep=" | ", flush=True)
-        architecture, who, what = known[name]
-        what = re.sub(r"^\d+ of its \d+ layers", "some of its layers", what)  # of the tiny one
-        rows.append([f"`{checkpoint}`", f"`{architecture}`", who or "refused",
-                     what + NOTES.get(checkpoint, "")])
-    return rows
+        architecture, who = known[name]
+        rows.setdefault((architecture, who + NOTES.get(checkpoint, "")), []).append(
+            f"`{checkpoint}`")
+    return [[", ".join(names), f"`{architecture}`", who]
+            for (architecture, who), names in rows.items()]
 
 
 def main() -> None:
@@ -302,7 +303,7 @@ def main() -> None:
               if args.only in checkpoint}
     rows = rows_of(chosen)
     if not args.only:
-        head = [["checkpoint", "class", "runs by", "compared, or why not"], ["---"] * 4]
+        head = [["checkpoints", "class", "runs by"], ["---"] * 3]
         write(PAGE, table(head + rows), BEGIN)
 
 

@@ -7,18 +7,17 @@ import pytest
 from benchmarks import models
 
 
-def rows_on_page() -> dict[str, list[str]]:
+def page_rows() -> list[list[str]]:
     text = models.PAGE.read_text().split(models.BEGIN)[1].split("<!-- end")[0]
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
-    return {row[0].strip("`"): row for row in rows}
+    return [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
 
 
 def test_every_checkpoint_has_a_row_and_no_text_differed():
-    rows = rows_on_page()
-    assert list(rows) == list(models.CHECKPOINTS) and len(rows) >= 40
-    for checkpoint, (_, architecture, who, what) in rows.items():
-        assert re.fullmatch(r"`\w+`", architecture) and "**" not in what, checkpoint
-        assert who in ("our decoder", "transformers", "refused")
+    named = [name for row in page_rows() for name in re.findall("`(.*?)`", row[0])]
+    assert sorted(named) == sorted(models.CHECKPOINTS) and len(named) >= 40
+    for _, architecture, who in page_rows():
+        assert re.fullmatch(r"`\w+`", architecture) and "**" not in who, architecture
+        assert re.match("our decoder|transformers|refused: ", who)
 
 
 @pytest.mark.parametrize("checkpoint", [
@@ -27,8 +26,6 @@ def test_a_row_is_what_is_found_again(checkpoint, monkeypatch):
     """Refused, pooled, and compared; in two of the modes."""
     monkeypatch.setattr(models.verify, "MODES", [models.verify.BATCHED, models.verify.PREEMPTED])
     monkeypatch.setattr(models, "NUM_PROMPTS", 3)
-    (row,) = models.rows_of({checkpoint: models.CHECKPOINTS[checkpoint]})
-    *expected, what = rows_on_page()[checkpoint]
-    assert row[:3] == expected
-    assert row[3] == re.sub(r"\d+ texts, 14 modes", "6 texts, 2 modes", what).replace(
-        "6 vectors", "3 vectors")
+    ((_, architecture, who),) = models.rows_of({checkpoint: models.CHECKPOINTS[checkpoint]})
+    assert [architecture, who] in [
+        row[1:] for row in page_rows() if f"`{checkpoint}`" in row[0]]
