@@ -59,6 +59,7 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()
         self.num_steps = 0
         self.proposers: list[Propose] = []  # the first that has drafts is heard: see _add_drafts
+        self.gave_up: list[Callable[[Sequence], bool]] = []  # asked where a token stops a text
         self.store: Store | None = None
 
     def use(self, store: Store) -> None:
@@ -328,9 +329,10 @@ class Scheduler:
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
         for seq in grown:
             request, token_id = seq.request, seq.token_ids[-1]
-            if token_id in request.stop_ids:
+            stops = token_id in request.stop_ids
+            if stops and not any(ask(seq) for ask in self.gave_up):
                 self.finish(seq, "stop", None if token_id in request.eos_ids else token_id)
-            elif len(seq.token_ids) >= request.max_num_tokens:
+            elif stops or len(seq.token_ids) >= request.max_num_tokens:
                 self.finish(seq, "length")
         return grown
 
@@ -340,7 +342,6 @@ class Scheduler:
 
         num_tokens: how many tokens it keeps, if a step brought more. If its last token has ended it
         and also completes a stop string, the reason becomes "stop": the text is cut at the string.
-        And it becomes "length" where that token came because a parser had given up.
         """
         del seq.token_ids[num_tokens or len(seq.token_ids):]
         if seq.finish_reason is not None:

@@ -53,13 +53,27 @@ def test_how_a_sequence_ends(token, reason, stop_reason, num_before):
     assert not scheduler.has_unfinished() and scheduler.blocks.num_free_blocks == 64
 
 
+@pytest.mark.parametrize("token", [EOS, STOP])
+def test_a_stop_that_comes_because_a_parser_gave_up_is_called_length(token):
+    """The scheduler asks where a token stops a text, and nowhere else."""
+    scheduler, asked = make(), []
+    given_up, whole = (add(scheduler, 5, stop_ids=frozenset((EOS, STOP))) for _ in range(2))
+    scheduler.gave_up.append(lambda seq: asked.append(seq) or seq is given_up)
+    sample(scheduler, 1, 1)
+    assert not asked
+    sample(scheduler, token, token)
+    assert asked == [given_up, whole]
+    assert [given_up.finish_reason, whole.finish_reason] == ["length", "stop"]
+    assert given_up.stop_reason is None
+
+
 def test_the_text_may_change_the_reason_but_an_abort_neither_comes_nor_goes():
     """The text is looked at after the token was counted: a stop string found in the text of the
-    token that ended it otherwise is why the text ends, and so is a parser that had given up."""
+    token that ended it otherwise is why the text ends."""
     scheduler = make()
     cases = [("length", "stop", ("stop", "###")), ("abort", "stop", ("abort", None)),
-             ("stop", "stop", ("stop", "###")), ("stop", "length", ("length", "###")),
-             ("length", "abort", ("length", None)), ("stop", "abort", ("stop", None))]
+             ("stop", "stop", ("stop", "###")), ("length", "abort", ("length", None)),
+             ("stop", "abort", ("stop", None))]
     for first, second, expected in cases:
         seq = add(scheduler, 5)
         run_step(scheduler)

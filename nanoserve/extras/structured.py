@@ -46,7 +46,7 @@ from nanoserve.extras.structured_schema import tidy
 from nanoserve.frontend.metrics import Observer
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Sequence
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
@@ -289,7 +289,7 @@ class Grammar:
     def __init__(self, made_by: Grammars, compiled: Any, end_ids: frozenset[int]):
         self.made_by, self.compiled, self.end_ids = made_by, compiled, end_ids
         self.matcher: Any = None
-        self.gave_up = False  # the text ends where it may not: then it doesn't say "stop"
+        self.failed_at = -1  # behind so many tokens the parser knew none to go on with
         self.num_read: int | None = None  # tokens of the sequence, its prompt among them; None: ...
         # ... the matcher has to begin anew
 
@@ -308,7 +308,7 @@ class Grammar:
         self.num_read = None  # Ctrl-C while drafts are read: begin anew
         num_fitting = self.matcher.try_consume_tokens(list(drafts))
         if num_fitting == len(drafts):
-            mask = self._mask_here()
+            mask = self._mask_here(len(seq.token_ids) + len(drafts))
         else:  # a draft is forbidden, so it is wrong, and what follows it is thrown away
             mask = np.full(-(-self.made_by.vocab_size // 8), 255, dtype=np.uint8)
         self.matcher.rollback(num_fitting)
@@ -329,13 +329,15 @@ class Grammar:
             self.matcher.consume_tokens(seq.token_ids[num_read:])
         self.num_read = len(seq.token_ids)
 
-    def _mask_here(self) -> np.ndarray:
+    def _mask_here(self, num_tokens: int) -> np.ndarray:
         """A matcher that has failed allows END alone. The text ends there, a warning says why, and
         its `finish_reason` is "length". (It fails where a grammar is so ambiguous that the
         library's limits are met, or where it leads into a place that it can't leave.)"""
         every = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        self.gave_up = self.matcher.is_error()  # no longer, if it was behind a wrong draft
-        if self.gave_up:
+        if num_tokens <= self.failed_at:
+            self.failed_at = -1  # that was behind a wrong draft
+        if self.matcher.is_error():
+            self.failed_at = num_tokens
             warnings.warn("structured_outputs: a text ends early, because llguidance gave up: "
                           + self.matcher.get_error().partition("\n")[0], stacklevel=2)
         vocab_size, (byte, bit) = self.made_by.vocab_size, divmod(self.made_by.end_id, 8)
@@ -386,6 +388,7 @@ class StructuredOutput(Extra, Observer):
         self.scheduler = weakref.proxy(engine.scheduler)  # which calls `propose`
         self.requests = engine.requests
         engine.checks.append(self.check)
+        engine.scheduler.gave_up.append(self.gave_up)
         engine.observers.append(self)
 
     def check(self, request: Request) -> None:
@@ -406,10 +409,10 @@ class StructuredOutput(Extra, Observer):
                 self.scheduler.proposers.insert(0, self.propose)
             self.constraints.update({seq: grammar.fresh() for seq in sequences})
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        for seq in grown.keys() & self.constraints.keys():
-            if seq.finish_reason == "stop" and self.constraints[seq].gave_up:
-                self.scheduler.finish(seq, "length")
+    def gave_up(self, seq: Sequence) -> bool:
+        """Whether the last token came because the parser had failed: the text is not whole."""
+        grammar = self.constraints.get(seq)
+        return grammar is not None and grammar.failed_at == len(seq.token_ids) - 1
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
