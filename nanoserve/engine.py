@@ -65,8 +65,8 @@ class Extra(Protocol):
         return plan
 
     def attach(self, engine: "LLMEngine") -> None:
-        """The engine is there: join `engine.observers`, `checks`, `before_launch`, or the
-        scheduler's `proposers`, or be its `Store`."""
+        """The engine is there: join `engine.observers`, `checks`, `before_launch`, `when_idle`, or
+        the scheduler's `proposers` and `gave_up`, or be its `Store`."""
 
     def metrics(self) -> list[Metric]:
         """For `LLM.get_metrics`."""
@@ -94,6 +94,7 @@ class LLMEngine:
         self.observers: list[Observer] = [self.metrics]
         self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
         self.before_launch: list[Callable[[Step], None]] = []  # called with each step
+        self.when_idle: list[Callable[[], None]] = []  # for steps of their own: no request is left
         self.depth = 1 if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
@@ -245,10 +246,16 @@ class LLMEngine:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 request.inbox.append(request.output())
-        for observer in self.observers:  # last: no output waits for what they do then
-            observer.ended([seq for seq in grown if seq.finish_reason is not None])
+        self._tell_ended([seq for seq in grown if seq.finish_reason is not None])
         if errors:
             raise errors[0]
+
+    def _tell_ended(self, sequences: list[Sequence]) -> None:
+        """Last: no output waits for what is done then."""
+        for observer in self.observers:
+            observer.ended(sequences)
+        for work in self.when_idle if not self.scheduler.has_unfinished() else ():
+            work()
 
     # ------------------------------------------------------------------- ends
 
@@ -272,9 +279,8 @@ class LLMEngine:
                 request.flush()
             except Exception as error:
                 errors.append(error)
-            for observer in self.observers:
-                observer.ended(request.sequences)
             request.inbox.append(request.output())
+            self._tell_ended(request.sequences)
         try:
             while self.scheduler.in_flight and not self.requests:
                 self.advance()  # which schedules nothing, and takes one step's result

@@ -144,7 +144,7 @@ class Sequence:
         return request.request_id if request.params.n == 1 else f"{request.request_id}.{self.index}"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class CacheEntry:
     """A block that the prefix cache can find. Entries are compared by identity: two blocks with the
     same `parent` object follow the same prefix."""
@@ -153,7 +153,6 @@ class CacheEntry:
     block_id: int
     tokens: list[int]
     parent: "CacheEntry | None"
-    digest: bytes = b""  # proves the prefix to other processes: see extras/block_store.py
 
 
 @dataclass(eq=False)

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nanoserve.batch import MAX_MOVES
 from nanoserve.config import EngineConfig
@@ -69,6 +70,7 @@ class BlockStorage(Extra):
         self.store = make_store(engine, self.folder)
         engine.scheduler.use(self.store)
         engine.observers.append(self.store)
+        engine.when_idle.append(self.store.save_rest)
 
     def metrics(self) -> list[Metric]:
         return self.store.read_metrics()
@@ -153,6 +155,7 @@ class BlockStore(Observer):
         self.in_flight: dict[Step, Moves] = {}
         self.epoch = 0
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
+        self.digest_of_entry: WeakKeyDictionary[CacheEntry, bytes] = WeakKeyDictionary()
         self.writing: deque[tuple[int, Future]] = deque()  # in the thread's order
         self.num_queries = self.num_hits = 0  # tokens; see read_metrics
         self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
@@ -174,13 +177,13 @@ class BlockStore(Observer):
     def _digest_entry(self, entry: CacheEntry | None) -> bytes:
         """Computed once for each entry, from the last ancestor that has one. None comes before
         every first block that has no root."""
-        chain = []
-        while entry is not None and not entry.digest:
+        chain, known = [], self.digest_of_entry
+        while entry is not None and entry not in known:
             chain.append(entry)
             entry = entry.parent
-        digest = entry.digest if entry is not None else self.base
+        digest = known[entry] if entry is not None else self.base
         for one in reversed(chain):  # a root has no tokens, but a key that is a hash of content
-            digest = one.digest = digest_of(digest, one.tokens or one.key)
+            digest = known[one] = digest_of(digest, one.tokens or one.key)
         return digest
 
     def _digest_blocks(self, seq: Sequence) -> list[bytes]:
@@ -386,14 +389,11 @@ class BlockStore(Observer):
         self.finished(step)
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """Called after each step, mostly with none."""
         for seq in sequences:
             if self.prefetcher is not None:
                 self._give(self.folder.touch, self._digest_blocks(seq))
                 self.prefetcher.let_go(seq)
             self.digests.pop(seq, None)
-        if self.unsaved and not self.scheduler.has_unfinished():
-            self.save_rest()
 
     def read_metrics(self) -> list[Counter]:
         """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names. Blocks that were

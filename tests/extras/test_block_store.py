@@ -161,7 +161,7 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
         store.want_saved(entry)
     steps = Step(0), Step(1)
     store.plan(steps[0])
-    assert store.unsaved == {new.digest: new} and store.num_lost == 1
+    assert [*store.unsaved.values()] == [new] and store.num_lost == 1
     store.finished(steps[0])
     store.plan(steps[1])
     assert steps[1].block_moves == [(0, 0)] and not store.unsaved

@@ -102,8 +102,8 @@ def test_the_last_output_does_not_wait_for_the_blocks_that_are_saved_behind_it(q
     """101 + 12 tokens: the last step fills a block of 16, which a step of its own saves."""
     events = []
     with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
-        save = storage(llm).save_rest
-        monkeypatch.setattr(storage(llm), "save_rest", lambda: (events.append("saves"), save()))
+        [save] = llm.when_idle
+        monkeypatch.setattr(llm, "when_idle", [lambda: (events.append("saves"), save())])
         inbox = SimpleNamespace(append=lambda output: events.append("output"))
         llm.submit(llm.make_request("", LONG + [1], GREEDY), inbox)
         while llm.has_unfinished_requests():
