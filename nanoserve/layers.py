@@ -111,7 +111,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = on.weight(size, self.inputs.size)
         self.bias = on.weight(size) if bias else None
         self.packed: torch.Tensor | None = None  # takes the weight's place
-        self.adapted: Callable | None = None  # adds what adapters change: extras/lora.py
+        self.adapted: Callable | None = None
 
     def tensors(self, path: str) -> Tensors:
         start = 0
@@ -137,6 +137,10 @@ class Linear(nn.Module):
         # The ranks' results are parts of a sum: the bias is added once, and not once a rank.
         out = self.ranks.all_reduce(self.multiply(x))
         return out if self.bias is None else out + self.bias
+
+    def adapt(self, add: Callable) -> None:
+        """From now on `add(x, product)` adds what adapters change: extras/lora.py."""
+        self.adapted = add
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = self.ops.linear(x, self.packed, bias)

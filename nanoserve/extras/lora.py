@@ -103,8 +103,8 @@ class Adapter:
 
 
 class AdaptedProducts:
-    """The value of `Linear.adapted`: A and B of each of the layer's n matrices, of which this rank
-    has a share. All A see the same inputs, so they are one matrix. Both are packed like any weight,
+    """What `Linear.adapt` gets: A and B of each of the layer's n matrices, of which this rank has a
+    share. All A see the same inputs, so they are one matrix. Both are packed like any weight,
     again whenever an adapter is loaded."""
 
     def __init__(self, adapters: "Adapters", layer: Linear, sees_wanted: bool):
@@ -171,8 +171,9 @@ class Adapters:
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
             if isinstance(layer, Linear) and path.startswith("layers."):
-                products = layer.adapted = AdaptedProducts(
+                products = AdaptedProducts(
                     self, layer, path.startswith(last) and "q_proj" not in layer.matrices)
+                layer.adapt(products)
                 for name in layer.matrices:
                     self.products[beside(path, name)] = products, name
 
