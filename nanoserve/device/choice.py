@@ -109,11 +109,12 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
     text = ", text only" if runner.model_config.has_towers else ""
     if text and runner.model.left_out:
         text += f", {runner.model.left_out / 1e9:.2g} GB of vision left out"
+    reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
     dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
     return (f"{Path(c.model).name}: {architecture} by {c.model_impl}, {device}, {dtype}{ranks}, "
             f"{c.kernels} attention, {graphs}{pools}{text} | "
             f"KV cache {num_blocks:,} blocks of {c.block_size} = "
             f"{num_blocks * c.block_size:,} tokens, "
-            f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB | max_model_len "
+            f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB{reserved} | max_model_len "
             f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
             f"{c.max_num_seqs} sequences a step, overlap {int(c.async_scheduling)}")

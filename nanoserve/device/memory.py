@@ -14,7 +14,8 @@ free nor ours. An engine that did not subtract it counted a negative number of b
 On a CPU a fixed share of what is free is taken, because a laptop's owner has other programs open.
 Linux says what is available without swapping, and a container may be allowed less. Memory that a
 step has freed is kept for the next one (`keep_freed_memory`): the first use of a new page costs
-more than the arithmetic on it. Weights and caches ask for large pages (`zeros`).
+more than the arithmetic on it. Weights and caches ask for large pages (`zeros`), and the cache's
+become resident block by block.
 
 Not known here: models, block tables. Road not taken: sizing the cache by trial until memory is
 exhausted; a laptop that swaps is worse than a small cache.
@@ -37,7 +38,6 @@ CPU_MEMORY_SHARE = 0.25  # of what is free
 MIN_CACHE_TOKENS = 2 ** 16
 UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
-LARGE_PAGE = 2 ** 21
 # glibc's names in malloc.h, and their values: keep so much free memory at the heap's end; allocate
 # what is smaller than this on the heap (the highest value allowed); extend the heap by this much.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -171,7 +171,7 @@ def memory_for(what: str) -> Iterator[None]:
     """Raises `ValueError` if memory runs out inside. what: what it is for, and the remedy."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # torch's and numpy's
+    except (RuntimeError, MemoryError, OSError, OverflowError) as error:  # of torch, numpy, mmap
         raise ValueError(f"no memory for {what}") from error
 
 
@@ -197,17 +197,16 @@ def return_freed_memory() -> None:
 
 def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Zeroed memory of a CPU, in large pages where the system has them: for what is read in every
-    step. device: "meta" for a tensor that has a size and no memory."""
-    memory = torch.empty(shape, dtype=dtype, device=device)
-    if memory.is_meta:
-        return memory
-    start = memory.data_ptr() + -memory.data_ptr() % LARGE_PAGE
-    length = (memory.data_ptr() + memory.nbytes - start) // LARGE_PAGE * LARGE_PAGE
-    with suppress(AttributeError, OSError, TypeError):  # as in keep_freed_memory
-        if length > 0:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length),
-                                      mmap.MADV_HUGEPAGE)
-    return memory.zero_()
+    step. The system finds and zeroes a page when it is first touched, so a KV cache costs what its
+    used blocks take. device: "meta" for a tensor that has a size and no memory."""
+    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    if torch.device(device).type == "meta" or not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    private = dict(flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if os.name == "posix" else {}
+    memory = mmap.mmap(-1, size, **private)
+    with suppress(AttributeError, OSError):  # no such advice, or no such pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # it keeps the mapping
 
 
 def free_cpu_memory() -> int:

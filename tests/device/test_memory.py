@@ -1,6 +1,7 @@
 """How much memory there is for the KV cache, and what is said where there is too little."""
 
 import dataclasses
+import mmap
 import platform
 import re
 import subprocess
@@ -217,6 +218,8 @@ def test_what_is_read_again_and_again_lies_in_large_pages():
     """Linux marks such an area as "hg"."""
     zeros = memory.zeros(3, 2 ** 21, dtype=torch.int32)
     assert zeros.shape == (3, 2 ** 21) and zeros.dtype == torch.int32 and not zeros.any()
+    zeros[1, 5] = 7
+    assert zeros.sum() == 7 and zeros.view(-1)[2 ** 21 + 5] == 7
     middle = zeros.data_ptr() + zeros.nbytes // 2
     areas = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$",
                        Path("/proc/self/smaps").read_text(), re.M | re.S)
@@ -224,6 +227,20 @@ def test_what_is_read_again_and_again_lies_in_large_pages():
               if int(start, 16) <= middle < int(end, 16))
     assert "hg" in flags
     assert memory.zeros(0, 5, dtype=torch.bfloat16).shape == (0, 5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells")
+def test_memory_that_nothing_has_used_yet_costs_nothing():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    cache = memory.zeros(256, 2 ** 20, dtype=torch.int8)
+    assert resident() - before < 2 ** 24
+    cache[:128] = 1
+    assert 2 ** 27 <= resident() - before < 2 ** 27 + 2 ** 24
+    del cache
+    assert resident() - before < 2 ** 24
 
 
 def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
