@@ -40,15 +40,6 @@ def test_a_prompt_that_turns_off_inside_a_block_shares_only_what_lies_before(cha
     assert hits(blocks, other) == seq.block_table[:num_hits]
 
 
-def test_equal_blocks_at_different_places_are_different():
-    """The KV of a token depends on everything before it: [5 6 7 8] as a first block is another."""
-    blocks = BlockManager(8, SIZE)
-    compute(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert hits(blocks, [5, 6, 7, 8, 9]) == []
-    assert hits(blocks, [5, 6, 7, 8, 5, 6, 7, 8, 9]) == []
-    assert len(hits(blocks, [1, 2, 3, 4, 1, 2, 3, 4, 5])) == 1
-
-
 def test_only_computed_tokens_are_findable():
     """A block was entered before its tokens were verified. Here 12 tokens are known but only 7
     computed: one block; with 8 computed, two; a block is never entered for tokens to come."""
@@ -93,14 +84,6 @@ def test_a_reused_block_has_lost_its_old_key():
     assert blocks.allocate(new, 12)
     assert hits(blocks, range(9)) == [] and not blocks.cached
     blocks.check([new])
-
-
-def test_a_chain_that_lost_its_tail_is_still_found_up_to_there():
-    blocks = BlockManager(3, SIZE)
-    blocks.free(compute(blocks, range(12)))
-    table = hits(blocks, range(13))
-    blocks.allocate(sequence(range(4)), 4)
-    assert hits(blocks, range(13)) == table[:2]
 
 
 # ------------------------------------------------------------------- the keys
@@ -226,13 +209,18 @@ def test_equal_tokens_below_different_parents_are_no_hit(monkeypatch):
     blocks.check([one, head, two])
 
 
-@pytest.mark.parametrize("evict_first", [False, True])
-def test_chains_whose_parents_collide_stay_apart(monkeypatch, evict_first):
-    """Two different first blocks with one key: everything chained behind them collides too, and a
-    child block matched the other chain because its own tokens were equal."""
+@pytest.fixture
+def ones_are_twos(monkeypatch):
+    """A first block of ones has the key of a first block of twos; and so have their children."""
     ones, twos = struct.pack("<4i", 1, 1, 1, 1), struct.pack("<4i", 2, 2, 2, 2)
     digest = xxhash.xxh3_128_digest
     collide(monkeypatch, lambda data: digest(ones if data == twos else data))
+
+
+@pytest.mark.parametrize("evict_first", [False, True])
+def test_chains_whose_parents_collide_stay_apart(ones_are_twos, evict_first):
+    """Two different first blocks with one key: everything chained behind them collides too, and a
+    child block matched the other chain because its own tokens were equal."""
     blocks = BlockManager(4, SIZE)
     one = compute(blocks, [1, 1, 1, 1, 7, 7, 7, 7], "one")
     assert hits(blocks, [2, 2, 2, 2, 7, 7, 7, 7, 9]) == []
@@ -251,12 +239,9 @@ def test_chains_whose_parents_collide_stay_apart(monkeypatch, evict_first):
         blocks.check([two])
 
 
-def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(monkeypatch):
+def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(ones_are_twos):
     """The first chain has one block. The second's first block has the same key and no entry: its
     child, entered below the first one's, would be the next block of whoever begins with ones."""
-    ones, twos = struct.pack("<4i", 1, 1, 1, 1), struct.pack("<4i", 2, 2, 2, 2)
-    digest = xxhash.xxh3_128_digest
-    collide(monkeypatch, lambda data: digest(ones if data == twos else data))
     blocks = BlockManager(5, SIZE)
     one = compute(blocks, [1, 1, 1, 1], "one")
     two = compute(blocks, [2, 2, 2, 2, 7, 7, 7, 7], "two")
@@ -265,12 +250,9 @@ def test_a_child_of_a_block_that_collided_is_not_entered_below_the_first_one(mon
     blocks.check([one, two])
 
 
-def test_a_child_that_outlived_its_parent_is_not_adopted_by_a_colliding_one(monkeypatch):
+def test_a_child_that_outlived_its_parent_is_not_adopted_by_a_colliding_one(ones_are_twos):
     """A child stays in the cache after its parent's entry is gone; then another chain with the
     parent's key arrives. By keys and by tokens the child fits; by identity it does not."""
-    ones, twos = struct.pack("<4i", 1, 1, 1, 1), struct.pack("<4i", 2, 2, 2, 2)
-    digest = xxhash.xxh3_128_digest
-    collide(monkeypatch, lambda data: digest(ones if data == twos else data))
     blocks = BlockManager(5, SIZE)
     head = compute(blocks, [1, 1, 1, 1], "head")
     twin = compute(blocks, [1, 1, 1, 1, 7, 7, 7, 7], "twin", share=False)

@@ -11,15 +11,6 @@ from helpers import write_json
 from nanoserve import LLM
 
 
-def test_an_unknown_keyword_is_a_type_error(dummy):
-    """Engines of this kind took any keyword and ignored it: a mistyped limit was no limit."""
-    with pytest.raises(TypeError, match="max_seq_num.*max_num_seqs"):
-        start(dummy, max_seq_num=3)
-    with pytest.raises(TypeError):
-        LLM(dummy, "tokenizer")  # everything after the model is keyword-only
-    assert_serves(start(dummy, max_num_seqs=3))
-
-
 def test_an_explicit_max_model_len_above_the_models_is_refused(dummy):
     with pytest.raises(ValueError, match="max_model_len=257 .* 256 .*hf_overrides"):
         start(dummy, max_model_len=257)

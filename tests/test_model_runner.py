@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, END_OF_TURN, EOS, Reference, assert_same_text
+from checkpoints import CHECKPOINTS, EOS, Reference, assert_same_text
 from helpers import write_json
 from transformers import AutoTokenizer
 
@@ -227,35 +227,6 @@ def test_from_the_prefix_cache(qwen3, prompts, reference_of, options):
     assert [output.num_cached_tokens for output in third] == [0, 0]
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(enable_prefix_caching=False), dict(async_scheduling=True, max_num_batched_tokens=7),
-], ids=str)
-def test_samples_of_one_prompt_equal_transformers(qwen3, prompts, reference_of, options):
-    """n=3 shares one prefill. With top_k=1 each sample can only be the greedy text."""
-    outputs = run(start(qwen3, **options), prompts, GREEDY_OF_3)
-    assert all(len(output.outputs) == 3 for output in outputs)
-    assert_parity(outputs, prompts, reference_of("qwen3"), f"n=3, {options}")
-
-
-def test_seeded_samples_are_the_same_in_every_mode(qwen3, prompts):
-    """Here there is no text of transformers' to compare with: the engine alone with a prompt is."""
-    params = SamplingParams(n=2, temperature=1.0, seed=11, max_tokens=MAX_TOKENS)
-    prompts = prompts[3:11]
-    alone = start(qwen3, enable_prefix_caching=False)
-
-    def texts(outputs) -> list[list[list[int]]]:
-        return [[sample.token_ids for sample in output.outputs] for output in outputs]
-
-    expected = texts(run(alone, [prompt], params)[0] for prompt in prompts)
-    assert all(first != second for first, second in expected)  # two samples, not one twice
-    for mode in ("batched", "budget 7", "overlap", "blocks of 5"):
-        assert texts(run(start(qwen3, **MODES[mode]), prompts, params)) == expected, mode
-    tiny = start(qwen3, num_gpu_blocks_override=6, async_scheduling=True)
-    preempted = count_preemptions(tiny)
-    assert texts(run(tiny, prompts, params)) == expected
-    assert preempted
-
-
 # -------------------------------------------------------------------- numbers
 
 
@@ -339,51 +310,6 @@ def test_every_eos_id_of_the_generation_config_ends_the_text(many_eos, prompts):
         assert sample.finish_reason == ("stop" if stopped else "length")
         assert sample.stop_reason is None
         assert not set(sample.token_ids[:-1]) & set(eos_ids)
-
-
-def test_overlap_stops_at_eos_and_wastes_a_token_silently(many_eos, prompts):
-    """With a step in flight the token behind the EOS is computed before the EOS is seen."""
-    folder, _ = many_eos
-    expected = [output.outputs[0] for output in run(start(folder), prompts)]
-    outputs = run(start(folder, async_scheduling=True, num_gpu_blocks_override=8), prompts)
-    assert [output.outputs[0] for output in outputs] == expected
-
-
-@pytest.mark.parametrize("config_eos, generation_eos", [
-    ("x", None), ([EOS, "x"], None), ([EOS, END_OF_TURN], "x"), (None, "x")], ids=str)
-def test_eos_is_found_where_transformers_finds_it(qwen3, prompts, references, tmp_path,
-                                                  config_eos, generation_eos):
-    """generation_config.json goes first, config.json is next. x: a token that comes up."""
-    text, _ = references("qwen3", prompts[8], MAX_TOKENS)
-    x = text[12]
-
-    def fill(eos):
-        return [fill(e) for e in eos] if isinstance(eos, list) else x if eos == "x" else eos
-
-    folder = tmp_path / "eos"
-    shutil.copytree(qwen3, folder)
-    write_json(folder / "config.json", eos_token_id=fill(config_eos))
-    if generation_eos is None:  # transformers then makes one from config.json
-        (folder / "generation_config.json").unlink()
-    else:
-        write_json(folder / "generation_config.json", eos_token_id=fill(generation_eos))
-    (output,) = run(start(folder), [prompts[8]])
-    assert output.outputs[0].token_ids == text[:text.index(x) + 1]
-    assert_parity([output], [prompts[8]],
-                  lambda prompt: Reference(folder).generate(prompt, MAX_TOKENS), "EOS")
-
-
-def test_without_any_config_the_tokenizers_eos_ends_the_text(qwen3, prompts, references, tmp_path):
-    text, _ = references("qwen3", prompts[8], MAX_TOKENS)
-    folder = tmp_path / "eos"
-    shutil.copytree(qwen3, folder)
-    (folder / "generation_config.json").unlink()
-    write_json(folder / "config.json", eos_token_id=None)
-    llm = start(folder)
-    assert llm.get_tokenizer().eos_token_id == EOS
-    llm.get_tokenizer().eos_token = llm.get_tokenizer().convert_ids_to_tokens(text[12])
-    (output,) = run(llm, [prompts[8]])
-    assert output.outputs[0].token_ids == text[:text.index(text[12]) + 1]
 
 
 # ---------------------------------------------------------- the bundled model

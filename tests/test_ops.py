@@ -341,9 +341,10 @@ def test_norm_rope_store(ops, dtype, shape, tokens, norms):
 # ------------------------------------------------------------------------ sampling
 
 
-@pytest.mark.parametrize("vocab_size", [1, 7, 64, 1000, 4097])
+@pytest.mark.parametrize("vocab_size", [1, 7, 64, 96, 1000, 1024, 4097])
 def test_argmax_is_the_first_of_the_highest(ops, dtype, vocab_size):
-    logits = numbers(5, vocab_size, dtype=dtype)
+    """There are many ties, everything may be excluded, and infinities are numbers."""
+    logits = torch.randint(-3, 4, (20, vocab_size)).to(dtype)
     logits[1] = 1.0
     logits[2, vocab_size // 2:] = 9.0
     logits[3, vocab_size - 1] = math.inf
@@ -351,43 +352,7 @@ def test_argmax_is_the_first_of_the_highest(ops, dtype, vocab_size):
     expected = [max(range(vocab_size), key=lambda i: (float(row[i]), -i)) for row in logits]
     got = ops.argmax(logits)
     assert got.dtype == torch.int64 and got.tolist() == expected
-
-
-def kept(logits: list[float], temperature: float, k: int, p: float, min_p: float) -> set[int]:
-    """By hand: min-p, then top-k, then top-p, on logits / temperature."""
-    x = [value / temperature for value in logits]
-    left = {i for i in range(len(x)) if x[i] >= max(x) + (math.log(min_p) if min_p else -math.inf)}
-    if k > 0:
-        kth = sorted((x[i] for i in left), reverse=True)[:k][-1]
-        left = {i for i in left if x[i] >= kth}
-    total = sum(math.exp(x[i] - max(x)) for i in left)
-    mass, chosen = 0.0, set()
-    for i in sorted(left, key=lambda i: (-x[i], i)):
-        if mass / total < p or not chosen:
-            chosen.add(i)
-        mass += math.exp(x[i] - max(x))
-    return chosen
-
-
-FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.5, 0.0), (0, 0.9, 0.0),
-           (0, 1.0, 0.2), (8, 0.7, 0.0), (8, 0.7, 0.1), (1000, 0.3, 0.5), (3, 1e-9, 0.0)]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("vocab_size", [3, 50, 700])
-def test_floors_leave_what_counting_leaves(ops, vocab_size, temperature):
-    """Ties included: logits are multiples of a quarter."""
-    logits = (numbers(len(FILTERS), vocab_size) * 8).round() / 4
-    k, p, min_p = (torch.tensor(column) for column in zip(*FILTERS, strict=True))
-    heat = torch.full((len(FILTERS),), temperature)
-    floors, last = ops.floors(logits, heat, k.int(), p, min_p)
-    x, ids = logits / heat[:, None], torch.arange(vocab_size)
-    stays = (x > floors[:, None]) | (x == floors[:, None]) & (ids <= last[:, None])
-    for row, wishes in enumerate(FILTERS):
-        expected = kept(logits[row].tolist(), temperature, *wishes)
-        got = set(stays[row].nonzero()[:, 0].tolist())
-        # Where the mass before a token is top_p to the last bit, float32 and float64 may disagree.
-        assert len(got ^ expected) <= (wishes[1] < 1), (wishes, got ^ expected)
+    assert ops.argmax(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("vocab_size", [40, 3000])
@@ -443,6 +408,8 @@ def test_rows_that_are_broken_end_nobody_else(ops):
     logits[1] = math.nan
     got = ops.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
     assert 0 <= got[1] < 100 and got[0] == whole[0] and got[2] == whole[2]
+    likeliest = ops.argmax(logits)
+    assert 0 <= likeliest[1] < 100 and likeliest[2] == logits[2].argmax()
 
 
 # ------------------------------------------------------------------------- threads

@@ -127,7 +127,8 @@ def engine_probs(twin, logits: torch.Tensor, rows: list[SamplingParams]) -> list
 
 
 BY_HAND = {
-    # .4 .3 .2 .1: before the tokens lie 0 .4 .7 .9
+    # .4 .3 .2 .1: before the tokens lie 0 .4 .7 .9. The one that crosses p belongs to the smallest
+    # set that holds p, and was dropped (nano-vllm #196, #260).
     "top-p": ([.1, .2, .3, .4], dict(top_p=.6), [0, 0, 3 / 7, 4 / 7]),
     # top-p counts what top-k has left: .5 .3 become .625 .375, and the first alone reaches .6
     "top-k, then top-p": ([.1, .5, .3, .1], dict(top_k=2, top_p=.6), [0, 1, 0, 0]),
@@ -158,15 +159,6 @@ def test_filters_by_hand(twin, name):
     assert reference_probs(logits, **filters) == pytest.approx(expected, abs=1e-6)
 
 
-def test_top_p_keeps_the_token_that_crosses_it(twin):
-    """A top-p filter dropped the token that crosses p (nano-vllm #196, #260): of .1 .2 .3 .4 with
-    p = .6 only .4 was left, although .3 belongs to the smallest set that holds .6, too."""
-    logits = torch.tensor([.1, .2, .3, .4]).log().repeat(2000, 1)
-    rows = [SamplingParams(top_p=.6)] * 2000
-    tokens = sample_logits(logits, asking(rows), twin).token_ids.numpy()
-    assert_distributed(tokens, [0, 0, 3 / 7, 4 / 7])
-
-
 COMBINATIONS = [
     dict(), dict(temperature=.5), dict(temperature=2.), dict(top_k=1), dict(top_k=7),
     dict(top_k=1000), dict(top_p=.3), dict(top_p=.9), dict(min_p=.02), dict(min_p=.5),
@@ -175,7 +167,7 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 13, 64, 260])
+@pytest.mark.parametrize("vocab_size", [1, 2, 13, 64, 260, 700])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_filters_equal_the_plain_reference(twin, vocab_size, dtype):
     """All combinations in one batch, so that rows which use a filter stand beside rows which don't.
@@ -382,28 +374,3 @@ def test_a_top_p_that_float32_rounds_to_zero_keeps_the_likeliest(twin):
     logits = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     tokens = sample_logits(logits, seqs, twin).token_ids
     assert tokens.tolist() == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("vocab_size", [1, 7, 64, 96, 1000, 1024, 4096 + 32])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_likeliest_is_the_first_of_the_highest(twin, vocab_size, dtype):
-    """Python's own max, which takes the first, is the oracle: there are few values and many ties,
-    everything may be excluded, and infinities are numbers."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randint(-3, 4, (40, vocab_size), generator=generator).to(dtype)
-    logits[1] = float("-inf")
-    logits[2, vocab_size // 2] = float("inf")
-    logits[3, :-1] = float("-inf")
-    expected = [max(range(vocab_size), key=row.__getitem__) for row in logits.tolist()]
-    assert twin.argmax(logits).tolist() == expected
-    assert twin.argmax(logits).dtype == torch.int64
-    assert twin.argmax(logits[:0]).tolist() == []
-
-
-def test_the_likeliest_of_nans_is_a_token(twin):
-    """An overflow in one request must not end the others'."""
-    logits = torch.zeros(3, 256)
-    logits[0] = float("nan")
-    logits[1, 100], logits[2, 7] = float("nan"), 1
-    tokens = twin.argmax(logits).tolist()
-    assert tokens[2] == 7 and all(0 <= token < 256 for token in tokens)

@@ -318,15 +318,6 @@ def test_nothing_starves_in_a_tiny_pool(num_blocks, caching):
     assert list(firsts) == seqs
 
 
-def test_the_least_important_is_served_in_the_end():
-    scheduler = make(num_blocks=6, budget=8, seqs=3, scheduling_policy="priority")
-    last = add(scheduler, 6, 8, priority=9)
-    seqs = [add(scheduler, 6, 8, priority=i % 3) for i in range(12)]
-    run(scheduler)
-    assert last.output_token_ids == alone(last)
-    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
-
-
 # ------------------------------------------------------------ sliding windows
 
 
@@ -386,37 +377,6 @@ def test_preempted_behind_its_window(caching):
     assert any(had_released), "nobody was preempted behind its window"
     assert all(seq.output_token_ids == alone(seq) for seq in seqs)
     assert scheduler.blocks.num_free_blocks == 8
-
-
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_aborted_behind_its_window(in_flight):
-    """Only what it still holds goes back."""
-    scheduler = make(12, window=6)
-    first, second = add(scheduler, 9, 30), add(scheduler, 9, 30)
-    for _ in range(12):
-        run_step(scheduler)
-    assert first.num_released_blocks >= 3
-    step = scheduler.schedule() if in_flight else None
-    before = scheduler.blocks.num_free_blocks, held(first)
-    scheduler.finish(first, "abort")
-    scheduler.check()
-    assert scheduler.blocks.num_free_blocks == before[0] + before[1]
-    if in_flight:
-        finish_step(scheduler, step)
-        assert scheduler.blocks.num_free_blocks == before[0] + before[1]
-    run(scheduler)
-    assert second.output_token_ids == alone(second) and scheduler.blocks.num_free_blocks == 12
-
-
-def test_samples_of_one_prompt_leave_their_common_blocks_one_by_one():
-    scheduler = make(30, window=5)
-    seqs = add(scheduler, 13, 12, n=3)
-    run_step(scheduler)  # the first one's prompt
-    run_step(scheduler)  # the others hit its three full blocks
-    assert [seq.num_cached_tokens for seq in seqs] == [0, 12, 12]
-    run(scheduler)
-    assert all(seq.output_token_ids == alone(seq) for seq in seqs)
-    assert scheduler.blocks.num_free_blocks == 30
 
 
 def test_without_a_window_in_every_layer_nothing_is_given_back():

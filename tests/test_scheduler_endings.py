@@ -148,24 +148,6 @@ def test_a_step_may_stay_empty_while_another_is_in_flight():
     assert (first.output_token_ids, second.output_token_ids) == (alone(first), alone(second))
 
 
-def test_a_long_queue_with_many_aborted_entries():
-    """They are not served, and those that are left keep their order."""
-    scheduler = make(seqs=4)
-    seqs = [add(scheduler, 2, 1) for _ in range(1000)]
-    alive = []
-    for i, seq in enumerate(seqs):
-        if i % 10 == 3:
-            alive.append(seq)
-            continue
-        scheduler.finish(seq, "abort")
-        num_alive = 1000 - (i + 1 - len(alive))
-        assert len(scheduler.waiting) == num_alive
-    scheduler.check()
-    steps = run(scheduler)
-    assert list(dict.fromkeys(seq for step in steps for seq in step.num_new_tokens)) == alive
-    assert all(seq.output_token_ids == alone(seq) for seq in alive)
-
-
 # ---------------------------------------------------------- steps in flight
 
 

@@ -323,40 +323,6 @@ def test_a_prompt_that_was_evicted_and_comes_back():
         assert seen["hit"] == (1 if caching else 0), "only the second finds its prompt unharmed"
 
 
-@pytest.mark.parametrize("num_shared", range(1, 13))
-def test_the_tail_behind_a_shared_prefix_is_ones_own(num_shared):
-    """A stale tail after trimming a shared prefix leaked another user's text in 22 of 204 answers
-    (vllm-mlx #380)."""
-    prompt = FAMILIES[0][:12]
-    trimmed = prompt[:num_shared] + [13, 13, 13]
-    seen = run(Ask(prompt, 8), Ask(trimmed, 8, arrival=3), Ask(trimmed, 8, arrival=30),
-               Ask(prompt, 8, arrival=31), num_blocks=20, block_size=4)
-    # The first prompt comes back to two blocks, the trimmed one to its own, where it has a full one
-    # besides its last token, and it shares a block with the first if it turned off behind that.
-    assert seen["hit"] == 1 + (num_shared >= 2) + (num_shared >= 4)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_preempted_then_found_again(depth):
-    """After a preemption everything must be computed again that the cache has lost, prompt and
-    output, and nothing but that (nano-vllm #103, #144, #145, #207, #211, #233)."""
-    asks = [Ask(FAMILIES[i % 2][:6 + i], 10, ignore_eos=True) for i in range(4)]
-    for caching in (True, False):
-        seen = run(*asks, num_blocks=7, block_size=3, budget=9, caching=caching, depth=depth)
-        assert seen["preemption"] >= 2
-
-
-def test_aborting_in_the_middle_of_a_chunk_leaves_no_trace():
-    """A chunk was entered in the prefix tree and its block freed when the request was aborted: a
-    corrupt prefix for ever (sglang #38319). Abort at every moment, then ask for it again."""
-    for depth in (0, 1):
-        for moment in range(1, 7):
-            seen = run(Ask(FAMILIES[0], 4, ignore_eos=True, abort=moment),
-                       Ask(FAMILIES[0], 4, arrival=moment), num_blocks=14, block_size=4, budget=6,
-                       max_num_seqs=4, depth=depth)
-            assert seen["abort"] == 1
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("window", [1, 4, 5, 6])
 def test_blocks_behind_a_window_are_others_while_their_owner_runs(window, depth):

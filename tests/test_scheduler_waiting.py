@@ -146,22 +146,16 @@ def test_who_lacks_blocks_takes_as_many_as_it_needs_from_the_end():
     assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
 
 
-@pytest.mark.parametrize("policy, first, second", [
-    ("priority", 0, 0), ("priority", 0, 1), ("fcfs", 1, 0), ("shortest", 0, 0)])
-def test_nobody_makes_way_for_one_that_comes_behind(policy, first, second):
-    """Nor for anybody where there are no priorities: B is shorter, but A runs already."""
-    scheduler = make(seqs=1, scheduling_policy=policy)
+@pytest.mark.parametrize("policy, first, second, num_rows", [
+    ("priority", 0, 0, 1), ("priority", 0, 1, 1), ("fcfs", 1, 0, 1), ("shortest", 0, 0, 1),
+    ("priority", 3, 0, 2)])
+def test_nobody_makes_way_for_one_that_comes_behind(policy, first, second, num_rows):
+    """Nor for anybody where there are no priorities (B is shorter, but A runs already), or where
+    there is room."""
+    scheduler = make(seqs=num_rows, scheduling_policy=policy)
     add(scheduler, 9, 4, priority=first)
     run_step(scheduler)
     add(scheduler, 2, 4, priority=second)
-    assert not any(step.preempted for step in run(scheduler))
-
-
-def test_nobody_makes_way_where_there_is_room():
-    scheduler = make(seqs=2, scheduling_policy="priority")
-    add(scheduler, 9, 4, priority=3)
-    run_step(scheduler)
-    add(scheduler, 2, 4, priority=0)
     assert not any(step.preempted for step in run(scheduler))
 
 
