@@ -5,8 +5,7 @@ anew after every token and looks for stop strings in the whole text.
 """
 
 import pytest
-from checkpoints import BOS, END_OF_TURN, EOS, byte_tokenizer
-from helpers import assert_grows
+from checkpoints import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,13 +27,6 @@ def byte_ids(text: str | bytes) -> list[int]:
     return [BYTE_ID[byte] for byte in raw]
 
 
-def truth(tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
-    """The text of the output: what decoding adds to the prompt's text."""
-    def decode(ids):
-        return tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-    return decode(prompt + output)[len(decode(prompt)):]
-
-
 def stream(tokenizer, prompt: list[int], chunks: list[list[int]], **params) -> list[str]:
     """What a caller sees after each chunk of tokens, and at last the final text."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(**params), prompt)
@@ -48,26 +40,6 @@ def stream(tokenizer, prompt: list[int], chunks: list[list[int]], **params) -> l
 
 
 # --------------------------------------------------------- whole characters
-
-
-FAMILY = "👨\u200d👩\u200d👧"  # three people and two joiners: 18 bytes, one picture
-TEXTS = ["plain", "Grüße", "日本語", "😀", FAMILY + "!",
-         "🏳️\u200d🌈 a👍🏽b", "e\u0301 ﬁ \u200b\u2028x",
-         "مرحبا", "a\x00b\tc\n\n  d"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_characters_are_shown_whole_or_not_at_all(text):
-    """A character of several bytes, one byte a token: engines that decode each token on its own
-    print U+FFFD, the sign for a broken character, for every part of it."""
-    seen = stream(BYTES, byte_ids("Say: "), [[i] for i in byte_ids(text)])
-    assert not any(UNFINISHED in visible for visible in seen)
-    assert seen[-1] == text
-    assert_grows(seen)
-    # And no later than possible: after each byte, all characters that are complete.
-    raw = text.encode()
-    for n, visible in enumerate(seen[:-1], 1):
-        assert visible == raw[:n].decode(errors="ignore")
 
 
 def test_an_unfinished_character_at_the_end_is_flushed():
@@ -91,15 +63,6 @@ def test_after_a_prompt_that_ends_in_half_a_character_the_output_stands_alone(ha
     assert seen == ["s", "so", "so,", "so, ", "so, ", "so, é", "so, é!", "so, é!"]
     completed = stream(BYTES, byte_ids(half), [[i] for i in byte_ids(b"\x80x")])
     assert completed[-1] == UNFINISHED + "x"
-
-
-@pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens_are_skipped_or_shown(skip):
-    output = [*byte_ids("a"), END_OF_TURN, *byte_ids("é"), BOS, EOS]
-    seen = stream(BYTES, [BOS, *byte_ids("p")], [[i] for i in output], skip_special_tokens=skip)
-    end, bos_eos = ("", "") if skip else ("<|end|>", "<s></s>")
-    assert seen[-1] == f"a{end}é{bos_eos}" == truth(BYTES, [BOS], output, skip)
-    assert_grows(seen)
 
 
 def test_a_token_costs_the_same_in_a_long_text(monkeypatch):
@@ -159,18 +122,6 @@ def test_stop_strings_by_hand(stop, text, final, found):
         detokenizer.flush()
         assert results[-1] == found
         assert detokenizer.text == final + (found if include and found else "")
-
-
-def test_the_beginning_of_a_stop_string_is_held_back():
-    """ "done ##" shows "done " until it is clear whether "###" comes, and all of it when not."""
-    seen = stream(BYTES, byte_ids("p"), [[i] for i in byte_ids("a# ##b ##")], stop="###")
-    assert seen == ["a", "a", "a# ", "a# ", "a# ", "a# ##b", "a# ##b ", "a# ##b ", "a# ##b ",
-                    "a# ##b ##"]
-
-
-def test_nothing_is_held_back_without_stop_strings():
-    seen = stream(BYTES, [], [[i] for i in byte_ids("a##")])
-    assert seen == ["a", "a#", "a##", "a##"]
 
 
 def test_a_stop_string_is_not_looked_for_in_the_prompt():

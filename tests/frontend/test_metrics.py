@@ -144,19 +144,6 @@ def test_a_request_without_a_token_has_no_times(qwen3):
     assert m.queued_ts > 0 and (m.num_generation_tokens, m.num_cached_tokens) == (0, 0)
 
 
-# ------------------------------------------------------------ a line to read
-
-
-def test_generate_sums_up_when_asked(qwen3, capsys):
-    with LLM(qwen3) as llm:
-        capsys.readouterr()
-        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3), use_tqdm=False)
-        assert capsys.readouterr().err == ""
-        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False,
-                     summarize=True)
-    assert capsys.readouterr().err.startswith("nanoserve: 2 requests in ")
-
-
 def test_a_second_sample_does_not_move_the_request(qwen3):
     """It waits a step for the first one's blocks and hits them: the request began before that."""
     with LLM(qwen3, block_size=4) as llm:

@@ -139,9 +139,3 @@ def test_help_shows_the_fields_and_not_the_wrapper():
     for record in (EngineConfig, SamplingParams):
         names = {field.name for field in dataclasses.fields(record)}
         assert set(inspect.signature(record).parameters) == names
-
-
-def test_the_raised_temperature_is_reported_at_the_callers_line():
-    with pytest.warns(UserWarning, match="raised to 0.01") as caught:
-        SamplingParams(temperature=0.001)
-    assert caught[0].filename == __file__
