@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import assert_same_text
+from helpers import poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,10 +48,7 @@ engines: dict[tuple[Path, int | str], LLM] = {}
 def engine(folder, which: int | str) -> LLM:
     if (key := (folder, which)) not in engines:
         options = PLAIN if which == "plain" else ENGINES[which]
-        engines[key] = LLM(folder, dtype="float32", device="cpu", **options)
-        for cache in engines[key].runner.kv_cache:
-            for tensor in cache:
-                tensor.fill_(torch.nan)  # until it is written: reading one slot too many shows
+        engines[key] = poisoned(LLM(folder, dtype="float32", device="cpu", **options))
     return engines[key]
 
 

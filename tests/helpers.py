@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -55,3 +56,19 @@ def storage(llm):
     """The `BlockStore` that keeps blocks outside an engine's KV cache."""
     from nanoserve.extras.block_store import BlockStorage  # here: it imports torch
     return llm.extra(BlockStorage).store
+
+
+def poisoned(llm, num_caches: int | None = None):
+    """The engine, its KV cache NaN until it is written: reading one slot too many is then a wrong
+    text and not a zero. num_caches: without those of a draft model, which may have gaps."""
+    for cache in llm.runner.kv_cache[:num_caches]:
+        for tensor in cache:
+            tensor.fill_(math.nan)
+    return llm
+
+
+def watch_steps(llm) -> list:
+    """The steps that are scheduled from now on."""
+    steps, schedule = [], llm.scheduler.schedule
+    llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    return steps

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EOS, NEAR_TIE, Reference, assert_same_text, byte_tokenizer
+from helpers import watch_steps
 from plain_sampling import plain_edits
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
@@ -107,8 +108,7 @@ def test_controls_equal_the_naive_loop(qwen3, cases, mode):
     """All of them in one engine, each with its own controls: none knows of the others."""
     llm = LLM(qwen3, dtype="float32", device="cpu",
               **dict(num_gpu_blocks_override=64) | MODES[mode])
-    steps, schedule = [], llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    steps = watch_steps(llm)
     outs = llm.generate([PROMPT] * len(cases), [params for params, _, _ in cases], use_tqdm=False)
     for out, (params, text, gaps) in zip(outs, cases, strict=True):
         assert_same_text(out.outputs[0].token_ids, text, gaps, f"{mode}, {params}")
@@ -139,8 +139,7 @@ def test_who_waits_for_the_last_token_and_who_does_not(qwen3):
     for name, kinds in dict(plain={}, late=dict(min_tokens=8), biased=dict(logit_bias={5: 1}),
                             penalty=dict(presence_penalty=1), word=dict(bad_words=["ab"])).items():
         llm.add_request(name, [1, 2, 3], greedy(max_tokens=8, ignore_eos=True, **kinds))
-    rows, schedule = [], llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: rows.append(schedule()) or rows[-1]
+    rows = watch_steps(llm)
     while llm.has_unfinished_requests():
         llm.step()
     sampled_in = {name: [step.index for step in rows for seq in step.sampling if seq.name == name]

@@ -11,9 +11,8 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
 from checkpoints import assert_same_text
-from helpers import write_json
+from helpers import poisoned, write_json
 
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.sampler import SamplingInputs
@@ -88,12 +87,8 @@ class LateDevice:
 
 
 def start(folder, depth=1, **options) -> LLM:
-    llm = LLM(folder, dtype="float32", device="cpu", async_scheduling=bool(depth),
-              **dict(num_gpu_blocks_override=64) | options)
-    for cache in llm.runner.kv_cache:
-        for tensor in cache:
-            tensor.fill_(torch.nan)
-    return llm
+    return poisoned(LLM(folder, dtype="float32", device="cpu", async_scheduling=bool(depth),
+                        **dict(num_gpu_blocks_override=64) | options))
 
 
 def generate(llm: LLM, prompts, params) -> list:

@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 from checkpoints import CHECKPOINTS, EOS, Reference, assert_same_text
-from helpers import write_json
+from helpers import poisoned, watch_steps, write_json
 from transformers import AutoTokenizer
 
 from nanoserve import LLM, SamplingParams
@@ -24,26 +24,11 @@ GREEDY_OF_3 = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=MAX_TOKEN
 
 
 def start(folder, **options) -> LLM:
-    """An engine with a cache of 64 blocks whose every slot is NaN until it is written: reading one
-    too many is then a wrong text and not a zero."""
-    llm = LLM(folder, **dict(num_gpu_blocks_override=64) | options)
-    for kv in llm.runner.kv_cache:
-        for cache in kv:
-            cache.fill_(float("nan"))
-    return llm
+    return poisoned(LLM(folder, **dict(num_gpu_blocks_override=64) | options))
 
 
-def count_preemptions(llm: LLM) -> list[str]:
-    """A list that grows by the name of each sequence that is preempted from now on."""
-    preempted, schedule = [], llm.scheduler.schedule
-
-    def counting_schedule():
-        step = schedule()
-        preempted.extend(seq.name for seq in step.preempted)
-        return step
-
-    llm.scheduler.schedule = counting_schedule
-    return preempted
+def num_preempted(steps) -> int:
+    return sum(len(step.preempted) for step in steps)
 
 
 def run(llm: LLM, prompts, params=GREEDY) -> list:
@@ -120,12 +105,12 @@ def test_every_checkpoint_alone_and_in_the_core_modes(checkpoints, prompts, refe
     assert_parity(run(chunked, prompts), prompts, reference, f"{name}, chunked")
     assert_parity(run(chunked, prompts), prompts, reference, f"{name}, cached")
     busy = start(checkpoints[name], **BUSY)
-    preempted = count_preemptions(busy)
+    steps = watch_steps(busy)
     assert_parity(run(busy, prompts), prompts, reference, f"{name}, all at once")
     outputs = run(busy, prompts, GREEDY_OF_3)
     assert all(len(output.outputs) == 3 for output in outputs)
     assert_parity(outputs, prompts, reference, f"{name}, all at once, n=3")
-    assert preempted
+    assert num_preempted(steps)
 
 
 @pytest.mark.parametrize("options", [
@@ -138,11 +123,11 @@ def test_windows_in_blocks_of_any_size(checkpoints, prompts, reference_of, name,
     """A window of 13 that begins inside a block, at its first slot, or one beside it; with mistral
     the blocks before it belong to somebody else by then, with gemma3 other layers read them."""
     llm = start(checkpoints[name], **options)
-    preempted = count_preemptions(llm)
+    steps = watch_steps(llm)
     for where in ("first", "cached"):
         outputs = run(llm, prompts)
         assert_parity(outputs, prompts, reference_of(name), f"{name}, {where}, {options}")
-    assert bool(preempted) == (llm.scheduler.blocks.num_blocks == 6)
+    assert bool(num_preempted(steps)) == (llm.scheduler.blocks.num_blocks == 6)
 
 
 @pytest.mark.parametrize("options", [{}, dict(async_scheduling=True, max_num_batched_tokens=9)],
@@ -151,7 +136,7 @@ def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references
     """Texts of up to 180 tokens, 45 blocks of 4 each, in a cache of 64 for all: a window of 13
     needs 5 of each, and one or two more while a step runs. Nobody is preempted."""
     llm = start(checkpoints["mistral"], block_size=4, num_gpu_blocks_override=64, **options)
-    preempted, schedule, most = count_preemptions(llm), llm.scheduler.schedule, 0
+    steps, schedule, most = watch_steps(llm), llm.scheduler.schedule, 0
 
     def watching_schedule():
         nonlocal most
@@ -167,7 +152,7 @@ def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references
     outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=length))
     assert_parity(outputs, prompts, lambda p: references("mistral", p, length), f"long, {options}")
     assert sum(len(output.outputs[0].token_ids) for output in outputs) > 400
-    assert not preempted and 4 <= most <= 7
+    assert not num_preempted(steps) and 4 <= most <= 7
 
 
 # -------------------------------------------------------- tensor parallelism
@@ -184,11 +169,11 @@ def test_two_ranks_equal_transformers(checkpoints, prompts, reference_of, name, 
     where ranks are threads."""
     reference, prompts = reference_of(name), prompts[3:11]
     with start(checkpoints[name], tensor_parallel_size=2, **BUSY, **options) as llm:
-        preempted = count_preemptions(llm)
+        steps = watch_steps(llm)
         assert_parity(run(llm, prompts), prompts, reference, f"{name}, two ranks")
         outputs = run(llm, prompts[:2], GREEDY_OF_3)
         assert_parity(outputs, prompts[:2], reference, f"{name}, two ranks, n=3")
-        assert preempted
+        assert num_preempted(steps)
         run(llm, prompts[:1])
         outputs = run(llm, prompts[:1])
         assert_parity(outputs, prompts[:1], reference, f"{name}, two ranks, cached")
@@ -202,9 +187,9 @@ def test_two_ranks_equal_transformers(checkpoints, prompts, reference_of, name, 
 def test_preempted_in_a_tiny_pool(qwen3, prompts, reference_of, options):
     """6 blocks hold one of the longest texts (93 computed tokens) and nothing beside it."""
     llm = start(qwen3, num_gpu_blocks_override=6, **options)
-    preempted = count_preemptions(llm)
+    steps = watch_steps(llm)
     assert_parity(run(llm, prompts), prompts, reference_of("qwen3"), f"preempted, {options}")
-    assert len(preempted) > 3, "the cache was not tiny enough"
+    assert num_preempted(steps) > 3, "the cache was not tiny enough"
     assert llm.scheduler.blocks.num_free_blocks == 6
 
 
@@ -334,7 +319,7 @@ def test_the_bundled_model_equals_transformers(bundled, mode):
     tokenizer, prompts, reference = bundled
     options = MODES.get(mode, dict(num_gpu_blocks_override=4, async_scheduling=True))
     llm = start(BUNDLED_MODEL, dtype="float32", **options)
-    preempted = count_preemptions(llm)
+    steps = watch_steps(llm)
     for where in ("first", "cached"):
         outputs = run(llm, STORIES)
         assert_parity(outputs, prompts, reference, f"bundled, {mode}, {where}")
@@ -342,7 +327,7 @@ def test_the_bundled_model_equals_transformers(bundled, mode):
             sample = output.outputs[0]
             text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             assert sample.text == text
-    assert bool(preempted) == (mode == "tiny cache")
+    assert bool(num_preempted(steps)) == (mode == "tiny cache")
 
 
 def test_the_bundled_model_is_what_llm_without_a_model_uses(bundled):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Reference
+from helpers import watch_steps
 from plain_sampling import assert_distributed, reference_probs
 
 from nanoserve import LLM
@@ -48,8 +49,7 @@ SURROUNDINGS = {
 def test_a_seeded_request_draws_the_same_whatever_surrounds_it(qwen3, alone, where):
     """Only seed and position decide: not the batch, chunks, preemption, overlap or engine seed."""
     llm = LLM(qwen3, **dict(num_gpu_blocks_override=64) | SURROUNDINGS[where])
-    steps, schedule = [], llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    steps = watch_steps(llm)
     unseeded = SamplingParams(max_tokens=25, temperature=1.5)
     outs = llm.generate(
         [prompt(50), *[prompt(i) for i in range(5)], prompt(51)], [unseeded, *SEEDED, unseeded],

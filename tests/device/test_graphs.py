@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 import torch
 from checkpoints import assert_same_text
-from helpers import sequence
+from helpers import poisoned, sequence, watch_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from wrappings import as_wrapping
@@ -124,13 +124,10 @@ def recorded(monkeypatch):
 
 
 def start(folder, depth=1, **options) -> LLM:
-    """Kernels on a CPU, and a cache full of NaN until it is written."""
-    engine = LLM(folder, dtype="float32", device="cpu", kernels="triton",
-                 async_scheduling=bool(depth), **dict(num_gpu_blocks_override=48) | options)
-    for cache in engine.runner.kv_cache:
-        for tensor in cache:
-            tensor.fill_(torch.nan)
-    return engine
+    """Kernels on a CPU."""
+    return poisoned(LLM(folder, dtype="float32", device="cpu", kernels="triton",
+                        async_scheduling=bool(depth),
+                        **dict(num_gpu_blocks_override=48) | options))
 
 
 # ------------------------------------------------------------------- sizes
@@ -240,13 +237,11 @@ def test_graphs_equal_eager_in_mixed_company(checkpoints, references, prompts, r
                    num_gpu_blocks_override=5)
     asked = SamplingParams(temperature=0, max_tokens=7)
     short = prompts[2:5] + [prompts[10][:20]] * 2  # 2 blocks each in the end, of 5
-    preempted = []
-    schedule = engine.scheduler.schedule
-    engine.scheduler.schedule = lambda: preempted.append(step := schedule()) or step
+    steps = watch_steps(engine)
     for output in engine.generate(short, asked, use_tqdm=False):
         expected, gaps = references("tiny", output.prompt_token_ids, 12)
         assert_same_text(output.outputs[0].token_ids, expected[:7], gaps, "mixed")
-    assert len(recorded) > 5 and any(step.preempted for step in preempted)
+    assert len(recorded) > 5 and any(step.preempted for step in steps)
 
 
 def test_samples_and_controls_equal_eager(checkpoints, recorded):

@@ -8,7 +8,7 @@ is full of NaN until it is written. Models are tiny, since a launch takes millis
 import pytest
 import torch
 from checkpoints import TINY_CHECKPOINTS, assert_same_text, sample_logits
-from helpers import sequence
+from helpers import poisoned, sequence, watch_steps
 from kernel_modes import MODES, few
 
 from nanoserve import LLM, SamplingParams, ops
@@ -20,12 +20,8 @@ MAX_TOKENS = 5
 
 
 def start(folder, **options) -> LLM:
-    engine = LLM(folder, **dict(dtype="float32", device="cpu", kernels="triton",
-                                num_gpu_blocks_override=64) | options)
-    for cache in engine.runner.kv_cache:
-        for tensor in cache:
-            tensor.fill_(torch.nan)
-    return engine
+    return poisoned(LLM(folder, **dict(dtype="float32", device="cpu", kernels="triton",
+                                       num_gpu_blocks_override=64) | options))
 
 
 # "batched" is left to GPUs: without a prefix cache, but otherwise "blocks of 32".
@@ -34,8 +30,7 @@ def test_the_parity_matrix_through_kernels(checkpoints, references, prompts, mod
     """By itself a prompt takes as many steps as all together: three of them will do."""
     asked = few(prompts)[2:5] if mode == "alone" else few(prompts)
     engine = start(checkpoints["tiny"], **MODES[mode])
-    steps, schedule = [], engine.scheduler.schedule
-    engine.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    steps = watch_steps(engine)
     outputs = engine.generate(asked, SamplingParams(temperature=0, max_tokens=MAX_TOKENS),
                               use_tqdm=False)
     for output in outputs:

@@ -11,6 +11,7 @@ import numpy as np
 import regex
 import torch
 from checkpoints import EOS, SIZES, Reference, byte_tokenizer, save
+from helpers import poisoned
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanoserve import LLM, SamplingParams
@@ -75,9 +76,5 @@ def params_of(pattern: str, max_tokens: int, **fields) -> SamplingParams:
 
 
 def start(folder, **options) -> LLM:
-    """An engine whose cache is NaN until it is written."""
     llm = LLM(folder, **dict(dtype="float32", device="cpu", num_gpu_blocks_override=64) | options)
-    for cache in llm.runner.kv_cache[:len(llm.runner.model.layers)]:
-        for tensor in cache:
-            tensor.fill_(torch.nan)
-    return llm
+    return poisoned(llm, len(llm.runner.model.layers))

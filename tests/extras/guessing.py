@@ -1,6 +1,6 @@
 """Engines that guess, and what they tell."""
 
-import torch
+from helpers import poisoned
 
 from nanoserve import LLM
 from nanoserve.llm import BUNDLED_MODEL
@@ -15,10 +15,7 @@ PROMPTS = ["Once upon a time there was a king who", "the old man said, 'ha ha ha
 def start(folder=BUNDLED_MODEL, **options) -> LLM:
     options = dict(dtype="float32", device="cpu", num_gpu_blocks_override=64) | options
     llm = LLM(folder, **options)
-    for cache in llm.runner.kv_cache[:len(llm.runner.model.layers)]:
-        for tensor in cache:
-            tensor.fill_(torch.nan)
-    return llm
+    return poisoned(llm, len(llm.runner.model.layers))
 
 
 def told(llm: LLM, prompts, params) -> list:

@@ -1,6 +1,7 @@
 """Vectors of an engine, and of transformers, which is the oracle."""
 
 import torch
+from helpers import poisoned
 from transformers import AutoModelForSequenceClassification
 
 from nanoserve import LLM
@@ -10,13 +11,8 @@ FAMILY_NAMES = ["llama3.1", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe",
 
 
 def start(folder, **options) -> LLM:
-    """A pooling engine whose cache is NaN until it is written."""
-    llm = LLM(folder, **dict(num_gpu_blocks_override=64, dtype="float32", device="cpu",
-                             runner="pooling") | options)
-    for kv in llm.runner.kv_cache:
-        for cache in kv:
-            cache.fill_(float("nan"))
-    return llm
+    return poisoned(LLM(folder, **dict(num_gpu_blocks_override=64, dtype="float32", device="cpu",
+                                       runner="pooling") | options))
 
 
 def vectors(outputs) -> list[torch.Tensor]:

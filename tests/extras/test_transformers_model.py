@@ -12,7 +12,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, GQA, SIZES, Made, make
 from checkpoints import EOS, Reference, assert_same_text
-from helpers import write_json
+from helpers import poisoned, write_json
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.transformers_model import attend
@@ -56,13 +56,8 @@ def texts_of(made, few_prompts):
 
 
 def start(folder, **options) -> LLM:
-    """An engine on CPU whose cache is NaN until it is written."""
-    llm = LLM(folder, **dict(num_gpu_blocks_override=24, model_impl="transformers",
-                             dtype="float32") | options)
-    for kv in llm.runner.kv_cache:
-        for cache in kv:
-            cache.fill_(float("nan"))
-    return llm
+    return poisoned(LLM(folder, **dict(num_gpu_blocks_override=24, model_impl="transformers",
+                                       dtype="float32") | options))
 
 
 def assert_parity(llm: LLM, prompts, texts, where: str) -> None:

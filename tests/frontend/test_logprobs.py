@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from checkpoints import EOS, Reference, byte_tokenizer
+from helpers import watch_steps
 
 from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, sampler
 from nanoserve.sampler import score
@@ -114,8 +115,7 @@ MODES = {
 
 def start(folder, **options) -> tuple[LLM, list]:
     llm = LLM(folder, dtype="float32", device="cpu", **dict(num_gpu_blocks_override=64) | options)
-    steps, schedule = [], llm.scheduler.schedule
-    llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    steps = watch_steps(llm)
     return llm, steps
 
 

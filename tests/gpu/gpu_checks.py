@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from checkpoints import assert_same_text
+from helpers import poisoned
 
 from nanoserve import LLM, SamplingParams
 
@@ -43,12 +44,8 @@ def row_numbers(n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def start(folder, **options) -> LLM:
     """In float32, with a cache full of NaN until it is written (graphs hold its address)."""
-    engine = LLM(folder, **dict(dtype="float32", num_gpu_blocks_override=64,
-                                max_num_seqs=12) | options)
-    for cache in engine.runner.kv_cache:
-        for tensor in cache:
-            tensor.fill_(torch.nan)
-    return engine
+    return poisoned(LLM(folder, **dict(dtype="float32", num_gpu_blocks_override=64,
+                                       max_num_seqs=12) | options))
 
 
 def assert_texts(outputs, references, name: str, where: str) -> None:

@@ -11,7 +11,7 @@ their own.
 import pytest
 import torch
 from checkpoints import CHECKPOINTS
-from helpers import storage
+from helpers import storage, watch_steps
 
 pytest.importorskip("triton")
 
@@ -36,8 +36,7 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_equals_transformers(checkpoints, references, prompts, mode, how):
     engine = start(checkpoints["qwen3"], **MODES[mode] | how)
-    steps, schedule = [], engine.scheduler.schedule
-    engine.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
+    steps = watch_steps(engine)
     outputs = engine.generate(few(prompts), GREEDY, use_tqdm=False)
     assert_texts(outputs, references, "qwen3", f"{mode} {how}")
     assert any(step.preempted for step in steps) == ("preempted" in mode)
