@@ -6,8 +6,6 @@ step of all ranks gives transformers' logits. Sizes are uneven on purpose: 3 KV 
 """
 
 import copy
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from checkpoints import SIZES, Reference, save
 from loading import weights_of
+from rank_threads import in_threads, thread_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -26,61 +25,6 @@ from nanoserve.model import Decoder, MoE
 from nanoserve.parallel.ranks import Ranks, Span, check_shares
 
 CPU = torch.device("cpu")
-
-
-class Group:
-    """What `torch.distributed` is to real ranks: here they are threads that meet at a barrier."""
-
-    def __init__(self, size: int):
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.offered: list = [None] * size
-
-    def of(self, rank: int) -> Ranks:
-        ranks = Ranks(rank, len(self.offered))
-        ranks.group = Member(self, rank)
-        return ranks
-
-    def run(self, work) -> list:
-        """`work(ranks)` on every rank at the same time; their results by rank."""
-        def one(rank: int):
-            try:
-                with torch.inference_mode():
-                    return work(self.of(rank))
-            except BaseException:
-                self.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(len(self.offered)) as threads:
-            return list(threads.map(one, range(len(self.offered))))
-
-
-class Member:
-    def __init__(self, group: Group, rank: int):
-        self.group, self.rank = group, rank
-
-    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.group.offered[self.rank] = x.clone()
-        self.group.barrier.wait()
-        offered = list(self.group.offered)
-        self.group.barrier.wait()
-        assert len({tuple(x.shape) for x in offered}) == 1, "collectives want equal sizes"
-        return offered
-
-    def allreduce(self, tensors):
-        tensors[0].copy_(sum(self.exchange(tensors[0])))
-        return self
-
-    def gather(self, outputs, inputs, options):
-        assert options.rootRank == 0
-        for parts in outputs:
-            for part, x in zip(parts, self.exchange(inputs[0]), strict=True):
-                part.copy_(x)
-        if not outputs:
-            self.exchange(inputs[0])
-        return self
-
-    def wait(self) -> None:
-        """Done already."""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +46,11 @@ def folders(checkpoints, tmp_path_factory):
     return folder
 
 
+def on_all_ranks(size: int, work) -> list:
+    with_ranks = torch.inference_mode()(work)  # a thread's own mode
+    return in_threads(thread_ranks(size), with_ranks)
+
+
 def load_share(folder: Path, ranks: Ranks, expert_parallel=False) -> Decoder:
     config = ModelConfig.from_folder(folder)
     model = Decoder(config, Placement(torch.float32, CPU, ranks), expert_parallel)
@@ -116,33 +65,6 @@ def fill(layer: torch.nn.Module, path: str, stored: dict[str, torch.Tensor]) -> 
     for name, copy_into in layer.tensors(path):
         copy_into(stored[name])
     layer.finish_loading()
-
-
-# ---------------------------------------------------------------- dealing out
-
-
-@pytest.mark.parametrize("total, size", [(1, 1), (10, 4), (260, 3), (5, 2), (3, 2), (7, 7), (2, 4)])
-def test_shares_are_a_partition(total, size):
-    spans = [Ranks(rank, size).share(total) for rank in range(size)]
-    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(total))
-    assert max(span.size for span in spans) - min(span.size for span in spans) <= 1
-    assert all(span.total == total for span in spans)
-
-
-@pytest.mark.parametrize("num_heads, num_kv_heads, size, expected", [
-    # (its heads, its KV heads) of each rank, by hand
-    (6, 3, 2, [("0..2", "0..1"), ("2..6", "1..3")]),
-    (6, 3, 3, [("0..2", "0..1"), ("2..4", "1..2"), ("4..6", "2..3")]),
-    (4, 1, 4, [("0..1", "0..1"), ("1..2", "0..1"), ("2..3", "0..1"), ("3..4", "0..1")]),
-    (4, 1, 3, [("0..1", "0..1"), ("1..2", "0..1"), ("2..4", "0..1")]),
-    (8, 2, 4, [("0..2", "0..1"), ("2..4", "0..1"), ("4..6", "1..2"), ("6..8", "1..2")]),
-    (4, 4, 1, [("0..4", "0..4")]),
-])
-def test_heads_go_with_the_kv_heads_they_read(num_heads, num_kv_heads, size, expected):
-    for rank, spans in enumerate(expected):
-        shares = Ranks(rank, size).share_heads(num_heads, num_kv_heads)
-        assert tuple(f"{span.start}..{span.stop}" for span in shares) == spans
-        assert [span.total for span in shares] == [num_heads, num_kv_heads]
 
 
 # ------------------------------------------------------ the checkpoint's numbers
@@ -208,13 +130,12 @@ def test_the_shares_of_experts_are_the_checkpoints(folders, name, size, expert_p
     """Either a share of each expert's width (40 over 3 ranks: 13, 13, 14), or whole experts."""
     folder = folders(name)
     stored = load_file(folder / "model.safetensors")
-    group = Group(size)
     if size == 3:  # 2 KV heads can't be shared by 3: only the experts are looked at
         config = ModelConfig.from_folder(folder)
-        experts = [experts_of(config, stored, group.of(rank), expert_parallel)
+        experts = [experts_of(config, stored, Ranks(rank, size), expert_parallel)
                    for rank in range(size)]
     else:
-        experts = [load_share(folder, group.of(rank), expert_parallel).layers[1].mlp.experts
+        experts = [load_share(folder, Ranks(rank, size), expert_parallel).layers[1].mlp.experts
                    for rank in range(size)]
     mixtral = name == "mixtral"
     prefix = "model.layers.1." + ("block_sparse_moe" if mixtral else "mlp") + ".experts"
@@ -256,7 +177,7 @@ def test_a_row_parallel_bias_is_added_once(size):
         fill(linear, "linear", {"all.weight": weight, "all.bias": bias})
         return linear(x[:, inputs.start:inputs.stop])
 
-    for answer in Group(size).run(work):
+    for answer in on_all_ranks(size, work):
         torch.testing.assert_close(answer, x @ weight.T + bias)
 
 
@@ -269,22 +190,8 @@ def test_an_embedding_over_ranks_answers_for_every_token(size):
         fill(embedding, "embedding", {"embedding.weight": weight})
         return embedding(ids)
 
-    for answer in Group(size).run(work):
+    for answer in on_all_ranks(size, work):
         assert torch.equal(answer, weight)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("total, size", [(260, 3), (7, 4), (6, 2)])
-def test_gathered_columns_are_in_their_places(total, size, rows):
-    """The head's parts were put together for one row, and wrongly for more (mini-sglang #98)."""
-    x = torch.arange(rows * total).float().view(rows, total)
-
-    def work(ranks: Ranks):
-        span = ranks.share(total)
-        return ranks.gather(x[:, span.start:span.stop], total)
-
-    first, *others = Group(size).run(work)
-    assert torch.equal(first, x) and others == [None] * (size - 1)
 
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6], [200, 7, 100]]
@@ -355,7 +262,7 @@ def test_all_ranks_together_have_transformers_logits(folders, recorded, name, si
             logits.append(model.compute_logits(hidden[batch.logits_indices]))
         return logits
 
-    first, *others = Group(size).run(work)
+    first, *others = on_all_ranks(size, work)
     torch.testing.assert_close(torch.cat(first), expected, rtol=1e-3, atol=2e-4)
     assert all(logits is None for other in others for logits in other)
 

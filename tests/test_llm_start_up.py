@@ -61,13 +61,6 @@ def test_the_start_up_line_says_on_what_and_how(qwen3, capsys):
         assert words in line
 
 
-def test_ranks_are_checked_before_they_are_started(dummy):
-    with pytest.raises(ValueError, match="expert_parallel=True, but LlamaForCausalLM"):
-        start(dummy, expert_parallel=True)
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 can't share 4 attention heads"):
-        start(dummy, tensor_parallel_size=3)
-
-
 @pytest.mark.parametrize("architecture, reason", [
     ("MambaForCausalLM", "its layers keep a recurrent state"),
     ("Qwen2MoeForCausalLM", "has no model of that name that writes text for 'mamba'")])
