@@ -4,7 +4,6 @@ A feature that is silently left out gives fluent wrong text. What transformers r
 files is compared in test_model_config_transformers.
 """
 
-import json
 
 import pytest
 from config_files import LLAMA, LLAMA3, QWEN3, read
@@ -160,28 +159,6 @@ def test_what_is_not_implemented_is_refused_by_name(config, words):
         ModelConfig.from_dict(QWEN3 | config)
 
 
-LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=32)
-
-
-@pytest.mark.parametrize("entries, overrides, rope_type, dtype", [
-    (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
-     dict(rope_scaling=dict(type="llama3", **LLAMA3_ROPE)), "llama3", "float32"),
-    (dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, **LLAMA3_ROPE)),
-     dict(rope_scaling=None), "default", "float32"),
-    (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
-     dict(torch_dtype="bfloat16"), "default", "bfloat16"),
-])
-def test_overrides_in_the_old_spelling_win_over_the_new(dummy, entries, overrides, rope_type,
-                                                        dtype):
-    """A file written by transformers 5 and a user who remembers transformers 4: an override that
-    was laid beside the entry it should replace changed nothing, without a word."""
-    content = json.loads((dummy / "config.json").read_text()) | dict(dtype="float32") | entries
-    (dummy / "config.json").write_text(json.dumps(content))
-    config = ModelConfig.from_folder(dummy, overrides)
-    assert (config.rope.rope_type, config.dtype) == (rope_type, dtype)
-
-
 @pytest.mark.parametrize("architecture, entries", [
     ("Qwen3MoeForCausalLM", dict(layer_types=["full_attention"] * 2)), ("MistralForCausalLM", {})])
 def test_families_with_one_window_ignore_rules_for_single_layers(architecture, entries):
@@ -190,12 +167,3 @@ def test_families_with_one_window_ignore_rules_for_single_layers(architecture, e
         architectures=[architecture], sliding_window=9, use_sliding_window=True, num_experts=8,
         num_experts_per_tok=2, max_window_layers=1, **entries))
     assert config.windows == (9, 9)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
-def test_other_families_entries_mean_nothing(family):
-    """A Llama has no softcap, whatever its file says; transformers' classes don't look."""
-    entries = dict(query_pre_attn_scalar=7, attn_logit_softcapping=2.0, rope_local_base_freq=500.0,
-                   final_logit_softcapping=3.0)
-    assert read(family, **entries) == read(family)
-    assert read("Gemma3", **entries) != read("Gemma3")

@@ -36,6 +36,10 @@ def test_an_override_in_the_old_spelling_wins_over_a_file_in_the_new_one(tmp_pat
     scaled = read(tmp_path, dict(rope_scaling=dict(rope_type="llama3", **LLAMA3)))
     assert scaled.rope == RopeConfig(1e4, "llama3", **LLAMA3)
     assert read(tmp_path, dict(rope_parameters=dict(rope_theta=9.0))).rope == RopeConfig(9.0)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | dict(
+        dtype="float32", rope_parameters=dict(rope_type="llama3", rope_theta=1e4, **LLAMA3))))
+    assert read(tmp_path, dict(rope_scaling=None)).rope.rope_type == "default"
+    assert read(tmp_path, dict(torch_dtype="bfloat16")).dtype == "bfloat16"
 
 
 def test_a_scaling_by_override_replaces_the_files_and_keeps_its_theta(tmp_path):

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_grows
-from real_tokenizers import FAMILY, FRAGMENTS, SAID, TOKENIZERS, UNFINISHED, decode, encode, truth
+from real_tokenizers import FAMILY, FRAGMENTS, SAID, TOKENIZERS, decode, encode, truth
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nanoserve import LLM, RequestOutputKind, SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve.sampler import SamplerOutput
 
 # What ends a text: the list of generation_config.json, of which config.json names one only.
@@ -119,29 +118,6 @@ def test_conversations_and_their_answers(speaker):
         assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
 
 
-def test_streams_of_several_requests(speaker):
-    """Cumulative outputs grow, deltas add up, and both end where `generate` does."""
-    outputs = [speaker.encode(reply, *ids_of(speaker.name, ENDS[speaker.name][0]))
-               for reply in REPLIES]
-    prompts = [reference(speaker.name, talk(reply))[1] for reply in REPLIES]
-    speaker.says(*outputs)
-    outs = speaker.llm.generate(prompts, params(), use_tqdm=False)
-    finals = [out.outputs[0].text for out in outs]
-    assert finals == [truth(speaker.name, *both) for both in zip(prompts, outputs, strict=True)]
-    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
-        speaker.says(*outputs)
-        pieces: dict[tuple, list[str]] = {}
-        for out in speaker.llm.stream(prompts, params(output_kind=kind)):
-            pieces.setdefault(tuple(out.prompt_token_ids), []).append(out.outputs[0].text)
-        for prompt, output, final in zip(prompts, outputs, finals, strict=True):
-            seen = pieces[tuple(prompt)]
-            assert not any(UNFINISHED in text for text in seen)
-            if kind is RequestOutputKind.DELTA:
-                seen = ["".join(seen[:n]) for n in range(1, len(seen) + 1)]
-            assert_grows(seen)
-            assert len(seen) == len(output) and seen[-1] == final
-
-
 def test_every_end_of_the_list_ends_a_text(speaker):
     """Only the tokenizer's EOS stopped generation in several small engines: a chat model ran on
     beyond the end of its turn, or of the document. No end is shown, unless it is asked for."""
@@ -158,60 +134,6 @@ def test_every_end_of_the_list_ends_a_text(speaker):
                 assert sample.text.lstrip() == "é😀" + (end if include and not skip else "")
                 assert sample.token_ids == output[:-len(speaker.encode("more"))]
                 assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
-
-
-def test_special_tokens_in_the_middle(speaker):
-    """Skipped or shown; as a stop token they are told, as a stop string they are found if shown."""
-    name, llm = speaker.name, speaker.llm
-    end, prompt = ENDS[name][-1], reference(name, talk("Hi"))[1]
-    [end_id] = ids_of(name, end)
-    output = speaker.encode("日本", end_id, "é😀x")
-    n = len(output)
-    for kinds, text, reason in [
-        (dict(), truth(name, prompt, output), ("length", None)),
-        (dict(skip_special_tokens=False), truth(name, prompt, output, False), ("length", None)),
-        (dict(skip_special_tokens=False, stop=end), "日本", ("stop", end)),
-        (dict(skip_special_tokens=False, stop="é😀", include_stop_str_in_output=True),
-         truth(name, prompt, output, False)[:-1], ("stop", "é😀")),
-        (dict(stop=end, stop_token_ids=[end_id]), "日本", ("stop", end_id)),
-    ]:
-        speaker.says(output)
-        [out] = llm.generate(prompt, params(ignore_eos=True, max_tokens=n, **kinds), use_tqdm=False)
-        sample = out.outputs[0]
-        assert (sample.text.lstrip(" "), (sample.finish_reason, sample.stop_reason)) == (
-            text.lstrip(" "), reason)
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_while_streaming(speaker, include):
-    """Nothing of a stop string is shown, and the request ends with the token that completes it."""
-    name, stops = speaker.name, ["harbour 😀日本語.", "語, 👨\u200d👩", "👩\u200d"]
-    prompt, output = reference(name, talk("Hi"))[1], speaker.encode(SAID)
-    whole = truth(name, prompt, output)
-    before, stop, _ = whole.partition(stops[1])
-    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
-        speaker.says(output)
-        outs = [out.outputs[0] for out in speaker.llm.stream(prompt, params(
-            stop=stops, include_stop_str_in_output=include, output_kind=kind))]
-        seen = [out.text for out in outs]
-        if kind is RequestOutputKind.DELTA:
-            seen = ["".join(seen[:n]) for n in range(1, len(seen) + 1)]
-        assert all(before.startswith(visible) for visible in seen[:-1])
-        assert seen[-1] == before + (stop if include else "")
-        assert (outs[-1].finish_reason, outs[-1].stop_reason) == ("stop", stop)
-        assert stop in truth(name, prompt, output[:len(outs)])
-        assert stop not in truth(name, prompt, output[:len(outs) - 1])
-
-
-def test_ids_that_only_the_padding_of_the_vocabulary_has(speaker):
-    """Embedding matrices are padded to round sizes, and a model may sample an id that the
-    tokenizer has never heard of: a token without text."""
-    beyond = [len(TOKENIZERS[speaker.name]), speaker.llm.model_config.vocab_size - 1]
-    prompt, output = speaker.encode("Say:"), speaker.encode("日", *beyond, "é", beyond[0])
-    speaker.says(output)
-    outs = list(speaker.llm.stream(prompt, params(max_tokens=len(output))))
-    assert outs[-1].outputs[0].text.replace(" ", "") == "日é"
-    assert outs[-1].outputs[0].token_ids == output
 
 
 def test_the_beginning_of_a_text_is_marked_once(speaker):

@@ -103,14 +103,6 @@ def test_what_stands_outside_alone_counts(tmp_path):
     assert config.quantization == dict(quant_method="gptq")
 
 
-def test_overrides_reach_the_text(tmp_path):
-    entries = dict(architectures=["LlavaForConditionalGeneration"], text_config=dict(vocab_size=99))
-    for overrides in (dict(max_position_embeddings=512),
-                      dict(text_config=dict(max_position_embeddings=512))):
-        config = read(tmp_path, overrides=overrides, **entries)
-        assert (config.max_position_embeddings, config.vocab_size) == (512, 99)
-
-
 def test_a_text_of_another_kind_is_not_ours(tmp_path):
     entries = dict(architectures=["Mistral3ForConditionalGeneration"],
                    text_config=dict(model_type="ministral3"))
