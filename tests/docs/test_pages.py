@@ -43,14 +43,6 @@ def test_readme_leads_to_every_page():
     assert sorted(links(section)) == sorted(set(PAGES) - {"README.md"})
 
 
-def test_pictures_are_small():
-    for page in PAGES:
-        for link in links(read(page)):
-            if link.endswith(".png"):
-                picture = ((ROOT / page).parent / link).read_bytes()
-                assert picture[:4] == b"\x89PNG" and len(picture) < 200_000, link
-
-
 def test_files_named_in_the_text_exist():
     """`nanoserve/...`, `tests/...` and `docs/...`, also within a command."""
     for page in set(PAGES) - {"docs/LOG.md"}:  # which tells of files that are gone

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+# Options of an engine that runs such a checkpoint.
+SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
+             device="cpu")
 GROUP = 16
 AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]  # of a word's eight numbers, from the lowest bits up
 

@@ -16,7 +16,7 @@ from packing import Packed, by_definition, compressed, fp8_by_definition, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM
 from nanoserve import llm as llm_module
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -236,19 +236,3 @@ def test_a_checkpoint_by_row_keeps_its_numbers(dtype, checkpoints, tmp_path):
         assert torch.equal(one.values.float(), values)
         torch.testing.assert_close(one.scales, scales[:, 0], atol=0,
                                    rtol=2e-7 if dtype == "float32" else 2 ** -8)
-
-
-def test_batching_changes_nothing():
-    """The bundled model's text, and its probabilities to the last bit where the operators' rows
-    don't depend on each other, either: the compiled ones."""
-    texts = ["Once upon a time there was a king who", "Far out at sea there was a ship, and", "It"]
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0)
-    with LLM(device="cpu", quantization="fp8", max_model_len=64, num_gpu_blocks_override=32,
-             enable_prefix_caching=False) as llm:
-        alone = [llm.generate(text, params, use_tqdm=False)[0].outputs[0] for text in texts]
-        batched = [each.outputs[0] for each in llm.generate(texts, params, use_tqdm=False)]
-        is_exact = llm.config.kernels == "cpu"
-    assert [one.text for one in batched] == [one.text for one in alone]
-    assert alone[0].text == " had a son, and had"
-    if is_exact:
-        assert [one.logprobs for one in batched] == [one.logprobs for one in alone]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, by_definition, pack, write
+from packing import FORMATS, SMALL, by_definition, pack, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
 from small_kinds import needs_interpreter
@@ -20,8 +20,6 @@ from nanoserve.extras.int4_linear import GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Panels, Rows
 from nanoserve.extras.speculative import Speculation
 
-SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
-             device="cpu")
 INT4 = SMALL | dict(quantization="int4")
 FOUR_BITS = ["pack-quantized", "pack-quantized, zeros", "gptq", "gptq_v2", "awq"]
 

@@ -5,7 +5,6 @@ The oracle is transformers in float32, one prompt at a time, without a cache: hi
 generator answers yes or no. Pooling, normalising and the rest are done here by hand.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -232,12 +231,6 @@ def test_abort_and_priority(qwen3, prompts):
                 assert output.finished and (output.outputs is None) == (output.request_id == "gone")
         assert names == ["gone", "soon", "late"]
         assert_idle(llm)
-
-
-def test_a_trace_shows_it(qwen3, prompts, tmp_path):
-    with start(qwen3, trace=str(tmp_path / "run.json")) as llm:
-        llm.embed(prompts, use_tqdm=False)
-    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
 
 
 def test_a_caller_may_change_what_it_got(qwen3):

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, Packed, awq, compressed, fp8, gptq, int_rows, pack, write
+from packing import FORMATS, SMALL, Packed, awq, compressed, fp8, gptq, int_rows, pack, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
@@ -17,9 +17,6 @@ from nanoserve import LLM
 from nanoserve import llm as llm_module
 from nanoserve.extras.quantization import assemble, read_format
 from nanoserve.extras.speculative import Speculation
-
-SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
-             device="cpu")
 
 
 def read(one: Packed, **others: torch.Tensor) -> dict[str, torch.Tensor]:

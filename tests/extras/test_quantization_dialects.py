@@ -11,14 +11,24 @@ import numpy as np
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import GROUP, Drawn, Packed, awq, compressed, fp8, gptq, int_rows, pack, words, write
+from packing import (
+    GROUP,
+    SMALL,
+    Drawn,
+    Packed,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    int_rows,
+    pack,
+    words,
+    write,
+)
 from safetensors.torch import save_file
 
 from nanoserve import LLM
 from nanoserve.extras.quantization import assemble, read_format
-
-SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
-             device="cpu")
 
 
 def read(one: Packed, **entry) -> torch.Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, by_definition, groups_by_definition, write
+from packing import FORMATS, SMALL, by_definition, groups_by_definition, write
 from rank_threads import start_in_threads
 from safetensors.torch import save_file
 from small_kinds import ENGINES, needs_interpreter
@@ -23,10 +23,6 @@ from nanoserve.extras import quantization
 from nanoserve.extras.int4_linear import Int4Linear
 from nanoserve.extras.quantized_linear import Int8Linear
 from nanoserve.layers import Linear
-
-SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
-             device="cpu")
-
 
 ROUNDED = {"int8": by_definition, "int4": groups_by_definition}
 KINDS = {"int8": {"cpu": "Panels", "triton": "TritonRows"},

@@ -166,19 +166,6 @@ def test_the_largest_step_has_drafts_for_all(qwen3):
     assert list(step.num_new_tokens.values()) == [8, 6, 6] and len(step.samples()) == 18
 
 
-def test_rows_with_guesses_behind_one_beginning(qwen3, references):
-    """Five blocks in common, some tokens of their own, up to five guesses: rows of two to six
-    queries read blocks that others read, too. In a cache of NaN the text is transformers'."""
-    common = [7, 8, 9, 10] * 20
-    prompts = [common + [i, 7, 8] for i in range(20, 24)]
-    llm = start(qwen3, speculative_config=NGRAM)
-    llm.generate([common], SamplingParams(max_tokens=1), use_tqdm=False)
-    for _, _, token_ids, *_ in told(llm, prompts, SamplingParams(temperature=0, max_tokens=20,
-                                                                    ignore_eos=True)):
-        assert token_ids == references("qwen3", prompts.pop(0), 20)[0]
-    assert count(llm)["num_draft_tokens"] and llm.metrics.num_hits
-
-
 def test_the_largest_step_of_the_small_network_is_run_as_well(qwen3, checkpoints):
     """Nothing says that it is the smaller one in everything: a wider MLP may take more memory."""
     llm = start(qwen3, speculative_config=dict(SMALL, model=str(checkpoints["qwen3-tied"])))

@@ -140,15 +140,6 @@ def test_nothing_beyond_the_models_vocabulary_is_allowed(vocab_size):
     assert allowed(sequence(grammar)) == {a, 255} | ({pad} if pad < vocab_size else set())
 
 
-def test_samples_have_parsers_of_their_own():
-    grammar = Grammars(TOKENIZER, PADDED).compile({"regex": "ab"}, frozenset(ENDS))
-    a, b = TOKENIZER.encode("ab")
-    first, second = sequence(grammar), sequence(grammar)
-    assert allowed(first) == {a}
-    first.token_ids.append(a)
-    assert (allowed(first), allowed(second)) == ({b}, {a})
-
-
 def test_other_constraints_count_unless_they_leave_nothing():
     grammar = Grammars(TOKENIZER, PADDED).compile({"regex": "[abc]*"}, frozenset(ENDS))
     a, b, c, x = TOKENIZER.encode("abcx")

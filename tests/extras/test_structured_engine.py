@@ -5,7 +5,6 @@ that `regex` allows the likeliest. It knows of no masks, drafts, batches or bloc
 """
 
 import signal
-import warnings
 from collections import Counter
 
 import pytest
@@ -22,7 +21,7 @@ from grammars import (
     start,
 )
 
-from nanoserve import SamplingParams, StructuredOutputsParams
+from nanoserve import SamplingParams
 from nanoserve.extras.speculative import UNKNOWN, Speculation
 from nanoserve.extras.structured import Grammar, StructuredOutput
 
@@ -146,15 +145,6 @@ def test_samples_are_those_of_one_request_alone(folder, llm):
 # ------------------------------------------------------------------ forced tokens
 
 
-def test_forced_tokens_save_steps_and_change_nothing(folder, expected, monkeypatch):
-    with start(folder, enable_prefix_caching=False) as llm:
-        assert ask(llm) == expected
-        with_drafts, before = llm.metrics.num_steps, llm.metrics.num_steps
-        monkeypatch.setattr(StructuredOutput, "propose", lambda self, seq, most: [])
-        assert ask(llm) == expected
-        assert with_drafts < (llm.metrics.num_steps - before)
-
-
 def test_forced_tokens_take_free_rows_alone(folder, llm):
     """A step has buffers for max_num_seqs samples. Alone in an engine of 4, 3 tokens are guessed at
     a time; alone in an engine of 1, none."""
@@ -208,30 +198,6 @@ def test_ctrl_c_while_a_parser_reads(folder, expected, monkeypatch, overlap, whe
         assert num_interrupts == 1
     assert [(results[str(i)].outputs[0].token_ids, results[str(i)].outputs[0].finish_reason)
             for i in range(len(REQUESTS))] == expected
-
-
-def test_a_step_that_fails_is_tried_again(folder, expected, monkeypatch):
-    with start(folder) as llm:
-        for i, ((prompt, pattern), length) in enumerate(zip(REQUESTS, LENGTHS, strict=True)):
-            llm.add_request(str(i), prompt, params_of(pattern, length))
-        run, calls = llm.runner.run, Counter()
-
-        def fails(*args):
-            calls["all"] += 1
-            if calls["all"] in (2, 5, 6):
-                raise RuntimeError("out of memory")
-            return run(*args)
-
-        monkeypatch.setattr(llm.runner, "run", fails)
-        results = {}
-        while llm.has_unfinished_requests():
-            try:
-                results |= {out.request_id: out for out in llm.step()}
-            except RuntimeError:
-                calls["lost"] += 1
-    assert calls["lost"] == 3
-    assert [results[str(i)].outputs[0].token_ids for i in range(len(REQUESTS))] == [
-        tokens for tokens, _ in expected]
 
 
 # ------------------------------------------------------ beside other parameters
@@ -318,12 +284,3 @@ def test_requests_without_a_grammar_are_left_alone(llm):
             temperature=0, max_tokens=12, ignore_eos=True, bad_words=["q"], seed=1)],
         use_tqdm=False)
     assert outputs[0].outputs[0].text == alone
-
-
-def test_objects_and_dicts_ask_for_the_same(llm):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for asked in ({"choice": ["left", "right"]}, StructuredOutputsParams(choice=["left",
-                                                                                     "right"])):
-            assert text_of(llm, SamplingParams(
-                max_tokens=9, structured_outputs=asked)) in ("left", "right")
