@@ -237,10 +237,6 @@ def test_a_bad_field_is_a_400_that_names_it(server, field, value):
     assert field in (error["param"], "prompt") or field in error["message"]
 
 
-def test_greedy_samples_would_all_be_equal(server):
-    assert refusal(server, COMPLETIONS, dict(prompt="x", n=2, temperature=0))["param"] == "n"
-
-
 def test_bodies_that_are_no_json_objects_are_refused(server):
     for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b'{"prompt": NaN}',
                  b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"):

@@ -16,7 +16,7 @@ from serving import Serving  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 from transformers import AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
 
-from nanoserve import LLM, PoolingParams, SamplingParams  # noqa: E402
+from nanoserve import LLM, PoolingParams  # noqa: E402
 
 TEXTS = ["the fox", "A king went into the forest.", "x " * 90]
 CUT = [None, -1, 20]
@@ -107,27 +107,5 @@ def test_pairs_are_scored_ranked_and_cut_alike(reranker, count):
             _, answer = serving.ask("/rerank", dict(query=query, documents=TEXTS[:2], **asked))
             assert {one["index"]: one["relevance_score"] for one in answer["results"]} == near(
                 dict(enumerate(expected)))
-    finally:
-        serving.close()
-
-
-def test_texts_and_chats_are_generated_alike():
-    serving = Serving(LLM(dtype="float32", num_gpu_blocks_override=64))
-    try:
-        params = SamplingParams(temperature=0, max_tokens=9, stop=["xyz"])
-        body = dict(temperature=0, max_tokens=9, stop="xyz")
-        for prompt in ("Once upon a time", [5, 6, 7]):
-            [out] = serving.llm.generate(prompt if isinstance(prompt, str) else [prompt], params,
-                                         use_tqdm=False)
-            _, answer = serving.ask("/v1/completions", body | dict(prompt=prompt))
-            assert answer["choices"][0]["text"] == out.outputs[0].text
-            assert answer["usage"]["prompt_tokens"] == len(out.prompt_token_ids)
-        for content in ("Who was the king?", [dict(type="text", text="Who was the king?")]):
-            chat = [dict(role="user", content=content)]
-            template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-            serving.llm.tokenizer.chat_template = template
-            [out] = serving.llm.chat(chat, params, use_tqdm=False)
-            _, answer = serving.ask("/v1/chat/completions", body | dict(messages=chat))
-            assert answer["choices"][0]["message"]["content"] == out.outputs[0].text
     finally:
         serving.close()

@@ -3,7 +3,6 @@
 Oracle for the options: the dataclass. The end is tried with a process of its own and a signal.
 """
 
-import argparse
 import http.client
 import json
 import os
@@ -135,14 +134,6 @@ def test_nobody_but_this_machine_is_served_unless_asked():
         assert sock.getsockname()[0] == "127.0.0.1"
 
 
-def test_the_rules_words_are_the_help(capsys):
-    with pytest.raises(SystemExit):
-        cli.make_parser().parse_args(["--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    assert "one of auto, float32, float16, bfloat16 (default: auto)" in words
-    assert isinstance(cli.make_parser(), argparse.ArgumentParser)
-
-
 @pytest.fixture
 def started(tmp_path):
     """A server in a process of its own, with a key and a limit for its end; its port."""
@@ -203,23 +194,3 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
     assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
     assert process.wait(30) == 0
     assert "Traceback" not in process.stderr.read()
-
-
-def test_without_the_server_the_command_says_what_to_install(tmp_path):
-    """Deleted, or without what it needs."""
-    import shutil
-
-    from clean_process import PACKAGE
-
-    shutil.copytree(PACKAGE, tmp_path / "nanoserve", ignore=shutil.ignore_patterns(
-        "server", "assets", "__pycache__"))
-    result = subprocess.run(SERVE, cwd=tmp_path, capture_output=True, text=True,
-                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 2 and "nanoserve.server is not there" in result.stderr
-    assert "Traceback" not in result.stderr
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
-    (tmp_path / "nanoserve" / "server").symlink_to(PACKAGE / "server")
-    result = subprocess.run(SERVE, cwd=tmp_path, capture_output=True, text=True,
-                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert result.returncode == 2 and "pip install -e '.[server]'" in result.stderr
-    assert "needs uvicorn" in result.stderr and "Traceback" not in result.stderr

@@ -3,7 +3,6 @@
 Oracle: `embed` and `score` of the same engine, which other tests hold to transformers.
 """
 
-import asyncio
 import base64
 import struct
 
@@ -153,25 +152,3 @@ def test_a_truncated_prompt_keeps_its_last_tokens(server):
     _, answer = server.ask("/v1/embeddings", dict(input=ids, truncate_prompt_tokens=4))
     assert [one["embedding"] for one in answer["data"]] == near(
         embedded(server, [{"prompt_token_ids": ids[-4:]}]))
-
-
-def test_a_reranker_reads_pairs(checkpoints):
-    """A classifier with one class scores query and document as one prompt."""
-    from nanoserve.server.pooling import Job, score
-    from nanoserve.server.protocol import ScoreBody
-
-    server = Serving(LLM(checkpoints["qwen3"], runner="pooling", convert="classify",
-                         num_gpu_blocks_override=24, max_model_len=64, load_format="dummy",
-                         tokenizer=str(checkpoints["qwen3"]), hf_overrides=dict(
-                             num_labels=1, architectures=["Qwen3ForSequenceClassification"])))
-    try:
-        expected = [out.outputs.score for out in server.llm.score("ab", ["c", "de"],
-                                                                  use_tqdm=False)]
-        _, answer = server.ask("/score", dict(text_1="ab", text_2=["c", "de"]))
-        assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=1e-5)
-
-        async def twice():
-            return await (await score(Job(server.engine, "x"), ScoreBody(text_1="ab", text_2="c")))
-        assert asyncio.run(twice())["data"][0]["score"] == pytest.approx(expected[0], abs=1e-5)
-    finally:
-        server.close()

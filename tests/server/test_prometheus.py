@@ -165,8 +165,3 @@ def test_times_on_a_clock_that_is_set_by_hand():
     assert sums["e2e_request_latency_seconds"] == (1, 14.5)
     assert sums["request_time_per_output_token_seconds"] == (1, 1.25)
     assert not observer.open and not observer.last_token
-
-
-def test_the_bundled_dashboard_is_data_of_the_package():
-    assert DASHBOARD["title"] == "nanoserve" and len(DASHBOARD["panels"]) == 12
-    assert "Prefix cache" in [panel["title"] for panel in DASHBOARD["panels"]]
