@@ -47,7 +47,7 @@ def test_every_file_of_the_core_has_its_counterpart_in_vllm():
 
 def test_what_the_architecture_page_names_is_in_the_file():
     """`[scheduler](...): `order`, ...`: scheduler.py must have that word."""
-    assert len(re.findall(r"^- \*\*.+\.\*\* .+", ARCHITECTURE, re.M)) > 100
+    assert len(re.findall(r"^- \*\*.+\.\*\* .+", ARCHITECTURE, re.M)) > 80
     behind = r"\]\(\.\./(nanoserve/[\w/]+\.py)\)(?::| \()\s*((?:`[\w.]+`(?:, | and )?)+)"
     found = re.findall(behind, ARCHITECTURE)
     assert len(found) > 40
