@@ -10,8 +10,9 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}"
-                                                 for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(
+    f"{path.parent.name}/{path.name}" for folder in ("docs", "course")
+    for path in (ROOT / folder).glob("*.md"))]
 
 
 def read(page: str) -> str:

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and all pages of docs/: links lead somewhere, and pages are found."""
+"""README, CONTRIBUTING, docs/ and course/: links lead somewhere, and pages are found."""
 
 import re
 
@@ -46,14 +46,15 @@ def test_readme_leads_to_every_page():
 def test_files_named_in_the_text_exist():
     """`nanoserve/...`, `tests/...` and `docs/...`, also within a command."""
     for page in set(PAGES) - {"docs/LOG.md"}:  # which tells of files that are gone
-        for name in re.findall(r"(?<![\w/])((?:nanoserve|tests|docs|benchmarks)/[\w./-]*\w)",
+        for name in re.findall(r"(?<![\w/])((?:nanoserve|tests|docs|course|benchmarks)/[\w./-]*\w)",
                                read(page)):
             assert (ROOT / name).exists(), f"{page} names {name}"
 
 
 def test_modules_named_in_commands_exist():
     for page in set(PAGES) - {"docs/LOG.md"}:
-        for name in re.findall(r"python -m\s+((?:nanoserve|benchmarks)[\w.]*\w)", read(page)):
+        for name in re.findall(r"python -m\s+((?:nanoserve|course|benchmarks)[\w.]*\w)",
+                               read(page)):
             path = ROOT / name.replace(".", "/")
             assert path.is_dir() or path.with_suffix(".py").exists(), f"{page}: python -m {name}"
 

@@ -1,0 +1,111 @@
+"""The bundled model as one function, for the five programs of from_naive.md.
+
+    logits = model(ids, positions, attend)
+
+Everything that a program can't change is here. What it decides is which tokens to hand over, and
+`attend`: where a layer's keys and values (its KV) are kept, and which of them a query sees.
+
+The model counts what it is asked for. The same numbers, whoever asks, are the table of the page.
+"""
+
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.ops import rms_norm
+
+PADDING = -1  # in place of a token id: computed for nothing
+ROWS = 4  # how many texts the later programs write at the same time
+BEGINNING = ("Once upon a time there was an old king who lived in a castle by the sea, and he had "
+             "a daughter who was so clever that she could talk with the birds and the fishes. ")
+REQUESTS = [("One day the king said to her,", 24), ("But she was sad, for", 5),
+            ("In the castle lived a cat, which", 8), ("Every morning she went", 4),
+            ("Now it happened that a wolf", 6), ("One night", 20),
+            ("The birds told her of a poor fisherman, who", 5), ("She had a ring of gold, and", 8)]
+
+
+@dataclass(eq=False)
+class Answer:
+    """A request on its way: a list of tokens, and how many of them have their KV in the cache."""
+
+    ids: list[int]
+    end: int  # so long it will be
+    computed: int = 0
+
+    @property
+    def gap(self) -> int:
+        return len(self.ids) - self.computed
+
+
+class Storyteller:
+    """The weights, and counters: calls (`steps`), `tokens`, those of them that were `padding`, the
+    `largest` step, and for how many tokens KV was `held` at the same time."""
+
+    def __init__(self):
+        config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+        self.eps, self.num_layers = config["rms_norm_eps"], config["num_hidden_layers"]
+        self.kv_shape = config["num_key_value_heads"], config["head_dim"]
+        self.theta = config["rope_parameters"]["rope_theta"]
+        weights = load_file(BUNDLED_MODEL / "model.safetensors")
+        self.weights = {name.removesuffix(".weight").removeprefix("model."): tensor.float()
+                        for name, tensor in weights.items()}
+        self.reset()
+
+    def reset(self) -> None:
+        self.steps = self.tokens = self.padding = self.largest = self.held = 0
+
+    def hold(self, num_tokens: int) -> None:
+        """Note that there is KV memory for so many tokens now."""
+        self.held = max(self.held, num_tokens)
+
+    def new_kv(self, *shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Empty keys and values of each layer, both (*shape, KV heads, size of a head)."""
+        return [(torch.zeros(*shape, *self.kv_shape), torch.zeros(*shape, *self.kv_shape))
+                for _ in range(self.num_layers)]
+
+    @torch.inference_mode()
+    def __call__(self, ids, positions, attend) -> torch.Tensor:
+        """Scores for what follows each token: (num_tokens, vocabulary). attend: (layer, q, k, v),
+        each (num_tokens, heads, size), to q's shape."""
+        self.steps, self.tokens = self.steps + 1, self.tokens + len(ids)
+        self.padding += sum(token == PADDING for token in ids)
+        self.largest = max(self.largest, len(ids))
+        hidden = self.weights["embed_tokens"][torch.tensor(ids).clamp(min=0)]
+        half = torch.arange(self.kv_shape[1] // 2) * 2 / self.kv_shape[1]
+        angles = torch.tensor(positions)[:, None] / self.theta ** half
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+
+        def rope(x):  # position becomes an angle
+            a, b = x.chunk(2, -1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        for layer in range(self.num_layers):
+            w = {name.removeprefix(f"layers.{layer}."): one for name, one in self.weights.items()
+                 if name.startswith(f"layers.{layer}.")}
+            x = rms_norm(hidden, w["input_layernorm"], self.eps)
+            q, k, v = (F.linear(x, w[f"self_attn.{name}_proj"]).unflatten(-1, (
+                -1, self.kv_shape[1])) for name in "qkv")
+            q, k = (rope(rms_norm(one, w[f"self_attn.{name}_norm"], self.eps))
+                    for one, name in ((q, "q"), (k, "k")))
+            hidden = hidden + F.linear(attend(layer, q, k, v).flatten(1), w["self_attn.o_proj"])
+            x = rms_norm(hidden, w["post_attention_layernorm"], self.eps)
+            x = F.silu(F.linear(x, w["mlp.gate_proj"])) * F.linear(x, w["mlp.up_proj"])
+            hidden = hidden + F.linear(x, w["mlp.down_proj"])
+        return F.linear(rms_norm(hidden, self.weights["norm"], self.eps),
+                        self.weights["embed_tokens"])
+
+
+def attention(q, k, v, visible=None) -> torch.Tensor:
+    """softmax(q k^T) v. (queries, heads, size) and (keys, KV heads, size), or a batch of such.
+    visible: (queries, keys); without it the queries are the last of the keys, and each one sees
+    itself and all keys before it."""
+    if visible is None:
+        visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    if visible.dim() == 3:
+        visible = visible[:, None]  # the same for all heads
+    return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(-3, -2)

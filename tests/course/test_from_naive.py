@@ -1,0 +1,44 @@
+"""course/from_naive.md: the programs write the same texts, and waste what the page says."""
+
+import re
+
+import pytest
+import torch
+from pages import ROOT, between, read
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from course import from_naive, naive_5
+from course.storyteller import BEGINNING, REQUESTS, Storyteller
+from nanoserve.llm import BUNDLED_MODEL
+
+PAGE = read("course/from_naive.md")
+PROGRAMS = [f"course/naive_{i}.py" for i in range(1, 6)]
+
+
+def test_five_programs_and_the_engine_write_the_same_and_waste_what_is_shown():
+    """`table` compares the texts with each other; here one of them is compared with what
+    transformers writes."""
+    assert from_naive.table() + "\n" == between(
+        PAGE, "<!-- printed by: python -m course.from_naive -->\n", "<!-- end -->")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+    requests = [(tokenizer.encode(BEGINNING + prompt), count) for prompt, count in REQUESTS]
+    answers = naive_5.generate(Storyteller(), requests)
+    for (prompt, count), answer in zip(requests, answers, strict=True):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        assert answer == theirs[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_page_shows_lines_of_each_program(program):
+    source = read(program)
+    section = PAGE[PAGE.index(f"[`{program[7:]}`]"):]
+    shown = re.search(r"^```python\n(.*?)^```", section, re.S | re.M)[1]
+    assert shown in source
+
+
+def test_every_name_of_the_last_table_is_in_its_file():
+    rows = re.findall(r"\]\(\.\./(nanoserve/\w+\.py)\), `(\w+)` \|", PAGE)
+    assert len(rows) == 5
+    for file, name in rows:
+        assert f"def {name}(" in (ROOT / file).read_text()
