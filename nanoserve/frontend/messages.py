@@ -87,7 +87,8 @@ def _tidy(message: dict) -> dict:
     if content is None and (role == "assistant" or message.get("content") == []):
         content = kept.pop("refusal", "")
     if not isinstance(content, str):
-        raise ValueError(f"a message's content must be text or text parts, got {content!r:.80}")
+        raise ValueError("a message's content must be text or text parts, because models here read "
+                         f"text alone, got {content!r:.80}")
     return kept | {"role": role, "content": content}
 
 

@@ -20,6 +20,7 @@ cost more time than all the rest of a stream's event, and there is an event for 
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -38,13 +39,6 @@ def event(data: dict) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict:
-    """Tokens. A prompt counts once, however many samples it has."""
-    return dict(prompt_tokens=num_prompt, completion_tokens=num_output,
-                total_tokens=num_prompt + num_output,
-                prompt_tokens_details=dict(cached_tokens=num_cached))
-
-
 @dataclass
 class Answer:
     """One answer under way. body: what was asked; requests: one for each prompt, in this order.
@@ -58,48 +52,56 @@ class Answer:
     whole_name = piece_name = prefix = ""
 
     def __post_init__(self):
-        self.outputs: dict[str, RequestOutput] = {}  # the newest of each request
+        self.num_cached: dict[str, int] = {}  # prompt tokens of a request that the cache had
         self.num_output = 0
         self.first = {request.request_id: index * self.body.num_samples
                       for index, request in enumerate(self.requests)}
+        self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
 
     def head(self, name: str) -> dict:
         return dict(id=self.id, object=name, created=self.created, model=self.model)
 
     def usage(self) -> dict:
-        """As of now. In a stream a DELTA has only new tokens, so they are counted as they come."""
-        num_cached = sum(output.num_cached_tokens or 0 for output in self.outputs.values())
-        return usage(sum(len(r.prompt_token_ids) for r in self.requests), self.num_output,
-                     num_cached)
+        """As of now. A prompt counts once, however many samples it has; in a stream a DELTA has
+        only new tokens, so they are counted as they come."""
+        num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        return dict(prompt_tokens=num_prompt, completion_tokens=self.num_output,
+                    total_tokens=num_prompt + self.num_output,
+                    prompt_tokens_details=dict(cached_tokens=sum(self.num_cached.values())))
 
-    def _count(self, output: RequestOutput) -> None:
-        self.outputs[output.request_id] = output
+    def _take(self, output: RequestOutput) -> None:
+        """Count it, and keep the prompt's logprobs, which come in pieces in a stream."""
+        self.num_cached[output.request_id] = output.num_cached_tokens or 0
         self.num_output += sum(len(sample.token_ids) for sample in output.outputs)
+        self.scored[output.request_id] += output.prompt_logprobs or []
 
     async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
         """All of it, when all requests have ended (their outputs are FINAL_ONLY)."""
+        ended = {}
         async for output in outputs:
-            self._count(output)
-        choices = [self.choice(self.first[request.request_id] + sample.index, request, sample,
-                               self.outputs[request.request_id])
+            self._take(output)
+            ended[output.request_id] = output
+        choices = [self.choice(self.first[request.request_id] + sample.index, request, sample)
                    for request in self.requests
-                   for sample in self.outputs[request.request_id].outputs]
+                   for sample in ended[request.request_id].outputs]
         return self.head(self.whole_name) | dict(choices=choices, usage=self.usage(),
                                                  **self.beside_choices())
 
     async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[bytes]:
         """Events, one for each choice that has news (outputs are DELTA)."""
         head = self.head(self.piece_name)
-        if self.body.include_usage:
-            head["usage"] = None  # OpenAI's: there in every piece, and null until the last
+
+        def piece(data: dict) -> bytes:
+            if self.body.include_usage:  # OpenAI's: there in every piece, and null until the last
+                data["usage"] = self.usage() if self.body.counts_as_it_goes else None
+            return event(head | data)
+
         ended: set[int] = set()
         for data in self.openings():
-            if self.body.counts_as_it_goes:
-                head["usage"] = self.usage()
-            yield event(head | data)
+            yield piece(data)
         requests = {request.request_id: request for request in self.requests}
         async for output in outputs:
-            self._count(output)
+            self._take(output)
             request = requests[output.request_id]
             for sample in self.ready(request, output):
                 index = self.first[output.request_id] + sample.index
@@ -107,10 +109,8 @@ class Answer:
                     continue
                 if sample.finish_reason is not None:
                     ended.add(index)
-                if self.body.counts_as_it_goes:
-                    head["usage"] = self.usage()
                 for choice in self.news(index, request, sample):
-                    yield event(head | {"choices": [choice]})
+                    yield piece({"choices": [choice]})
         if self.body.include_usage:
             yield event(head | {"choices": [], "usage": self.usage()})
         yield DONE
@@ -127,29 +127,28 @@ class Answer:
         """What stands beside the choices of a whole answer."""
         return {}
 
-    def choice(self, index: int, request: Request, sample: CompletionOutput,
-               output: RequestOutput) -> dict:
+    def choice(self, index: int, request: Request, sample: CompletionOutput) -> dict:
         raise NotImplementedError
 
     def news(self, index: int, request: Request, sample: CompletionOutput) -> list[dict]:
         """The pieces that tell a choice's news."""
-        raise NotImplementedError
+        return [self.choice(index, request, sample)]
 
     # ---------------------------------------------------- vLLM's additions
 
     def token_ids(self, sample: CompletionOutput) -> dict:
         return dict(token_ids=sample.token_ids) if self.body.return_token_ids else {}
 
-    def of_prompt(self, request: Request, output: RequestOutput | None = None) -> dict:
+    def of_prompt(self, request: Request) -> dict:
         """A prompt's ids and logprobs, where they are asked for."""
         found = {}
         if self.body.return_token_ids:
             found["prompt_token_ids"] = request.prompt_token_ids
-        if output is not None and self.body.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             found["prompt_logprobs"] = [
                 entries and {str(token_id): vars(entry) | dict(logprob=clamp(entry))
                              for token_id, entry in entries.items()}
-                for entries in output.prompt_logprobs]
+                for entries in self.scored[request.request_id]]
         return found
 
     def name(self, token_id: int, entry: Logprob) -> str:
@@ -167,72 +166,58 @@ class CompletionAnswer(Answer):
 
     def __post_init__(self):
         super().__post_init__()
-        self.offsets: dict[int, int] = {}  # characters of a choice that were shown
+        self.offsets: dict[int, int] = defaultdict(int)  # where a choice's next token begins
         self.begun: set[int] = set()
-        # Of streams with echo and logprobs: a prompt's own, and what waits for them.
-        self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
-        self.held: dict[str, list[CompletionOutput]] = {}
+        self.held: dict[str, list[CompletionOutput]] = {}  # what waits for a prompt's logprobs
 
-    def _count(self, output: RequestOutput) -> None:
+    def _take(self, output: RequestOutput) -> None:
         for sample in output.outputs if self.body.only_echo else ():
             sample.text, sample.token_ids, sample.stop_reason = "", [], None
             sample.logprobs = sample.logprobs and []
             sample.finish_reason = sample.finish_reason and "length"
-        super()._count(output)
+        super()._take(output)
 
     def ready(self, request, output) -> list[CompletionOutput]:
         """Only the first sample scores the prompt, and others may be ahead of it: they wait."""
-        if not self.body.scores_prompt:
-            return output.outputs
-        scored = self.scored[request.request_id]
-        scored += output.prompt_logprobs
         held = self.held.pop(request.request_id, []) + output.outputs
-        if output.finished or len(scored) == len(request.prompt_token_ids):
+        if not self.body.scores_prompt or output.finished or len(
+                self.scored[request.request_id]) == len(request.prompt_token_ids):
             return held
         self.held[request.request_id] = held
         return []
 
-    def choice(self, index, request, sample, output) -> dict:
-        return self._choice(index, request, sample, output.prompt_logprobs, output)
-
-    def news(self, index, request, sample) -> list[dict]:
-        return [self._choice(index, request, sample, self.scored[request.request_id])]
-
-    def _choice(self, index: int, request: Request, sample: CompletionOutput,
-                of_prompt: list | None, output: RequestOutput | None = None) -> dict:
-        """A choice, or its next piece. of_prompt: logprobs."""
+    def choice(self, index, request, sample) -> dict:
+        """A choice, or its next piece."""
         text, token_ids, logprobs = sample.text, sample.token_ids, sample.logprobs
         more = self.token_ids(sample)
         if index not in self.begun:
             self.begun.add(index)
-            more |= self.of_prompt(request, output)
+            more |= self.of_prompt(request)
             if self.body.echo:
                 text = request.prompt + text
                 if logprobs is not None:
+                    of_prompt = self.scored[request.request_id]
                     token_ids = request.prompt_token_ids[:len(of_prompt)] + token_ids
                     logprobs = of_prompt + logprobs
-        found, self.offsets[index] = self._logprobs(token_ids, logprobs, self.offsets.get(index, 0))
-        return dict(index=index, text=text, logprobs=found, finish_reason=sample.finish_reason,
-                    stop_reason=sample.stop_reason, **more)
+        return dict(index=index, text=text, logprobs=self._logprobs(index, token_ids, logprobs),
+                    finish_reason=sample.finish_reason, stop_reason=sample.stop_reason, **more)
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[dict | None] | None,
-                  offset: int) -> tuple[dict | None, int]:
-        """OpenAI's older format, four lists side by side, and where the next token begins. A
-        prompt's first token has no logprob."""
+    def _logprobs(self, index: int, token_ids: list[int],
+                  logprobs: list[dict | None] | None) -> dict | None:
+        """OpenAI's older format, four lists side by side. A prompt's first token has no logprob."""
         if logprobs is None:
-            return None, offset
-        tokens, values, tops, offsets = [], [], [], []
+            return None
+        found = dict(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, entries in zip(token_ids, logprobs, strict=True):
             entry = (entries or {}).get(token_id)
             text = self.text_of(token_id) if entry is None else token_text(token_id, entry)
             as_id = self.body.return_tokens_as_token_ids
-            tokens.append(f"token_id:{token_id}" if as_id else text)
-            values.append(None if entry is None else clamp(entry))
-            tops.append(None if entries is None else self._tops(entries))
-            offsets.append(offset)
-            offset += len(text)
-        return dict(tokens=tokens, token_logprobs=values, top_logprobs=tops,
-                    text_offset=offsets), offset
+            found["tokens"].append(f"token_id:{token_id}" if as_id else text)
+            found["token_logprobs"].append(None if entry is None else clamp(entry))
+            found["top_logprobs"].append(None if entries is None else self._tops(entries))
+            found["text_offset"].append(self.offsets[index])
+            self.offsets[index] += len(text)
+        return found
 
     def _tops(self, entries: dict[int, Logprob]) -> dict[str, float]:
         """By text. Where several tokens have one text, the first stays: the token itself, which is
@@ -254,7 +239,7 @@ class ChatAnswer(Answer):
     whole_name, piece_name = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def choice(self, index, request, sample, output) -> dict:
+    def choice(self, index, request, sample) -> dict:
         message = dict(role="assistant", content=sample.text, refusal=None)
         return dict(index=index, message=message, logprobs=self._logprobs(sample),
                     finish_reason=sample.finish_reason, stop_reason=sample.stop_reason,
@@ -262,7 +247,7 @@ class ChatAnswer(Answer):
 
     def beside_choices(self) -> dict:
         [request] = self.requests
-        return self.of_prompt(request, self.outputs[request.request_id])
+        return self.of_prompt(request)
 
     def openings(self) -> list[dict]:
         """The role of every choice, sent before its first token."""
@@ -292,7 +277,7 @@ class ChatAnswer(Answer):
         content = []
         for token_id, entries in zip(sample.token_ids, sample.logprobs, strict=True):
             likeliest = sorted(entries.items(), key=lambda one: one[1].rank)
-            tops = [self._object(*one) for one in islice(likeliest, self.body.num_logprobs())]
+            tops = [self._object(*one) for one in islice(likeliest, self.body.num_logprobs)]
             content.append(self._object(token_id, entries[token_id]) | dict(top_logprobs=tops))
         return dict(content=content, refusal=None)
 

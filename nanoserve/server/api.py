@@ -21,7 +21,6 @@ which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, 
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -31,8 +30,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import nanoserve
@@ -41,13 +39,14 @@ from nanoserve.frontend.metrics import say
 from nanoserve.server import pooling
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
 from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
-from nanoserve.server.guard import Guard
+from nanoserve.server.guard import AsciiResponse, Guard, error_response
 from nanoserve.server.prometheus import Collector
 from nanoserve.server.protocol import (
     BadRequest,
     Body,
     ChatBody,
     CompletionBody,
+    Conversation,
     DetokenizeBody,
     EmbeddingBody,
     GenerationBody,
@@ -62,10 +61,6 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.tracer import Tracer, page
 
-POOLING = {"/v1/embeddings": (EmbeddingBody, pooling.embeddings),
-           "/classify": (InputBody, pooling.classify), "/pooling": (TaskBody, pooling.task)}
-POOLING |= dict.fromkeys(("/score", "/v1/score"), (ScoreBody, pooling.score))
-POOLING |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (RerankBody, pooling.rerank))
 GONE = 499  # nginx's status for a client that has closed the connection
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
 ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
@@ -98,7 +93,7 @@ class Server:
 
     def check(self, body: Body) -> None:
         """Its unknown fields and its model."""
-        for name in body.unknown:
+        for name in body.model_extra:
             if self.strict:
                 raise BadRequest(f"there is no field {name} (--strict): leave it out", name)
             if name not in self.told and len(self.told) < MAX_TOLD:
@@ -114,63 +109,58 @@ class Server:
         """What the answer says: the adapter's name, or the model's first one."""
         return body.model if body.model in self.lora_requests else self.names[0]
 
-    async def generate(self, body: GenerationBody, http: Request) -> Response:
-        """A completion or a chat."""
-        self.check(body)
-        kind = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
+    async def generate(self, body: GenerationBody) -> Awaitable[dict] | Response:
+        """A completion or a chat. Raises `ValueError` for all that can be wrong with it."""
+        is_chat = isinstance(body, ChatBody)
+        kind = ChatAnswer if is_chat else CompletionAnswer
         name = f"{kind.prefix}-{uuid4().hex}"
-        prompts = [None] if isinstance(body, ChatBody) else as_prompts(body.prompt)
-        with bad_requests(body):
-            params = body.sampling_params(self._defaults(body))
-        http.scope["ticket"].widen(len(prompts) * params.n)
-        requests = [await self._prepare(body, prompt, params, f"{name}-{i}")
-                    for i, prompt in enumerate(prompts)]
+        params = body.sampling_params(self._defaults(body))
+        self.engine.check_health()  # a stream has no other status than 200 from here on
+        requests = [await self.engine.tokenize(self._request, body, prompt, params, f"{name}-{i}")
+                    for i, prompt in enumerate([None] if is_chat else as_prompts(body.prompt))]
         answer = kind(body, requests, self.served_name(body), name)
-        if body.stream:
-            self.engine.check_health()  # from here on there is no other status than 200
-            return EventStream(self._events(answer), media_type="text/event-stream",
-                                     headers={"Cache-Control": "no-cache"})
-        return await unless_gone(http, self._whole(answer))
+        if not body.stream:
+            return self._whole(answer)
+        return EventStream(self._events(answer), media_type="text/event-stream",
+                           headers={"Cache-Control": "no-cache"})
 
-    async def _prepare(self, body: GenerationBody, prompt: Any, params: SamplingParams,
-                       request_id: str):
-        """One prompt as a request. Raises `BadRequest` for all that can be wrong with it."""
-        with bad_requests(body):
-            if isinstance(body, ChatBody):
-                self.llm.inputs.check_generates()
-                prompt = await self.engine.tokenize(self._render, body)
-            if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
-                prompt = await self.engine.tokenize(self._shaped, prompt, body)
-            request = await self.engine.prepare(prompt, params, request_id, body.priority or 0,
-                                                self.lora_requests.get(body.model))
-            count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
-            if body.limit() is not None and count + body.limit() > limit:
-                raise BadRequest(
-                    f"this model's maximum context length is {limit} tokens, but the prompt has "
-                    f"{count} and max_tokens is {body.limit()}: shorten the prompt or ask for less",
-                    "max_tokens", code=TOO_LONG)
-            if request.prompt is None and getattr(body, "echo", False):
-                request.prompt = await self.engine.tokenize(
-                    self.llm.tokenizer.decode, request.prompt_token_ids)
+    def _request(self, body: GenerationBody, prompt: Any, params: SamplingParams, request_id: str):
+        """One prompt as a request. Raises `ValueError`."""
+        if isinstance(body, ChatBody):
+            self.llm.inputs.check_generates()
+            prompt = self._render(body)
+        if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
+            text, ids = self._read(prompt, body)
+            if (count := body.truncate_prompt_tokens) is not None:
+                room = max(1, self.llm.config.max_model_len - (body.limit() or 1))
+                text, ids = None, ids[-(room if count == -1 else count):]
+            prompt = {"prompt": text, "prompt_token_ids": ids}
+        request = self.llm.make_request(request_id, prompt, params, body.priority or 0,
+                                        self.lora_requests.get(body.model))
+        count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
+        if body.limit() is not None and count + body.limit() > limit:
+            raise BadRequest(
+                f"this model's maximum context length is {limit} tokens, but the prompt has "
+                f"{count} and max_tokens is {body.limit()}: shorten the prompt or ask for less",
+                "max_tokens", code=TOO_LONG)
+        if request.prompt is None and getattr(body, "echo", False):
+            request.prompt = self.llm.tokenizer.decode(request.prompt_token_ids)
         return request
 
-    def _shaped(self, prompt: Any, body: GenerationBody) -> dict:
-        """The prompt's tokens as the body wants them. Raises `ValueError`."""
+    def _read(self, prompt: Any, body: GenerationBody | TokenizeBody) -> tuple:
+        """A prompt's text, if it has one, and its token ids. Raises `ValueError`."""
         text, ids = self.llm.inputs.read_prompt(prompt)
         if body.add_special_tokens is not None and text is not None:
             ids = self.llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-        if (count := body.truncate_prompt_tokens) is not None:
-            room = max(1, self.llm.config.max_model_len - (body.limit() or 1))
-            text, ids = None, ids[-(room if count == -1 else count):]
-        return {"prompt": text, "prompt_token_ids": ids}
+        return text, ids
 
-    def _render(self, body: ChatBody) -> dict:
+    def _render(self, body: Conversation) -> dict:
         """Raises `ValueError`."""
         options = body.template_options()
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
         try:
-            return self.llm.inputs.render_chat(body.conversation(), **options)
+            return self.llm.inputs.render_chat(body.messages, **options)
         except TypeError as error:  # a variable has the name of an argument
             raise BadRequest(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
 
@@ -193,34 +183,49 @@ class Server:
                 async for piece in answer.pieces(outputs):
                     yield piece
         except EngineGenerateError as error:
-            yield event(error_body(str(error), "server_error"))
+            yield event(error_body(str(error), 500))
 
     # --------------------------------------------------------------- tokens
 
-    def tokens(self, body: TokenizeBody) -> dict:
-        """`/tokenize`. Raises `ValueError`."""
-        chat, tokenizer = body.as_chat(), self.llm.inputs.tokenizer_for("/tokenize")
-        prompt = self._render(chat) if chat else body.prompt
-        text, ids = self.llm.inputs.read_prompt(prompt)
-        if body.add_special_tokens is not None:
-            ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        return AsciiResponse(await self.engine.tokenize(self._tokens, body))
+
+    def _tokens(self, body: TokenizeBody) -> dict:
+        """Raises `ValueError`."""
+        tokenizer = self.llm.inputs.tokenizer_for("/tokenize")
+        prompt = self._render(body) if body.messages is not None else body.prompt
+        ids = self._read(prompt, body)[1]
         strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
         return dict(count=len(ids), max_model_len=self.llm.config.max_model_len, tokens=ids,
                     token_strs=strings)
 
-    def text_of(self, body: DetokenizeBody) -> dict:
-        """`/detokenize`. Raises `ValueError`."""
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """Raises `ValueError`."""
         _, ids = self.llm.inputs.read_prompt(body.tokens)
-        return dict(prompt=self.llm.inputs.tokenizer_for("/detokenize").decode(ids))
+        tokenizer = self.llm.inputs.tokenizer_for("/detokenize")
+        return AsciiResponse(dict(prompt=await self.engine.tokenize(tokenizer.decode, ids)))
 
-    def tokenizer_info(self) -> dict:
+    async def tokenizer_info(self):
         """What a client needs to know that tokenises by itself."""
-        tokenizer = self.llm.inputs.tokenizer_for("/tokenizer_info")
+        try:
+            tokenizer = self.llm.inputs.tokenizer_for("/tokenizer_info")
+        except ValueError as error:
+            raise BadRequest(str(error), None, 404) from error
         return dict(tokenizer_class=type(tokenizer).__name__,
                     chat_template=self.chat_template or tokenizer.chat_template,
                     **tokenizer.special_tokens_map)
 
-    def card(self, name: str) -> dict:
+    # ------------------------------------------------------ what the server is
+
+    async def models(self):
+        return dict(object="list", data=[
+            self._card(name) for name in (*self.names, *self.lora_requests)])
+
+    async def model(self, name: str):
+        self.check_model(name)
+        return self._card(name)
+
+    def _card(self, name: str) -> dict:
         """A model as OpenAI's clients see it, with vLLM's additions."""
         adapter = self.lora_requests.get(name)
         return dict(id=name, object="model", created=self.started, owned_by="nanoserve",
@@ -228,13 +233,52 @@ class Server:
                     parent=self.names[0] if adapter else None,
                     max_model_len=self.llm.config.max_model_len)
 
-    async def trace_page(self) -> str:
+    async def load(self):
+        return {"server_load": len(self.llm.requests)}
+
+    async def health(self):
+        self.engine.check_health()
+        return {"status": "ok"}
+
+    async def version(self):
+        return {"version": nanoserve.__version__}
+
+    async def metrics(self):
+        return Response(self.collector.text(), media_type="text/plain; version=0.0.4")
+
+    async def trace(self):
         """Read between two steps, and written off the event loop."""
         stream = await self.engine.between_steps(self.tracer.stream)
-        return await asyncio.to_thread(page, stream)
+        return HTMLResponse(await asyncio.to_thread(page, stream))
 
 
 # ------------------------------------------------------------------ endpoints
+
+
+def pooled(endpoint: Callable) -> Callable:
+    """One of pooling.py's."""
+    async def answer(server: Server, body: Body) -> Awaitable[dict]:
+        return await endpoint(pooling.Job(
+            server.engine, server.served_name(body), server.chat_template,
+            server.lora_requests.get(body.model)), body)
+
+    return answer
+
+
+# What takes a body checks it first. Then it gives a response, or what computes the answer.
+SCORE, RERANK = (ScoreBody, pooled(pooling.score)), (RerankBody, pooled(pooling.rerank))
+POSTS = {"/v1/completions": (CompletionBody, Server.generate),
+         "/v1/chat/completions": (ChatBody, Server.generate),
+         "/v1/embeddings": (EmbeddingBody, pooled(pooling.embeddings)),
+         "/classify": (InputBody, pooled(pooling.classify)),
+         "/pooling": (TaskBody, pooled(pooling.task)), "/score": SCORE, "/v1/score": SCORE,
+         "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK,
+         "/tokenize": (TokenizeBody, Server.tokenize),
+         "/detokenize": (DetokenizeBody, Server.detokenize)}
+GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
+        "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
+        "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
+        "/trace": Server.trace}
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
@@ -249,143 +293,61 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
         await asyncio.to_thread(engine.shutdown)
 
     app = FastAPI(title="nanoserve", version=nanoserve.__version__, lifespan=lifespan,
-                  redoc_url=None)
-    _add_endpoints(app, server)
+                  redoc_url=None, default_response_class=AsciiResponse)
+    for path, (kind, endpoint) in POSTS.items():
+        _add_post(app, server, path, kind, endpoint)
+    for path, endpoint in GETS.items():
+        app.get(path)(endpoint.__get__(server))
+    app.post("/ping")(server.health)
     _add_errors(app)
     return Guard(app, **limits)
 
 
-def _add_endpoints(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions")
-    async def completions(body: CompletionBody, http: Request):
-        return await server.generate(body, http)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, http: Request):
-        return await server.generate(body, http)
-
-    def add_pooling(path: str, kind: type[Body], endpoint: Callable) -> None:
-        @app.post(path)
-        async def answer(body: kind, http: Request):
-            return await pooled(endpoint, body, http)
-
-    for path, (kind, endpoint) in POOLING.items():
-        add_pooling(path, kind, endpoint)
-
-    async def pooled(endpoint, body: Body, http: Request) -> Response:
+def _add_post(app: FastAPI, server: Server, path: str, kind: type[Body],
+              endpoint: Callable) -> None:
+    @app.post(path, summary=kind.__name__.removesuffix("Body"), description=kind.__doc__)
+    async def answer(body: kind, http: Request):
         server.check(body)
+        http.scope["ticket"].widen(body.num_sequences)
         with bad_requests(body):
-            job = pooling.Job(server.engine, server.served_name(body), server.chat_template,
-                              server.lora_requests.get(body.model))
-            http.scope["ticket"].widen(pooling.num_prompts(body))
-            work = await endpoint(job, body)
-        return await unless_gone(http, work)
-
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody):
-        server.check(body)
-        with bad_requests(body):
-            return AsciiResponse(await server.engine.tokenize(server.tokens, body))
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody):
-        server.check(body)
-        with bad_requests(body):
-            return AsciiResponse(await server.engine.tokenize(server.text_of, body))
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info():
-        try:
-            return AsciiResponse(server.tokenizer_info())
-        except ValueError as error:
-            raise BadRequest(str(error), None, 404) from error
-
-    @app.get("/v1/models")
-    async def models():
-        return {"object": "list", "data": list(map(server.card, [
-            *server.names, *server.lora_requests]))}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str):
-        server.check_model(name)
-        return server.card(name)
-
-    @app.get("/load")
-    async def load():
-        return {"server_load": len(server.llm.requests)}
-
-    @app.get("/ping")
-    @app.post("/ping")
-    @app.get("/health")
-    async def health():
-        server.engine.check_health()
-        return {"status": "ok"}
-
-    @app.get("/version")
-    async def version():
-        return {"version": nanoserve.__version__}
-
-    @app.get("/metrics", response_class=Response)
-    async def metrics():
-        return Response(server.collector.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/trace", response_class=HTMLResponse)
-    async def trace():
-        return await server.trace_page()
+            work = await endpoint(server, body)
+        return work if isinstance(work, Response) else await unless_gone(http, work)
 
 
 def _add_errors(app: FastAPI) -> None:
     """Every error as OpenAI's object."""
     @app.exception_handler(BadRequest)
     async def bad_request(http: Request, error: BadRequest):
-        kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-        return error_response(error.status, str(error), kind, error.param, error.code)
+        return error_response(str(error), error.status, error.param, error.code)
 
-    @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
-    async def wrong_shape(http: Request, error: RequestValidationError | ValidationError):
+    async def wrong_shape(http: Request, error: RequestValidationError):
         first, *_ = errors = error.errors()
         for one in errors:  # one of our own, out of a validator, says more than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
                 return await bad_request(http, told)
         if first["type"] == "json_invalid":  # its place is a number, and no field
-            return error_response(400, "the body is no JSON from character "
-                                  f"{first['loc'][-1]} on: {first['ctx']['error']}")
+            return error_response(f"the body is no JSON from character {first['loc'][-1]} on: "
+                                  f"{first['ctx']['error']}")
         kind = http.headers.get("content-type", "none at all")
         if first["loc"] == ("body",) and "json" not in kind:
-            return error_response(415, "the body was not read, because its Content-Type is "
-                                  f"{kind}: send the header Content-Type: application/json")
+            return error_response(f"the body was not read, because its Content-Type is {kind}: "
+                                  "send the header Content-Type: application/json", 415)
         path = [str(part) for part in first["loc"] if part != "body"]
-        return error_response(400, f"{'.'.join(path) or 'the body'}: {first['msg']}",
+        return error_response(f"{'.'.join(path) or 'the body'}: {first['msg']}",
                               param=path[0] if path else None)
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(http: Request, error: HTTPException):
-        return error_response(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
-
-    @app.exception_handler(EngineDeadError)
-    async def dead(http: Request, error: EngineDeadError):
-        return error_response(503, str(error), "service_unavailable")
+        return error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
 
     @app.exception_handler(EngineGenerateError)
     async def failed(http: Request, error: EngineGenerateError):
-        return error_response(500, str(error), "server_error")
+        return error_response(str(error), 503 if isinstance(error, EngineDeadError) else 500)
 
     @app.exception_handler(Exception)
     async def surprise(http: Request, error: Exception):
-        return error_response(500, "an error of this server: its log says more", "server_error")
-
-
-class AsciiResponse(JSONResponse):
-    """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
-
-
-def error_response(status: int, message: str, kind: str = "invalid_request_error",
-                   param: str | None = None, code: str | None = None) -> Response:
-    return AsciiResponse(error_body(message, kind, param, code), status)
+        return error_response("an error of this server: its log says more", 500)
 
 
 # ---------------------------------------------------------------------- helpers
@@ -396,7 +358,7 @@ def bad_requests(body: Body):
     """Turns a `ValueError` inside into a `BadRequest`."""
     try:
         yield
-    except (BadRequest, ValidationError):
+    except BadRequest:
         raise
     except ValueError as error:
         said = str(error)
@@ -412,7 +374,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = event(error_body(ENDING, "service_unavailable"))
+            last = event(error_body(ENDING, 503))
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -22,21 +22,38 @@ import hmac
 import json
 import re
 from hashlib import sha256
+from typing import Any
 from uuid import uuid4
+
+from starlette.responses import JSONResponse
 
 from nanoserve.server.protocol import BadRequest, error_body
 
+# By status.
+HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"},
+           429: {"retry-after": "1"}}
 PATIENCE = 16  # a body that is too long is read up to so many times the limit
 # Paths that need no key: they show the server's state and its API, but no prompt and no text.
 OPEN_PATHS = {"/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
+
+
+class AsciiResponse(JSONResponse):
+    """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def error_response(message: str, status: int = 400, param: str | None = None,
+                   code: str | None = None) -> AsciiResponse:
+    return AsciiResponse(error_body(message, status, param, code), status, HEADERS.get(status))
 
 
 class Ticket:
     """The room that one request takes: `places` of the guard's."""
 
     def __init__(self, guard: "Guard"):
-        self.guard, self.places = guard, 1
-        guard.num_open += 1
+        self.guard, self.places = guard, 0
 
     def widen(self, places: int) -> None:
         """The request wants `places` in all. Raises `BadRequest`: 429 if there is no room now, 400
@@ -46,7 +63,8 @@ class Ticket:
             raise BadRequest(f"prompts times n must be at most {limit}, got {places}: send several "
                              "requests", "n")
         if self.guard.num_open + more > limit:
-            raise BadRequest(*self.guard.flooded())
+            raise BadRequest(f"{self.guard.num_open} requests are open and {limit} are the limit "
+                             "(--max-requests): try again later", None, 429, "rate_limit_exceeded")
         self.guard.num_open += more
         self.places = places
 
@@ -79,18 +97,17 @@ class Guard:
         plain = re.sub("/+", "/", path).rstrip("/") or "/"
         scope = scope | {"path": self.root_path + plain, "root_path": self.root_path}
         send = named(send, headers.get(b"x-request-id", b"")[:128] or uuid4().hex.encode())
-        if path not in OPEN_PATHS and not self.is_known(headers):
-            await refuse(send, 401, error_body(
-                "this server wants a key: send the header Authorization: Bearer KEY",
-                "authentication_error", code="invalid_api_key"), b"www-authenticate: Bearer")
-        elif scope["method"] != "POST":
-            await self.app(scope, receive, send)
-        elif self.num_open >= self.max_requests:
-            message, *_ = self.flooded()
-            await refuse(send, 429, error_body(message, "rate_limit_error",
-                                               code="rate_limit_exceeded"), b"retry-after: 1")
-        else:
-            await self._admit(scope, receive, send)
+        try:
+            if path not in OPEN_PATHS and not self.is_known(headers):
+                raise BadRequest("this server wants a key: send the header Authorization: Bearer "
+                                 "KEY", None, 401, "invalid_api_key")
+            if scope["method"] == "POST":
+                await self._admit(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        except BadRequest as error:
+            answer = error_response(str(error), error.status, error.param, error.code)
+            await answer(scope, receive, send)
 
     def is_known(self, headers: dict[bytes, bytes]) -> bool:
         """Digests are compared, which all have one length."""
@@ -99,35 +116,28 @@ class Guard:
         found = [hmac.compare_digest(given, digest) for digest in self.digests]
         return not self.digests or (any(found) and scheme.lower() == b"bearer")
 
-    def flooded(self) -> tuple[str, None, int, str]:
-        """The arguments of a `BadRequest`: message, param, status, code."""
-        return (f"{self.num_open} requests are open and {self.max_requests} are the limit "
-                "(--max-requests): try again later", None, 429, "rate_limit_exceeded")
-
     async def _admit(self, scope, receive, send) -> None:
         ticket = scope["ticket"] = Ticket(self)
         try:
-            body = await self._read(receive)
-            if body is None:
-                await refuse(send, 413, error_body(
-                    f"the body must have at most {self.max_body_bytes:,} bytes "
-                    "(--max-body-bytes): send less"), b"connection: close")
-            else:
-                await self.app(scope, replay(body, receive), send)
+            ticket.widen(1)
+            await self.app(scope, replay(await self._read(receive), receive), send)
         finally:
             ticket.give_back()
 
-    async def _read(self, receive) -> bytes | None:
-        """The body; None if it is too long. What is too long is read on for a while and not kept,
-        because a client that still writes would not see the answer. A client that goes away sends
-        no more, and the application will hear of that by itself."""
+    async def _read(self, receive) -> bytes:
+        """The body. What is too long is read on for a while and not kept, because a client that
+        still writes would not see the answer. A client that goes away sends no more, and the
+        application will hear of that by itself."""
         body, length, more = b"", 0, True
         while more and length <= PATIENCE * self.max_body_bytes:
             message = await receive()
             piece, more = message.get("body", b""), message.get("more_body", False)
             length += len(piece)
             body = body + piece if length <= self.max_body_bytes else b""
-        return body if length <= self.max_body_bytes else None
+        if length > self.max_body_bytes:
+            raise BadRequest(f"the body must have at most {self.max_body_bytes:,} bytes "
+                             "(--max-body-bytes): send less", None, 413)
+        return body
 
 
 def named(send, request_id: bytes):
@@ -152,12 +162,3 @@ def replay(body: bytes, receive):
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
-
-
-async def refuse(send, status: int, body: dict, header: bytes) -> None:
-    name, _, value = header.partition(b": ")
-    data = json.dumps(body).encode()
-    await send({"type": "http.response.start", "status": status, "headers": [
-        (b"content-type", b"application/json"), (b"content-length", b"%d" % len(data)),
-        (name, value)]})
-    await send({"type": "http.response.body", "body": data})

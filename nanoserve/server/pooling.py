@@ -20,7 +20,7 @@ Not known here: HTTP, how vectors are made (extras/pooling.py). Road not taken: 
 import base64
 import struct
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +77,7 @@ class Job:
         return [found[request.request_id] for request in requests]
 
     async def scores(self, first: list[str], second: list[str],
-                     body: PoolingBody) -> tuple[list, Work]:
+                     body: PoolingBody) -> tuple[list, Coroutine[Any, Any, list[float]]]:
         """The checked requests, and a coroutine that returns a score for each pair."""
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
@@ -89,7 +89,7 @@ class Job:
         if "classify" not in pooler.tasks or pooler.num_labels != 1:
             raise ValueError("this model has no scores: they need embeddings, or a classifier with "
                              "one class")
-        pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+        pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts = await self.engine.tokenize(
             lambda: [inputs.pair(*pair, self.chat_template, body.truncate_prompt_tokens)
                      for pair in pairs])
@@ -97,24 +97,18 @@ class Job:
         return requests, self._classes(requests)
 
     async def _cosines(self, requests: list, num_first: int) -> list[float]:
-        vectors = await self.vectors(requests)
-        queries, documents = vectors[:num_first], vectors[num_first:]
-        if num_first == 1:
-            queries *= len(documents)
-        return [F.cosine_similarity(a, b, dim=0).item()
-                for a, b in zip(queries, documents, strict=True)]
+        vectors = torch.stack(await self.vectors(requests))
+        return F.cosine_similarity(vectors[:num_first], vectors[num_first:]).tolist()
 
     async def _classes(self, requests: list) -> list[float]:
         return [vector.item() for vector in await self.vectors(requests)]
 
-
-def num_prompts(body: PoolingBody) -> int:
-    """The most prompts that a body can make: the places that it takes (guard.py)."""
-    if isinstance(body, InputBody):
-        return len(as_prompts(body.input))
-    if isinstance(body, RerankBody):
-        return 1 + len(body.documents)
-    return len(as_prompts(body.text_1)) + len(as_prompts(body.text_2))
+    async def answer(self, kind: str, requests: list, results: Awaitable[list],
+                     show: Callable[[Any], dict]) -> dict:
+        """`show` makes an object of each result."""
+        data = [dict(index=i) | show(result) for i, result in enumerate(await results)]
+        return dict(id=f"{kind}-{uuid4().hex}", object="list", created=int(time.time()), data=data,
+                    model=self.model, usage=usage(requests))
 
 
 async def embeddings(job: Job, body: EmbeddingBody) -> Work:
@@ -138,25 +132,12 @@ async def classify(job: Job, body: InputBody) -> Work:
 async def each(job: Job, body: InputBody, task: str | None, show: Callable) -> Work:
     """`show` makes an object of each input's vector."""
     requests = await job.prepare(as_prompts(body.input), task, body)
-
-    async def work() -> dict:
-        data = [dict(index=i) | show(vector)
-                for i, vector in enumerate(await job.vectors(requests))]
-        return dict(id=f"pool-{uuid4().hex}", object="list", created=int(time.time()), data=data,
-                    model=job.model, usage=usage(requests))
-
-    return work()
+    return job.answer("pool", requests, job.vectors(requests), show)
 
 
 async def score(job: Job, body: ScoreBody) -> Work:
     requests, scores = await job.scores(as_prompts(body.text_1), as_prompts(body.text_2), body)
-
-    async def work() -> dict:
-        data = [dict(index=i, object="score", score=value) for i, value in enumerate(await scores)]
-        return dict(id=f"score-{uuid4().hex}", object="list", created=int(time.time()),
-                    model=job.model, data=data, usage=usage(requests))
-
-    return work()
+    return job.answer("score", requests, scores, lambda value: dict(object="score", score=value))
 
 
 async def rerank(job: Job, body: RerankBody) -> Work:

@@ -23,7 +23,6 @@ what OpenAI serves and not what this server does.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -33,7 +32,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     create_model,
     model_validator,
 )
@@ -57,6 +55,7 @@ Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many 
 Text = Annotated[str, BeforeValidator(
     lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
 def as_prompts(prompts: Any) -> list:
@@ -75,49 +74,35 @@ class BadRequest(ValueError):
 
 
 class Fields(BaseModel):
-    """An object that clients send. `unknown` has the names that are nobody's."""
+    """An object that clients send. What stays in its `model_extra` has names that are nobody's."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-    _unknown: list[str] = PrivateAttr(default_factory=list)
+    model_config = ConfigDict(strict=True, extra="allow")
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def pass_over_or_refuse(cls, body: Any, make: Callable[[Any], "Fields"]) -> "Fields":
-        """Look at the names first, and at the fields' values then."""
-        unknown = cls._check_names(body) if isinstance(body, dict) else []
-        made = make(body)
-        made._unknown = unknown
-        return made
-
-    @classmethod
-    def _check_names(cls, body: dict) -> list[str]:
-        unknown = []
-        for name, value in body.items():
+    @model_validator(mode="after")
+    def pass_over_or_refuse(self) -> "Fields":
+        names = [*type(self).model_fields, *(name for field in type(self).model_fields.values()
+                                             for name in getattr(field.validation_alias, "choices",
+                                                                 ()))]
+        for name, value in list(self.model_extra.items()):
             row = vllm.ROWS.get(("body", name)) or vllm.ROWS.get(("SamplingParams", name))
-            if name in cls.names() or value is None or (row and row.asks_for_nothing(value)):
-                continue
-            if row is not None:
+            if name in names or value is None or (row and row.asks_for_nothing(value)):
+                del self.model_extra[name]
+            elif row is not None:
                 raise BadRequest(f"{name} is not supported: {row.remedy}", name)
-            if near := vllm.nearest(name, cls.names()):
+            elif near := vllm.nearest(name, names):
                 raise BadRequest(f"there is no field {name}: did you mean {near}?", name)
-            unknown.append(name)
-        return unknown
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """What the fields are called, with other names for them."""
-        return [*cls.model_fields, *(name for field in cls.model_fields.values()
-                                     for name in getattr(field.validation_alias, "choices", ()))]
-
-    @property
-    def unknown(self) -> list[str]:
-        return self._unknown
+        return self
 
 
 class Body(Fields):
     """What all bodies have in common."""
 
     model: str | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """The most that the body can make: the places that it takes (guard.py)."""
+        return 1
 
 
 class StreamOptions(Fields):
@@ -150,10 +135,6 @@ class GenerationBody(Controls):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each; None: no logprobs at all."""
-        raise NotImplementedError
-
     def limit(self) -> int | None:
         """The client's own limit of output tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -162,7 +143,7 @@ class GenerationBody(Controls):
         """defaults: the model's own, with the endpoint's `max_tokens`. Raises `ValueError`."""
         given = {one.name: value for one in SERVED
                  if (value := getattr(self, one.name)) is not None}
-        given["logprobs"] = self.num_logprobs()
+        given["logprobs"] = self.num_logprobs  # how many of the likeliest; None: no logprobs
         if (limit := self.limit()) is not None:
             given["max_tokens"] = limit
         if self.response_format is not None:
@@ -181,8 +162,12 @@ class GenerationBody(Controls):
 
     @property
     def num_samples(self) -> int:
-        """How many samples each prompt gets."""
-        return self.n or 1
+        """How many each prompt gets."""
+        return max(self.n or 1, 1)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_samples
 
     @property
     def include_usage(self) -> bool:
@@ -210,8 +195,13 @@ class CompletionBody(GenerationBody):
     logprobs: Logprobs | None = None
     echo: bool | None = None
 
+    @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_sequences(self) -> int:
+        return len(as_prompts(self.prompt)) * self.num_samples
 
     @property
     def only_echo(self) -> bool:
@@ -231,45 +221,13 @@ class CompletionBody(GenerationBody):
         return replace(params, prompt_logprobs=self.logprobs) if scored else params
 
 
-class Part(BaseModel):
-    """A piece of a message."""
+class Conversation(Body):
+    """Messages for the chat template. It checks what they hold (frontend/messages.py)."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_what_is_no_text(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") in (
-                "image_url", "input_image", "input_audio", "audio_url", "video_url", "file"):
-            raise BadRequest(f"a part of type {part['type']!r} is not supported: this model reads "
-                             "text alone", "messages")
-        return part
-
-
-class Message(BaseModel):
-    """One turn. Templates look for entries of their own, so further ones are let through."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Annotated[str, Field(min_length=1)]
-    content: str | list[Part] | None = None
-
-
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template gets beside the messages."""
@@ -278,13 +236,8 @@ class ChatBody(GenerationBody):
         return dict(self.chat_template_kwargs or {}, add_generation_prompt=begin,
                     continue_final_message=going_on)
 
-    def conversation(self) -> list[dict]:
-        return [message.model_dump(exclude_unset=True) for message in self.messages]
-
     @model_validator(mode="after")
-    def check_chat(self) -> "ChatBody":
-        if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+    def check_template_options(self) -> "Conversation":
         if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest("continue_final_message and add_generation_prompt exclude each other",
                              "continue_final_message")
@@ -294,25 +247,36 @@ class ChatBody(GenerationBody):
         return self
 
 
-class TokenizeBody(Body):
+class ChatBody(GenerationBody, Conversation):
+    """`POST /v1/chat/completions`."""
+
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+        return self
+
+
+class TokenizeBody(Conversation):
     """`POST /tokenize`: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
-    def as_chat(self) -> ChatBody | None:
-        """The conversation, if it is one. Raises `ValueError`."""
+    @model_validator(mode="after")
+    def check_one_is_given(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
             raise BadRequest("give one of prompt and messages", "prompt")
-        if self.messages is None:
-            return None
-        return ChatBody(**self.model_dump(exclude_unset=True, exclude={
-            "prompt", "add_special_tokens", "return_token_strs"}))
+        return self
 
 
 class DetokenizeBody(Body):
@@ -332,6 +296,10 @@ class InputBody(PoolingBody):
     """`POST /classify`. Input is a text or token ids, or a list of either."""
 
     input: Prompts
+
+    @property
+    def num_sequences(self) -> int:
+        return len(as_prompts(self.input))
 
 
 class EmbeddingBody(InputBody):
@@ -355,6 +323,10 @@ class ScoreBody(PoolingBody):
     text_2: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         validation_alias=AliasChoices("text_2", "data_2", "documents", "items"))
 
+    @property
+    def num_sequences(self) -> int:
+        return len(as_prompts(self.text_1)) + len(as_prompts(self.text_2))
+
 
 class RerankBody(PoolingBody):
     """`POST /rerank`: documents in the order in which they answer a query."""
@@ -364,14 +336,23 @@ class RerankBody(PoolingBody):
     top_n: Annotated[int, Field(ge=0)] | None = None  # vLLM's 0: all
     return_documents: bool | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        return 1 + len(self.documents)
+
 
 # --------------------------------------------------------------------- errors
 
 
-def error_body(message: str, kind: str = "invalid_request_error", param: str | None = None,
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error",
+         503: "service_unavailable"}  # by status
+
+
+def error_body(message: str, status: int = 400, param: str | None = None,
                code: str | None = None) -> dict:
     """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": KINDS.get(status, "invalid_request_error"),
+                      "param": param, "code": code}}
 
 
 def blamed_field(message: str, body: Body) -> str | None:

@@ -77,7 +77,7 @@ def bodies(draw, schema: dict, names: dict) -> dict:
     # Most are left out, or nearly every body would be wrong somewhere.
     body = {name: value for name, value in body.items() if name in keep}
     body.pop("model", None)  # nearly all names are unknown, and nothing more would be seen
-    if "messages" in body and draw(st.integers(0, 3)):  # most are refused for their messages
+    if "messages" in body and draw(st.integers(0, 9)):  # others are mostly refused
         body["messages"] = [{"role": "user", "content": draw(TEXTS)}]
     if draw(st.integers(0, 2)) == 2:
         body[draw(st.sampled_from([*schema["properties"], "tools", "user", "else"]))] = draw(
