@@ -27,8 +27,8 @@ drafts follow tokens that the host must have seen. Steps with drafts are not rec
 graphs. Not known here: layers, the sampler, text.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -36,103 +36,38 @@ from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.metrics import Counter, Metric, Observer, Vector, say
-from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
 
-KEYS = {"ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-        "draft_model": ("method", "num_speculative_tokens", "model")}
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet
 LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
 
 
-# ------------------------------------------------------------ what is asked for
-
-
-def check(config: EngineConfig, model_config: ModelConfig, tokenizer,
-          say: Callable[[str], None]) -> EngineConfig:
-    """The resolved config with everything in `speculative_config` filled in, and overlap off.
-
-    Raises `ValueError` for what can't work, with the remedy.
-    """
-    asked = dict(config.speculative_config)
-    method = asked.get("method")
-    if config.runner == "pooling":
-        raise ValueError("speculative_config has no effect with runner='pooling', where no token "
-                         "follows another: leave it out")
-    if not isinstance(method, str) or method not in KEYS:
-        raise ValueError(f"speculative_config: method={method!r} is not supported: choose one of "
-                         f"{', '.join(KEYS)}")
-    if unknown := [key for key in asked if key not in KEYS[method]]:
-        raise ValueError(f"speculative_config: {', '.join(map(str, unknown))} is nothing that "
-                         f"method={method!r} takes: leave it out, it takes "
-                         f"{', '.join(KEYS[method][1:])}")
-    if asked.get("num_speculative_tokens") is None:
-        raise ValueError("speculative_config: num_speculative_tokens is missing: say how many "
-                         "tokens are to be guessed at a time, 4 for example")
-    for key, value in asked.items():
-        if key not in ("method", "model") and value is not None and (
-                type(value) is not int or value < 1):
-            raise ValueError(f"speculative_config: {key} must be a whole number of at least 1, "
-                             f"got {value!r}")
-    if method == "ngram":
-        longest, shortest = (asked.get(key) for key in ("prompt_lookup_max", "prompt_lookup_min"))
-        longest = longest or shortest or DEFAULT_LOOKUP  # one given is both
-        shortest = shortest or longest
-        if shortest > longest:
-            raise ValueError(f"speculative_config: prompt_lookup_min={shortest} is above "
-                             f"prompt_lookup_max={longest}: lower the first or raise the second")
-        asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
-    else:
-        _check_draft_model(asked, config, model_config, tokenizer, say)
-    say(f"speculative decoding: {method}, up to {asked['num_speculative_tokens']} guesses a step"
-        + (", which then runs without CUDA graphs" if config.device == "cuda" else ""))
-    if config.async_scheduling:
-        say("overlap is off: drafts follow tokens that the host must have seen")
-    return replace(config, speculative_config=asked, async_scheduling=False)
-
-
-def _check_draft_model(asked: dict, config: EngineConfig, model_config: ModelConfig, tokenizer,
-                       say: Callable[[str], None]) -> None:
-    """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
-    if asked.get("model") is None:
-        raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
-                         "small model with the same vocabulary")
-    name = str(asked["model"])
-    try:
-        folder = find_model(name, weights=config.load_format != "dummy",
-                            code=config.trust_remote_code)
-        asked["model"] = str(folder)  # where other ranks will look for it
-        draft = ModelConfig.from_folder(folder)
-        check_shares(config.tensor_parallel_size, draft.num_attention_heads,
-                     draft.num_key_value_heads)
-    except ValueError as error:
-        raise ValueError(f"speculative_config: {error}") from error
-    if not draft.architecture.endswith("ForCausalLM"):
-        raise ValueError(f"speculative_config: model={name!r} has no LM head, by its architecture "
-                         f"{draft.architecture}: choose a ...ForCausalLM checkpoint")
-    if draft.vocab_size != model_config.vocab_size:
-        raise ValueError(f"speculative_config: model={name!r} has a vocabulary of "
-                         f"{draft.vocab_size} tokens, {config.model!r} one of "
-                         f"{model_config.vocab_size}: choose a draft model of the same family")
-    if tokenizer is not None and any(folder.glob("*token*")):
-        other = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
-        if _vocabulary(other) != _vocabulary(tokenizer):
-            raise ValueError(f"speculative_config: the tokens of model={name!r} are others than "
-                             f"those of {config.model!r}: choose a draft model of the same family")
-    if draft.max_position_embeddings < config.max_model_len:
-        say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind them "
-            "its guesses will be worse")
-
-
-def _vocabulary(tokenizer) -> dict[str, int]:
-    """Without what was added for chats: those differ within a family, and do no harm."""
-    added = tokenizer.get_added_vocab()
-    return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
-
-
 # ------------------------------------------------------------------ who guesses
+
+
+class Guesser(Protocol):
+    """A method: a class made with `speculative_config` and the engine, and named in `GUESSERS`. A
+    function that it inherits does nothing."""
+
+    keys: tuple[str, ...]  # of `speculative_config`, beside `method` and `num_speculative_tokens`
+
+    @staticmethod
+    def check(asked: dict, plan: Plan) -> None:
+        """Fill into `asked` what was left out. Raises `ValueError` with the remedy."""
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Up to `most` guesses of what follows `seq.token_ids`; `UNKNOWN` where `fill` will say."""
+
+    def fill(self, step: Step) -> None:
+        """The step is about to be launched: put tokens into `step.drafts` for each `UNKNOWN`."""
+
+    def checked(self, seq: Sequence, num_right: int) -> None:
+        """So many of the drafts that `propose` gave were right."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
 
 
 class NgramIndex:
@@ -167,13 +102,25 @@ class Record:
     rests_until: int = 0  # no guess before it has so many tokens
 
 
-class NgramGuesser:
+class NgramGuesser(Guesser):
     """Copies what followed the last time. After wrong drafts a sequence gets none for 1, 2, 4, ...
     tokens: text that does not repeat itself should cost as much as without drafts. (Tried: a single
     draft after such a pause, and not all of them. It took two steps more for the greedy text of
     benchmarks/speculative.py, and saved none for the drawn one.)"""
 
-    def __init__(self, asked: dict):
+    keys = ("prompt_lookup_max", "prompt_lookup_min")
+
+    @staticmethod
+    def check(asked: dict, plan: Plan) -> None:
+        longest, shortest = (asked.get(key) for key in NgramGuesser.keys)
+        longest = longest or shortest or DEFAULT_LOOKUP  # one given is both
+        shortest = shortest or longest
+        if shortest > longest:
+            raise ValueError(f"speculative_config: prompt_lookup_min={shortest} is above "
+                             f"prompt_lookup_max={longest}: lower the first or raise the second")
+        asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
+
+    def __init__(self, asked: dict, engine: LLMEngine | None = None):
         self.num_drafts = asked["num_speculative_tokens"]
         self.bounds = (asked["prompt_lookup_max"], asked["prompt_lookup_min"])
         self.records: dict[Sequence, Record] = {}
@@ -199,9 +146,6 @@ class NgramGuesser:
             drafts.append(drafts[-period])
         return drafts
 
-    def fill(self, step: Step) -> None:
-        """Nothing to do: `propose` has given the tokens."""
-
     def checked(self, seq: Sequence, num_right: int) -> None:
         record = self.records[seq]
         record.num_misses = 0 if num_right else record.num_misses + 1
@@ -212,12 +156,50 @@ class NgramGuesser:
         self.records.pop(seq, None)
 
 
-class ModelGuesser:
+class ModelGuesser(Guesser):
     """A small network generates the drafts, for all rows of a step together."""
 
-    def __init__(self, asked: dict, runner: ModelRunner, max_num_batched_tokens: int):
+    keys = ("model",)
+
+    @staticmethod
+    def check(asked: dict, plan: Plan) -> None:
+        """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
+        config, tokenizer, vocab_size = plan.config, plan.tokenizer, plan.model_config.vocab_size
+        if asked.get("model") is None:
+            raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
+                             "small model with the same vocabulary")
+        name = str(asked["model"])
+        try:
+            folder = find_model(name, weights=config.load_format != "dummy",
+                                code=config.trust_remote_code)
+            asked["model"] = str(folder)  # where other ranks will look for it
+            draft = ModelConfig.from_folder(folder)
+            check_shares(config.tensor_parallel_size, draft.num_attention_heads,
+                         draft.num_key_value_heads)
+        except ValueError as error:
+            raise ValueError(f"speculative_config: {error}") from error
+        if not draft.architecture.endswith("ForCausalLM"):
+            raise ValueError(f"speculative_config: model={name!r} has no LM head, by its "
+                             f"architecture {draft.architecture}: choose a ...ForCausalLM "
+                             "checkpoint")
+        if draft.vocab_size != vocab_size:
+            raise ValueError(f"speculative_config: model={name!r} has a vocabulary of "
+                             f"{draft.vocab_size} tokens, {config.model!r} one of {vocab_size}: "
+                             "choose a draft model of the same family")
+        if tokenizer is not None and any(folder.glob("*token*")):
+            other = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+            if _vocabulary(other) != _vocabulary(tokenizer):
+                raise ValueError(f"speculative_config: the tokens of model={name!r} are others "
+                                 f"than those of {config.model!r}: choose a draft model of the "
+                                 "same family")
+        if draft.max_position_embeddings < config.max_model_len:
+            say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind "
+                "them its guesses will be worse")
+
+    def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts = asked["num_speculative_tokens"]
-        self.runner, self.max_num_batched_tokens = runner, max_num_batched_tokens
+        self.runner = engine.runner
+        self.max_num_batched_tokens = engine.config.max_num_batched_tokens
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Placeholders: `fill` computes the tokens at launch, when the step has its blocks."""
@@ -263,11 +245,14 @@ class ModelGuesser:
             for seq, token_id in zip(one.sampling, self.runner.fetch(output)[0], strict=True):
                 step.drafts[seq][i] = token_id
 
-    def checked(self, seq: Sequence, num_right: int) -> None:
-        """Nothing to do: the next step gets drafts in any case."""
 
-    def forget(self, seq: Sequence) -> None:
-        """Nothing is kept."""
+def _vocabulary(tokenizer) -> dict[str, int]:
+    """Without what was added for chats: those differ within a family, and do no harm."""
+    added = tokenizer.get_added_vocab()
+    return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+
+
+GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "draft_model": ModelGuesser}
 
 
 # ------------------------------------------------------------- beside the engine
@@ -282,14 +267,22 @@ class Speculation(Extra, Observer):
     """
 
     def prepare(self, plan: Plan) -> Plan:
-        return replace(plan, config=check(plan.config, plan.model_config, plan.tokenizer, say))
+        """With everything in `speculative_config` filled in, and overlap off."""
+        config, asked = plan.config, dict(plan.config.speculative_config)
+        guesser = _choose(config, asked)
+        guesser.check(asked, plan)
+        say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
+            "guesses a step" + (", which then runs without CUDA graphs"
+                                if config.device == "cuda" else ""))
+        if config.async_scheduling:
+            say("overlap is off: drafts follow tokens that the host must have seen")
+        return replace(plan, config=replace(config, speculative_config=asked,
+                                            async_scheduling=False))
 
     def attach(self, engine: LLMEngine) -> None:
-        config = engine.config
-        asked = config.speculative_config
-        self.guesser = NgramGuesser(asked) if asked["method"] == "ngram" else (
-            ModelGuesser(asked, engine.runner, config.max_num_batched_tokens))
-        self.labels = {"model_name": config.model, "engine": "0"}
+        asked = engine.config.speculative_config
+        self.guesser = GUESSERS[asked["method"]](asked, engine)
+        self.labels = {"model_name": engine.config.model, "engine": "0"}
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
         self.guessed: set[Sequence] = set()  # whose drafts in the current step are the guesser's
@@ -334,3 +327,27 @@ class Speculation(Extra, Observer):
         name = "vllm:spec_decode_{}".format
         return [*(Counter(name(key), self.labels, value) for key, value in counters.items()),
                 Vector(name("num_accepted_tokens_per_pos"), self.labels, self.num_accepted[:])]
+
+
+def _choose(config: EngineConfig, asked: dict) -> type[Guesser]:
+    """The method that is asked for. Raises `ValueError`, with the remedy, for what none takes."""
+    method = asked.get("method")
+    if config.runner == "pooling":
+        raise ValueError("speculative_config has no effect with runner='pooling', where no token "
+                         "follows another: leave it out")
+    if not isinstance(method, str) or method not in GUESSERS:
+        raise ValueError(f"speculative_config: method={method!r} is not supported: choose one of "
+                         f"{', '.join(GUESSERS)}")
+    known = ("num_speculative_tokens", *GUESSERS[method].keys)
+    if unknown := [key for key in asked if key not in ("method", *known)]:
+        raise ValueError(f"speculative_config: {', '.join(map(str, unknown))} is nothing that "
+                         f"method={method!r} takes: leave it out, it takes {', '.join(known)}")
+    if asked.get("num_speculative_tokens") is None:
+        raise ValueError("speculative_config: num_speculative_tokens is missing: say how many "
+                         "tokens are to be guessed at a time, 4 for example")
+    for key, value in asked.items():
+        if key not in ("method", "model") and value is not None and (
+                type(value) is not int or value < 1):
+            raise ValueError(f"speculative_config: {key} must be a whole number of at least 1, "
+                             f"got {value!r}")
+    return GUESSERS[method]
