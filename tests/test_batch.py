@@ -382,19 +382,6 @@ def test_unknown_tokens_are_named_by_their_rows():
     assert third.input_ids.tolist() == [21, 23] and third.num_unknown == 0
 
 
-def test_a_row_taken_over_forgets_the_last_owners_blocks():
-    """Block tables are kept from step to step; a new owner's is shorter and has other blocks."""
-    scheduler, builder = make_engine(max_num_seqs=1)
-    for i, length in enumerate((20, 6)):
-        seq = make_sequence(i, range(100 * i, 100 * i + length), max_tokens=1)
-        scheduler.add(seq)
-        step = scheduler.schedule()
-        batch = builder.build(step)
-        assert seq.row == 0 and batch.block_tables.tolist() == [seq.block_table]
-        assert_equals_twin(batch, step, 4, 24)
-        scheduler.update(step, [1])
-
-
 class CtrlC:
     """What the rows ask for; whoever writes to it is interrupted, once."""
 

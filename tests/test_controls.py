@@ -134,17 +134,6 @@ def test_ctrl_c_while_tokens_are_counted(monkeypatch):
         assert (edits.seen[1].tolist(), edits.counts.tolist()) == ([5, 6], [2, 1])
 
 
-def test_penalties_by_hand():
-    """2.0 divided by 2 is 1.0, -2.0 times 2 is -4.0; what came three times loses 3 * 0.5 and
-    1.5 once; the prompt's tokens know of repetition only."""
-    seq = sequence("1", [0, 1], SamplingParams(
-        repetition_penalty=2, frequency_penalty=.5, presence_penalty=1.5), num_unknown_tokens=1)
-    seq.token_ids += [2, 2, 2, 3]
-    logits = torch.tensor([[2.0, -2.0, 8.0, -1.0, 5.0]])
-    edits = sampling_inputs([seq]).edits
-    assert edits.apply(logits).tolist() == [[1.0, -4.0, 1.0, -4.0, 5.0]]
-
-
 def test_rows_without_controls_get_no_edits():
     """Reached min_tokens, logprobs and plain rows: nothing is done to anybody's logits."""
     params = [dict(), dict(min_tokens=2), dict(logprobs=3), dict(logit_bias={}), dict(bad_words=[])]

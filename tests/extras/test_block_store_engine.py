@@ -67,15 +67,6 @@ def test_random_workloads_with_a_store(checkpoints, references, tmp_path, monkey
         del fuzz.ENGINES[first:]
 
 
-def test_a_prompt_that_the_cache_has_lost_comes_back_from_the_pool(qwen3, expect):
-    prompts = [LONG, OTHER, LONG, OTHER]
-    with LLM(qwen3, **SMALL | dict(num_gpu_blocks_override=8), kv_offload_bytes=2 ** 22) as llm:
-        texts = [ask(llm, prompt)[0] for prompt in prompts]
-        assert num_loaded(llm) >= 96, counts(llm)
-        assert counts(llm)["kv_store_saved_blocks"] >= 6
-    expect(prompts, texts)
-
-
 @pytest.mark.parametrize("changes", [
     dict(), dict(async_scheduling=True), dict(max_num_batched_tokens=33),
     dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))],

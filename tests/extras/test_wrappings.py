@@ -149,19 +149,6 @@ def test_a_head_that_is_stored_counts_whatever_the_config_says(folders, few_prom
             assert_parity(llm, few_prompts, texts, impl)
 
 
-def test_every_eos_id_of_the_outer_config_ends_the_text(folders, few_prompts, texts_of, tmp_path):
-    """Gemma 3's files list <end_of_turn> there; its text_config has none."""
-    end = texts_of("gemma3")[2][0][3]
-    for file in folders["gemma3"].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "generation_config.json").unlink()
-    write_json(tmp_path / "config.json", eos_token_id=[257, end])
-    for impl in ("nanoserve", "transformers"):
-        with start(tmp_path, model_impl=impl) as llm:
-            output = llm.generate(few_prompts[2:3], GREEDY, use_tqdm=False)[0].outputs[0]
-        assert output.finish_reason == "stop" and output.token_ids[-1] == end
-
-
 def test_overrides_reach_the_text(folders):
     for impl in ("nanoserve", "transformers"):
         for overrides in (dict(max_position_embeddings=64),

@@ -62,15 +62,6 @@ def test_the_streaming_helper_sees_the_whole_message(client, server):
     assert final.choices[0].finish_reason == "stop"
 
 
-def test_vllms_fields_go_through_extra_body(client, server):
-    answer = client.completions.create(
-        prompt=PROMPT, model="tested", temperature=0, max_tokens=6,
-        extra_body=dict(repetition_penalty=1.4, ignore_eos=True, min_tokens=6))
-    [output] = server.llm.generate([PROMPT], SamplingParams(
-        temperature=0, max_tokens=6, repetition_penalty=1.4), use_tqdm=False)
-    assert answer.choices[0].text == output.outputs[0].text
-
-
 def test_the_asynchronous_client_side_by_side(server, told, answered):
     async def both():
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
@@ -83,15 +74,6 @@ def test_the_asynchronous_client_side_by_side(server, told, answered):
                 return answer.choices[0].message.content
             return await asyncio.gather(streamed(), whole(), streamed())
     assert asyncio.run(both()) == [told, answered, told]
-
-
-def test_leaving_a_stream_aborts_it(client, server):
-    aborted = server.llm.metrics.num_finished["abort"]
-    with client.completions.create(prompt=PROMPT, model="tested", max_tokens=2000, stream=True,
-                                   extra_body=dict(ignore_eos=True)) as stream:
-        next(iter(stream))
-    server.wait_until(lambda: not server.llm.requests)
-    assert server.llm.metrics.num_finished["abort"] == aborted + 1
 
 
 def test_errors_are_the_clients_own(client):

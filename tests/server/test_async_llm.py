@@ -76,20 +76,6 @@ def test_tokens_are_those_of_generate(engine):
         assert [s.text for s in found.outputs] == [s.text for s in offline.outputs]
 
 
-def test_deltas_add_up_and_cumulative_outputs_grow(engine):
-    [offline] = run(engine.llm, ["Hello"], greedy(12))
-    delta = SamplingParams(temperature=0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
-
-    async def both():
-        return await asyncio.gather(outputs_of(engine, "Hello", delta),
-                                    outputs_of(engine, "Hello", greedy(12)))
-    pieces, wholes = asyncio.run(both())
-    assert "".join(one.outputs[0].text for one in pieces) == offline.outputs[0].text
-    assert sum((one.outputs[0].token_ids for one in pieces), []) == offline.outputs[0].token_ids
-    counts = [len(one.outputs[0].token_ids) for one in wholes]
-    assert counts == sorted(set(counts)) and wholes[-1].outputs[0].text == offline.outputs[0].text
-
-
 def test_a_slow_reader_gets_one_merged_output(engine):
     """Nothing is read until the request has ended: what then comes is one output with all of it."""
     params = SamplingParams(n=2, seed=3, max_tokens=20, logprobs=1, prompt_logprobs=1,
@@ -312,24 +298,6 @@ def test_shutdown_ends_what_runs(qwen3):
         with pytest.raises(EngineDeadError, match="shut down"):
             engine.check_health()
     asyncio.run(shut_down())
-
-
-def test_a_pooling_model_encodes(qwen3):
-    from nanoserve import PoolingParams
-
-    async def vectors():
-        async with AsyncLLM(make(qwen3, runner="pooling")) as engine:
-            expected = [out.outputs.data.tolist() for out in engine.llm.encode(
-                PROMPTS, pooling_task="embed", use_tqdm=False)]
-
-            async def one(prompt):
-                return [out async for out in engine.encode(prompt, PoolingParams(task="embed"))]
-            found = await asyncio.gather(*(one(prompt) for prompt in PROMPTS))
-            for [output], vector in zip(found, expected, strict=True):
-                assert output.outputs.data.tolist() == pytest.approx(vector, abs=1e-5)
-            with pytest.raises(ValueError, match="pools"):
-                await last_of(engine, "Hello", greedy())
-    asyncio.run(vectors())
 
 
 def test_a_loop_that_is_gone_costs_the_engine_nothing(engine):

@@ -145,10 +145,3 @@ def test_a_classifier_names_its_classes(checkpoints):
         assert {one["num_classes"] for one in answer["data"]} == {3}
     finally:
         server.close()
-
-
-def test_a_truncated_prompt_keeps_its_last_tokens(server):
-    ids = server.llm.tokenizer.encode(TEXTS[2])
-    _, answer = server.ask("/v1/embeddings", dict(input=ids, truncate_prompt_tokens=4))
-    assert [one["embedding"] for one in answer["data"]] == near(
-        embedded(server, [{"prompt_token_ids": ids[-4:]}]))
