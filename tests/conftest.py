@@ -145,6 +145,16 @@ def references(checkpoints):
     return reference
 
 
+@pytest.fixture
+def ranks_in_threads(monkeypatch):
+    """Engines that are made from now on have their other ranks in threads of this process."""
+    from rank_threads import start_in_threads
+
+    from nanoserve import llm
+
+    monkeypatch.setattr(llm, "start_ranks", start_in_threads)
+
+
 # ---- the engine that the tests of a file share; behind each test it must be idle and in order
 
 

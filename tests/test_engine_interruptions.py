@@ -201,7 +201,7 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(llm, expected, monkeypatc
     assert outs["good"].outputs[0].text == TOKENIZER.decode(
         expected("Hello", 6), skip_special_tokens=True)
     assert outs["short"].outputs[0].token_ids == expected([1, 2, 3], 1)
-    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+    assert_idle(llm)
 
 
 def test_a_request_that_can_not_start_leaves_no_trace(llm, expected, monkeypatch):
@@ -229,10 +229,8 @@ def test_a_tokenizer_that_fails_at_an_abort_leaves_nothing_running(llm, monkeypa
     with pytest.raises(ZeroDivisionError):
         llm.abort_request("gone")
     assert len(llm.scheduler.running) == 0
-    while llm.has_unfinished_requests():  # the step in flight
-        llm.step()
-    blocks = llm.scheduler.blocks
-    assert blocks.num_free_blocks == blocks.num_blocks
+    drain(llm)  # the step in flight
+    assert_idle(llm)
     output, = run(llm, [[5, 6]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3
 
@@ -265,6 +263,5 @@ def test_a_tokenizer_that_fails_at_an_abort_leaves_the_others_theirs(llm, expect
         with pytest.raises(RuntimeError, match="no such token"):
             iterator.close()
     assert len(ended) == 2 and not llm.requests
-    blocks = llm.scheduler.blocks
-    assert blocks.num_free_blocks == blocks.num_blocks
+    assert_idle(llm)
     assert_serves(llm, expected)

@@ -30,12 +30,6 @@ def assert_close(got, expected, where: str = "") -> None:
                                    msg=lambda text, i=i: f"{where}, prompt {i}: {text}")
 
 
-def assert_idle(llm: LLM) -> None:
-    llm.scheduler.check()
-    assert not llm.requests and not llm.scheduler.has_unfinished()
-    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
-
-
 def normalised(x: torch.Tensor) -> torch.Tensor:
     return x / x.square().sum(-1, keepdim=True).sqrt()
 

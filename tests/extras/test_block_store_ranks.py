@@ -8,27 +8,23 @@ import time
 import pytest
 import torch
 from checkpoints import SIZES, Reference, assert_same_text, save
-from rank_threads import start_in_threads
 from test_block_store_engine import LONG, OTHER, SMALL, ask, num_loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
-from nanoserve import llm as llm_module
 from nanoserve.extras.block_host import HostMemory, share_memory
 from nanoserve.parallel.ranks import SOLO
 
 
 @pytest.fixture
-def in_threads(monkeypatch):
-    """Ranks above 0 are threads of this process. Returns the ranks' parts of the newest engine's
-    host memory, each of which has that rank's cache."""
+def in_threads(monkeypatch, ranks_in_threads):
+    """The ranks' parts of the newest engine's host memory, each of which has that rank's cache."""
     parts, make = {}, HostMemory.__init__
 
     def record(part, runner, **options):
         parts[runner.ranks.rank] = part
         make(part, runner, **options)
 
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     monkeypatch.setattr(HostMemory, "__init__", record)
     return parts
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from architectures import SIZES
 from encoders import ENCODERS, PAD, classes_of, hidden_of, make
-from pooled import assert_close, assert_idle, data, normalised, pooled, start, vectors
+from pooled import assert_close, data, normalised, pooled, start, vectors
 from safetensors.torch import save_file
+from small_engine import assert_idle
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, MPNetConfig
 
 from nanoserve import PoolingParams

@@ -13,11 +13,9 @@ import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import Packed, by_definition, compressed, fp8_by_definition, write
-from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
 from nanoserve import LLM
-from nanoserve import llm as llm_module
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.extras import fp8_linear, quantized_linear
@@ -201,9 +199,8 @@ def test_the_text_is_that_of_the_rounded_numbers(name, kernels, checkpoints, rou
     assert "float32, quantization='fp8'" in said and "saves memory and costs time" in said
 
 
-def test_ranks_round_their_own_shares(checkpoints, rounded_text, monkeypatch):
+def test_ranks_round_their_own_shares(checkpoints, rounded_text, ranks_in_threads):
     expected = rounded_text("qwen3", shares=2)
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     with LLM(checkpoints["qwen3"], **SMALL, tensor_parallel_size=2) as llm:
         assert greedy(llm, 16) == expected
 

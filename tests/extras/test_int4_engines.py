@@ -10,12 +10,10 @@ import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, SMALL, by_definition, pack, write
-from rank_threads import start_in_threads
 from safetensors.torch import save_file
 from small_kinds import needs_interpreter
 
 from nanoserve import LLM
-from nanoserve import llm as llm_module
 from nanoserve.extras.int4_linear import GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Panels, Rows
 from nanoserve.extras.speculative import Speculation
@@ -76,9 +74,8 @@ def test_a_product_of_an_engine_is_near_that_of_the_dequantised_weights(dtype, k
     assert (outs[1] - outs[0]).norm() < 1e-2 * outs[0].norm()
 
 
-def test_ranks_keep_their_shares(checkpoints, tmp_path, monkeypatch):
+def test_ranks_keep_their_shares(checkpoints, tmp_path, ranks_in_threads):
     """A share of 48 columns ends within a group of 32."""
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     quantized, dense = write(checkpoints["qwen3"], tmp_path,
                              lambda *of: pack(*of, symmetric=False, size=32))
     expected = text_of(head_rounded(dense))

@@ -13,12 +13,10 @@ import torch
 from adapters import ALL, ATTENTION, GREEDY, PROMPTS, SMALL, Adapters
 from checkpoints import Reference, assert_same_text
 from loading import stored_tensors
-from rank_threads import start_in_threads
 from safetensors.torch import save_file
 from small_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest, SamplingParams
-from nanoserve import llm as llm_module
 from nanoserve.layers import Linear
 
 
@@ -254,10 +252,8 @@ def test_a_network_of_transformers_takes_no_adapters(voices):
 
 
 @pytest.fixture
-def two_ranks(voices, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(llm_module, "start_ranks", start_in_threads)
-        yield lambda **options: LLM(voices.base, **SMALL | dict(tensor_parallel_size=2) | options)
+def two_ranks(voices, ranks_in_threads):
+    return lambda **options: LLM(voices.base, **SMALL | dict(tensor_parallel_size=2) | options)
 
 
 @pytest.mark.parametrize("options", [

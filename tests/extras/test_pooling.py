@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import CHECKPOINTS, byte_tokenizer
-from pooled import assert_close, assert_idle, data, normalised, pooled, start, vectors
+from pooled import assert_close, data, normalised, pooled, start, vectors
+from small_engine import assert_idle
 
 from nanoserve import PoolingParams
 

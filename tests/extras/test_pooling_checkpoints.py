@@ -6,7 +6,8 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS, byte_tokenizer, save
 from helpers import write_json
-from pooled import assert_close, assert_idle, class_logits, pooled, start, vectors
+from pooled import assert_close, class_logits, pooled, start, vectors
+from small_engine import assert_idle
 from transformers import AutoModel
 
 from nanoserve import PoolerConfig, PoolingParams, SamplingParams

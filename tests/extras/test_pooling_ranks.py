@@ -5,21 +5,16 @@ import copy
 import pytest
 import torch
 from pooled import TOLERANCE, assert_close, class_logits, data, pooled, start, vectors
-from rank_threads import start_in_threads
 
 from nanoserve import LLM
-from nanoserve import llm as llm_module
 
 
 @pytest.fixture
-def two_ranks(monkeypatch):
-    """Engines whose second rank is a thread."""
+def two_ranks(ranks_in_threads):
     engines = []
 
     def make(folder, **options) -> LLM:
-        with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "start_ranks", start_in_threads)
-            engines.append(start(folder, tensor_parallel_size=2, **options))
+        engines.append(start(folder, tensor_parallel_size=2, **options))
         return engines[-1]
 
     yield make

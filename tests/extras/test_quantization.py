@@ -10,11 +10,9 @@ import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, SMALL, Packed, awq, compressed, fp8, gptq, int_rows, pack, write
-from rank_threads import start_in_threads
 from safetensors.torch import save_file
 
 from nanoserve import LLM
-from nanoserve import llm as llm_module
 from nanoserve.extras.quantization import assemble, read_format
 from nanoserve.extras.speculative import Speculation
 
@@ -82,13 +80,12 @@ def test_the_text_is_that_of_the_dequantised_weights(name, checkpoints, tmp_path
     assert "float32, quantization='dequantize'" in capfd.readouterr().err
 
 
-def test_ranks_assemble_their_shares(checkpoints, tmp_path, monkeypatch):
+def test_ranks_assemble_their_shares(checkpoints, tmp_path, ranks_in_threads):
     """A share need not end where a block or a group ends: whole matrices are assembled."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["pack-quantized, zeros"])
 
     with LLM(dense, **SMALL) as llm:
         expected = greedy(llm, 16)
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     with LLM(quantized, **SMALL, tensor_parallel_size=2) as llm:
         assert greedy(llm, 16) == expected
 

@@ -12,12 +12,10 @@ import pytest
 import torch
 from loading import greedy, stored_tensors
 from packing import FORMATS, SMALL, by_definition, groups_by_definition, write
-from rank_threads import start_in_threads
 from safetensors.torch import save_file
 from small_kinds import ENGINES, needs_interpreter
 
 from nanoserve import LLM, SamplingParams
-from nanoserve import llm as llm_module
 from nanoserve.device import build
 from nanoserve.extras import quantization
 from nanoserve.extras.int4_linear import Int4Linear
@@ -92,10 +90,9 @@ def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints, kernels):
 
 
 @either
-def test_ranks_round_their_own_shares(quantization, checkpoints, rounded, monkeypatch):
+def test_ranks_round_their_own_shares(quantization, checkpoints, rounded, ranks_in_threads):
     with LLM(rounded("qwen3-tied", quantization, shares=2), **SMALL) as llm:
         expected = greedy(llm, 16)
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     with LLM(checkpoints["qwen3-tied"], **SMALL, quantization=quantization,
              tensor_parallel_size=2) as llm:
         assert greedy(llm, 16) == expected

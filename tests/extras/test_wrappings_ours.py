@@ -10,12 +10,10 @@ import pytest
 import torch
 from loading import greedy
 from packing import FORMATS, write
-from rank_threads import start_in_threads
 from safetensors.torch import load_file, save_file
 from wrappings import DIALECTS, as_wrapping
 
 from nanoserve import LLM, LoRARequest, SamplingParams
-from nanoserve import llm as llm_module
 
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=32,
              device="cpu")
@@ -43,10 +41,9 @@ def test_quantised_files_are_unpacked(checkpoints, tmp_path, form):
     assert text_of(folder) == text_of(dense)
 
 
-def test_ranks_have_their_shares(checkpoints, tmp_path, monkeypatch):
+def test_ranks_have_their_shares(checkpoints, tmp_path, ranks_in_threads):
     folder = as_wrapping(checkpoints["qwen3"], tmp_path / "wrapped", "model.")
     expected = text_of(checkpoints["qwen3"])
-    monkeypatch.setattr(llm_module, "start_ranks", start_in_threads)
     assert text_of(folder, tensor_parallel_size=2) == expected
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import EOS, Reference, byte_tokenizer
 from helpers import watch_steps
+from small_engine import assert_idle
 
 from nanoserve import LLM, Logprob, RequestOutputKind, SamplingParams, sampler
 from nanoserve.sampler import score
@@ -130,8 +131,7 @@ def test_logprobs_equal_transformers(qwen3, log_softmax, mode):
         for i, (out, asked) in enumerate(zip(outs, params, strict=True)):
             check(out, asked, log_softmax, f"{mode}, {turn}, request {i}")
     assert any(step.preempted for step in steps) == ("tiny cache" in mode)
-    blocks = llm.scheduler.blocks
-    assert blocks.num_free_blocks == blocks.num_blocks
+    assert_idle(llm)
 
 
 def test_prompt_logprobs_write_to_the_prefix_cache_but_do_not_read(qwen3, log_softmax):

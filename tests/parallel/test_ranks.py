@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import assert_same_text
-from rank_threads import in_threads, start_in_threads, thread_ranks
+from rank_threads import in_threads, thread_ranks
 
 from nanoserve import LLM, SamplingParams
-from nanoserve import llm as llm_module
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.defaults import resolve
@@ -122,15 +121,12 @@ CASES = [("llama2", 2, False), ("llama2", 3, False), ("llama2", 4, False), ("lla
 
 
 @pytest.fixture
-def start(monkeypatch):
-    """Engines whose other ranks are threads."""
+def start(ranks_in_threads):
     engines = []
 
     def make(folder, **options) -> LLM:
-        with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "start_ranks", start_in_threads)
-            engines.append(LLM(folder, num_gpu_blocks_override=64, dtype="float32", device="cpu",
-                               **options))
+        engines.append(LLM(folder, num_gpu_blocks_override=64, dtype="float32", device="cpu",
+                           **options))
         return engines[-1]
 
     yield make

@@ -9,11 +9,10 @@ def running():
 
     from nanoserve import LLM
 
-    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=160, max_num_seqs=16,
-                         scheduling_policy="priority"),
-                     max_requests=64, max_body_bytes=100_000)
-    yield server
-    server.close()
+    with Serving(LLM(dtype="float32", num_gpu_blocks_override=160, max_num_seqs=16,
+                     scheduling_policy="priority"),
+                 max_requests=64, max_body_bytes=100_000) as server:
+        yield server
 
 
 @pytest.fixture

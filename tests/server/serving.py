@@ -33,7 +33,10 @@ class Serving:
         self.thread.start()
         self.wait_until(lambda: self.server.started)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Serving":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.server.should_exit = True
         self.thread.join()
 

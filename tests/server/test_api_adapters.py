@@ -28,8 +28,7 @@ def test_a_model_by_an_adapters_name_speaks_with_it(voices):
     assert len(set(texts.values())) == 3
     llm = LLM(voices.base, **SMALL)
     modules = [("one", str(voices.root / "adapter-1")), ("two", str(voices.root / "adapter-2"))]
-    serving = Serving(llm, lora_requests=cli.load_adapters(llm, modules))
-    try:
+    with Serving(llm, lora_requests=cli.load_adapters(llm, modules)) as serving:
         for seed, name in ((None, NAME), (1, "one"), (2, "two"), (1, "one")):
             body = dict(model=name, prompt="hello", temperature=0, max_tokens=8)
             status, answer = serving.ask("/v1/completions", body)
@@ -39,8 +38,6 @@ def test_a_model_by_an_adapters_name_speaks_with_it(voices):
         assert [model["id"] for model in models["data"]] == [NAME, "other-name", "one", "two"]
         status, answer = serving.ask("/v1/completions", dict(model="three", prompt="a"))
         assert status == 404 and "one, two" in answer["error"]["message"]
-    finally:
-        serving.close()
 
 
 def test_a_model_by_an_adapters_name_embeds_with_it(voices):
@@ -50,15 +47,12 @@ def test_a_model_by_an_adapters_name_embeds_with_it(voices):
                                    )[0].outputs.embedding for seed in (None, 1)}
     modules = [("one", str(voices.root / "adapter-1"))]
     llm = LLM(voices.base, **options)
-    serving = Serving(llm, lora_requests=cli.load_adapters(llm, modules))
-    try:
+    with Serving(llm, lora_requests=cli.load_adapters(llm, modules)) as serving:
         for seed, name in ((None, NAME), (1, "one")):
             status, answer = serving.ask("/v1/embeddings", dict(model=name, input="hello"))
             assert status == 200 and answer["model"] == name
             assert answer["data"][0]["embedding"] == pytest.approx(vectors[seed], abs=1e-6)
         assert vectors[None] != pytest.approx(vectors[1], abs=1e-2)
-    finally:
-        serving.close()
 
 
 @pytest.mark.parametrize("modules, words", [

@@ -37,8 +37,7 @@ def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path, default
     folder = make("bert", tmp_path / "bert", is_matryoshka=True)
     (folder / "config_sentence_transformers.json").write_text(json.dumps(dict(
         prompts=dict(query="search: ", other="x: "), default_prompt_name=default)))
-    serving = both(folder)
-    try:
+    with both(folder) as serving:
         llm = serving.llm
         for count in CUT[:1] if default is None else CUT:
             texts = TEXTS if count else TEXTS[:2]
@@ -67,8 +66,6 @@ def test_embeddings_begin_with_the_same_text_and_are_cut_alike(tmp_path, default
         if default is not None:
             status, answer = serving.ask("/v1/embeddings", dict(input=[5, 6]))
             assert status == 400 and "needs texts" in answer["error"]["message"]
-    finally:
-        serving.close()
 
 
 async def stream(serving, texts, params) -> list[list[float]]:
@@ -93,8 +90,7 @@ def reranker(tmp_path_factory):
 
 @pytest.mark.parametrize("count", CUT)
 def test_pairs_are_scored_ranked_and_cut_alike(reranker, count):
-    serving = both(reranker)
-    try:
+    with both(reranker) as serving:
         for query in ("where is the fox", "what runs through the forest at night " * 5):
             if count is None and len(query) > 99:
                 continue
@@ -107,5 +103,3 @@ def test_pairs_are_scored_ranked_and_cut_alike(reranker, count):
             _, answer = serving.ask("/rerank", dict(query=query, documents=TEXTS[:2], **asked))
             assert {one["index"]: one["relevance_score"] for one in answer["results"]} == near(
                 dict(enumerate(expected)))
-    finally:
-        serving.close()

@@ -91,17 +91,14 @@ def test_an_unknown_field_is_logged_once_and_a_mistyped_one_refused(server, caps
 
 
 def test_a_strict_server_refuses_what_nobody_knows():
-    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=16, max_model_len=64),
-                     strict=True)
-    try:
+    with Serving(LLM(dtype="float32", num_gpu_blocks_override=16, max_model_len=64),
+                 strict=True) as server:
         status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, flux_capacitor=88))
         assert status == 400 and answer["error"]["param"] == "flux_capacitor"
         assert "--strict" in answer["error"]["message"]
         assert server.ask(COMPLETIONS, asked(COMPLETIONS, flux_capacitor=None))[0] == 200
         status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, priority=1))
         assert status == 400 and "--scheduling-policy priority" in answer["error"]["message"]
-    finally:
-        server.close()
 
 
 # --------------------------------------------------------- prompts too long
@@ -317,14 +314,11 @@ def test_a_slash_too_many_is_passed_over(server):
 
 
 def test_a_proxys_prefix_may_be_left_in_front():
-    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=16, max_model_len=64),
-                     root_path="/deep/inside", api_keys=["key"])
-    try:
+    with Serving(LLM(dtype="float32", num_gpu_blocks_override=16, max_model_len=64),
+                 root_path="/deep/inside", api_keys=["key"]) as server:
         for front in ("", "/deep/inside"):
             assert server.ask(f"{front}/health")[0] == 200
             assert server.ask(f"{front}/v1/models")[0] == 401
             assert server.ask(f"{front}/v1/models", authorization="Bearer key")[0] == 200
             assert server.ask(f"{front}//health")[0] == 401
         assert b"/deep/inside/openapi.json" in server.ask_raw("/docs")[1]
-    finally:
-        server.close()

@@ -30,11 +30,10 @@ GENERATING, POOLING = ["/v1/completions", "/v1/chat/completions"], [
 @pytest.fixture(scope="module", params=["generate", "pooling"])
 def running(request):
     """A small room, so that no body keeps the machine busy for long."""
-    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=64, max_model_len=48,
-                         max_num_seqs=8, runner=request.param),
-                     max_requests=12, max_body_bytes=20_000)
-    yield server
-    server.close()
+    with Serving(LLM(dtype="float32", num_gpu_blocks_override=64, max_model_len=48,
+                     max_num_seqs=8, runner=request.param),
+                 max_requests=12, max_body_bytes=20_000) as server:
+        yield server
 
 
 def values(schema: dict, names: dict) -> st.SearchStrategy:

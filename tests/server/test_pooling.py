@@ -17,10 +17,9 @@ TEXTS = ["Once upon a time", "The king", "a b c d e f g h i j"]
 
 @pytest.fixture(scope="module")
 def running():
-    server = Serving(LLM(dtype="float32", num_gpu_blocks_override=160, runner="pooling"),
-                     max_requests=32)
-    yield server
-    server.close()
+    with Serving(LLM(dtype="float32", num_gpu_blocks_override=160, runner="pooling"),
+                 max_requests=32) as server:
+        yield server
 
 
 def embedded(server, texts, **kinds) -> list[list[float]]:
@@ -130,12 +129,11 @@ def test_a_pooling_models_own_task_is_the_default(server):
 
 
 def test_a_classifier_names_its_classes(checkpoints):
-    server = Serving(LLM(checkpoints["qwen3"], runner="pooling", convert="classify",
-                         num_gpu_blocks_override=24, max_model_len=64, load_format="dummy",
-                         tokenizer=str(checkpoints["qwen3"]), hf_overrides=dict(
-                             id2label={"0": "sad", "1": "glad", "2": "mad"},
-                             architectures=["Qwen3ForSequenceClassification"])))
-    try:
+    with Serving(LLM(checkpoints["qwen3"], runner="pooling", convert="classify",
+                     num_gpu_blocks_override=24, max_model_len=64, load_format="dummy",
+                     tokenizer=str(checkpoints["qwen3"]), hf_overrides=dict(
+                         id2label={"0": "sad", "1": "glad", "2": "mad"},
+                         architectures=["Qwen3ForSequenceClassification"]))) as server:
         expected = [out.outputs.probs for out in server.llm.classify(["ab", "c"], use_tqdm=False)]
         _, answer = server.ask("/classify", dict(input=["ab", "c"]))
         assert [one["probs"] for one in answer["data"]] == near(expected)
@@ -143,5 +141,3 @@ def test_a_classifier_names_its_classes(checkpoints):
         assert [one["label"] for one in answer["data"]] == [
             names[probs.index(max(probs))] for probs in expected]
         assert {one["num_classes"] for one in answer["data"]} == {3}
-    finally:
-        server.close()
