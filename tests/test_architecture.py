@@ -58,7 +58,8 @@ PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
         "block_manager", "scheduler", "frontend/command", "frontend/defaults",
         "frontend/metrics", "frontend/prompts", "parallel/turns"]
 # A package that only these files may import.
-HOMES = {"safetensors": ["checkpoint/loader"], "triton": ["device/kernels", "device/kernels_fused"],
+HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
+         "triton": ["device/kernels", "device/kernels_fused"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
 
 

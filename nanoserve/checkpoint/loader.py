@@ -89,8 +89,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
             tied_head = (file, tensor) if known == "lm_head.weight" else tied_head
             continue
         fill = missing.pop(known, None)
-        if config.quantization is not None and fill is None and (
-                adds_nothing(name, tensor) and known not in expected):
+        if fill is None and config.quantization and known not in expected and (
+                adds_nothing(name, tensor)):
             continue
         if fill is None:
             raise ValueError(f"{file}: the tensor {name} has no place in {config.architecture} "
@@ -107,7 +107,9 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                          f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
     if tied_head is not None:
         _check_tied(model, *tied_head)
-    _finish(model)
+    for module in model.modules():  # all weights are in place: layers may pack them, one by one
+        if hasattr(module, "finish_loading"):
+            module.finish_loading()
     return sum(left_out)
 
 
@@ -268,10 +270,3 @@ def _files_of(index: Path) -> list[Path]:
         raise ValueError(f"{index.parent}: {index.name} names files that do not exist: "
                          f"{', '.join(absent)}")
     return files
-
-
-def _finish(model: nn.Module) -> None:
-    """All weights are in place: layers may pack them, one after the other."""
-    for module in model.modules():
-        if hasattr(module, "finish_loading"):
-            module.finish_loading()

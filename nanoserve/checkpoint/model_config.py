@@ -167,22 +167,19 @@ class ModelConfig:
         generation = generation or {}
         rope, rope_local = read_ropes(config)
         sizes["max_position_embeddings"] = stretched_length(config, rope)
-        bias = read_flag("attention_bias", config.get("attention_bias", False))
-        scale = read_number("query_pre_attn_scalar",
-                        config.get("query_pre_attn_scalar", sizes["head_dim"])) ** -0.5
+        bias = read_flag(config, "attention_bias", False)
+        scale = read_number(config, "query_pre_attn_scalar", sizes["head_dim"]) ** -0.5
         return cls(
             architecture=architecture, has_towers=architecture in WRAPPINGS,
             pools=not architecture.endswith(("ForCausalLM", "ForConditionalGeneration")),
             **sizes, **_read_experts(config, family, sizes),
-            rms_norm_eps=read_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
+            **{flag: family.get(flag, False) for flag in (
+                "qk_norm", "norm_offset", "scale_embedding", "post_norms")},
+            rms_norm_eps=read_number(config, "rms_norm_eps", 1e-6),
             rope=rope, rope_local=rope_local,
-            tie_word_embeddings=read_flag("tie_word_embeddings",
-                                          config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=read_flag(config, "tie_word_embeddings", False),
             qkv_bias=bias or family.get("qkv_bias", False), o_bias=bias,
-            mlp_bias=read_flag("mlp_bias", config.get("mlp_bias", False)),
-            qk_norm=family.get("qk_norm", False), norm_offset=family.get("norm_offset", False),
-            scale_embedding=family.get("scale_embedding", False),
-            post_norms=family.get("post_norms", False),
+            mlp_bias=read_flag(config, "mlp_bias", False),
             windows=_read_windows(config, family, sizes["num_hidden_layers"]),
             activation=ACTIVATIONS[_activation(config)], attention_scale=scale,
             attention_softcap=_softcap(config, "attn_logit_softcapping"),
@@ -262,16 +259,12 @@ def read_json(path: Path, required: bool = False) -> dict:
 def _read_sizes(config: dict) -> dict[str, Any]:
     """Sizes as the file or its family has them. Where both are silent, every head has its own keys
     and values, and the heads share the hidden size out evenly (64 heads of 128 for 8,192)."""
-    num_heads, hidden_size = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    sizes = dict(
-        vocab_size=_size(config, "vocab_size"),
-        hidden_size=hidden_size,
-        num_hidden_layers=_size(config, "num_hidden_layers"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=_size(config, "num_key_value_heads", num_heads),
-        head_dim=_size(config, "head_dim", hidden_size // num_heads),
-        intermediate_size=_size(config, "intermediate_size"),
-        max_position_embeddings=_size(config, "max_position_embeddings"))
+    sizes = {name: _size(config, name) for name in (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "intermediate_size", "max_position_embeddings")}
+    num_heads = sizes["num_attention_heads"]
+    sizes["num_key_value_heads"] = _size(config, "num_key_value_heads", num_heads)
+    sizes["head_dim"] = _size(config, "head_dim", sizes["hidden_size"] // num_heads)
     if num_heads % sizes["num_key_value_heads"]:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of "
                          f"num_key_value_heads={sizes['num_key_value_heads']} in config.json")
@@ -300,7 +293,7 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, Any]) -> dict:
         moe_layers=tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers)),
         num_experts=num_experts, num_experts_per_tok=per_token,
         moe_intermediate_size=_size(config, "moe_intermediate_size", sizes["intermediate_size"]),
-        norm_topk_prob=read_flag("norm_topk_prob", config.get("norm_topk_prob", True)))
+        norm_topk_prob=read_flag(config, "norm_topk_prob", True))
 
 
 def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | None, ...]:
@@ -317,8 +310,7 @@ def _read_windows(config: dict, family: dict, num_layers: int) -> tuple[int | No
             kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ValueError(f"config.json: layer_types={kinds!r} must name full_attention or "
                          f"sliding_attention for each of {num_layers} layers")
-    if config.get("sliding_window") is None or (
-            not read_flag("use_sliding_window", config.get("use_sliding_window", True))):
+    if config.get("sliding_window") is None or not read_flag(config, "use_sliding_window", True):
         return (None,) * num_layers
     window = _size(config, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -331,7 +323,7 @@ def _activation(config: dict) -> str:
 
 def _softcap(config: dict, name: str) -> float | None:
     """None for no cap (a file says so with null). Anything but a number above 0 is refused."""
-    return None if config.get(name) is None else read_number(name, config[name])
+    return None if config.get(name) is None else read_number(config, name)
 
 
 def read_dtype(config: dict) -> str:
@@ -369,17 +361,14 @@ def read_generation(folder: Path, overrides: dict) -> dict:
 def read_eos(config: dict, generation: dict) -> tuple[int, ...]:
     """All that the two files name, and no class's default. A chat model's turn often ends with a
     token that only one of them has, and would run on without it."""
-    ids = [*_read_ids(generation.get("eos_token_id")), *_read_ids(config.get("eos_token_id"))]
-    return tuple(dict.fromkeys(ids))
-
-
-def _read_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` is a number, a list of numbers, or absent."""
-    ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if any(type(i) is not int for i in ids):
-        raise ValueError(f"eos_token_id={value!r} must be a token id or a list of them: see "
-                         "config.json and generation_config.json")
-    return ids
+    found: list[int] = []
+    for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
+        ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+        if any(type(i) is not int for i in ids):
+            raise ValueError(f"eos_token_id={value!r} must be a token id or a list of them: see "
+                             "config.json and generation_config.json")
+        found += ids
+    return tuple(dict.fromkeys(found))
 
 
 def _refuse_what_is_not_implemented(config: dict) -> None:
@@ -388,9 +377,9 @@ def _refuse_what_is_not_implemented(config: dict) -> None:
         name = "hidden_activation" if "hidden_activation" in config else "hidden_act"
         raise ValueError(f"config.json: {name}={_activation(config)!r} is not supported: choose "
                          f"one of {', '.join(ACTIVATIONS)}, or model_impl='transformers'")
-    if read_flag("use_bidirectional_attention", config.get("use_bidirectional_attention", False)):
+    if read_flag(config, "use_bidirectional_attention", False):
         raise ValueError("config.json: use_bidirectional_attention=True is not supported: text is "
                          "generated causally")
-    if not read_flag("is_causal", config.get("is_causal", True)):
+    if not read_flag(config, "is_causal", True):
         raise ValueError("config.json: is_causal=False is not supported: every token would see "
                          "those behind it, and text is computed causally here")

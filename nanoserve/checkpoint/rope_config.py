@@ -59,7 +59,8 @@ def read_ropes(config: dict) -> tuple[RopeConfig, RopeConfig | None]:
     if local is not None and config.get("rope_parameters") and not kinds:
         raise ValueError(f"config.json: rope_parameters={config['rope_parameters']!r:.80} must "
                          "have an object for full_attention and one for sliding_attention")
-    truncate = entries.get("truncate")  # also transformers reads it here: beside such objects
+    # Also transformers reads it here: beside such objects.
+    truncate = entries.get("truncate") is None or read_flag(entries, "truncate", True)
     if kinds:
         local = (local or {}) | (entries.get("sliding_attention") or {})
         entries = entries.get("full_attention") or {}
@@ -82,7 +83,7 @@ def _rope_entries(config: dict) -> dict:
     return entries
 
 
-def _read_rope(config: dict, entries: dict, truncate: bool | None) -> RopeConfig:
+def _read_rope(config: dict, entries: dict, truncate: bool) -> RopeConfig:
     if not isinstance(entries, dict):
         raise ValueError(f"config.json: RoPE of a kind of layers, {entries!r:.80}, must be an "
                          "object")
@@ -97,7 +98,7 @@ def _read_rope(config: dict, entries: dict, truncate: bool | None) -> RopeConfig
     if partial != 1:
         raise ValueError(f"config.json: partial_rotary_factor={partial!r} is not supported: only 1 "
                          "is, but by model_impl='transformers'")
-    theta = read_number("rope_theta", entries.get("rope_theta", config.get("rope_theta", 10000.0)))
+    theta = read_number(entries, "rope_theta", config.get("rope_theta", 10000.0))
     if missing := [name for name in NEEDED[rope_type] if name not in entries]:
         raise ValueError(f"config.json: {rope_type} RoPE scaling lacks {', '.join(missing)}")
     if rope_type == "default":
@@ -105,8 +106,8 @@ def _read_rope(config: dict, entries: dict, truncate: bool | None) -> RopeConfig
     if rope_type == "yarn":
         entries = _yarn_defaults(config, entries)
     rope = RopeConfig(
-        theta, rope_type, truncate=read_flag("truncate", True if truncate is None else truncate),
-        **{name: read_number(name, entries[name]) for name in NUMBERS if name in entries})
+        theta, rope_type, truncate=truncate,
+        **{name: read_number(entries, name) for name in NUMBERS if name in entries})
     if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise ValueError(f"config.json: low_freq_factor={rope.low_freq_factor} must be below "
                          f"high_freq_factor={rope.high_freq_factor}")
@@ -120,7 +121,7 @@ def _yarn_defaults(config: dict, entries: dict) -> dict:
     def sharpness(strength: float) -> float:
         return 0.1 * strength * math.log(factor) + 1 if factor > 1 else 1.0
 
-    factor = read_number("factor", entries["factor"])
+    factor = read_number(entries, "factor")
     whole, part = entries.get("mscale"), entries.get("mscale_all_dim")
     sharp = sharpness(whole) / sharpness(part) if whole and part else sharpness(1)
     return {"attention_factor": sharp, "original_max_position_embeddings":
@@ -158,15 +159,17 @@ def override_new_spelling(config: dict, overrides: dict) -> None:
     config["rope_parameters"] = dict(full_attention=new, sliding_attention=local) if both else new
 
 
-def read_number(name: str, value: object) -> float:
+def read_number(config: dict, name: str, default: float | None = None) -> float:
     """A number above 0, as all numbers must be that are read by this function."""
+    value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {name} must be a number above 0, got {value!r}")
     return value
 
 
-def read_flag(name: str, value: object) -> bool:
+def read_flag(config: dict, name: str, default: bool) -> bool:
     """True or false, or 1 or 0; and not "no", which Python would take for true."""
+    value = config.get(name, default)
     if value not in (True, False):
         raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
     return bool(value)

@@ -21,6 +21,8 @@ import json
 import re
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 _7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
 _QWEN_VL = dict(vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
                 num_attention_heads=64, num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6,
@@ -108,16 +110,9 @@ def stored_names(folder: Path) -> list[str]:
                 return [*json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]]
         single = folder / "model.safetensors"
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-        return [name for file in files for name in _header(file) if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [name for file in files for name in safe_open(file, "numpy").keys()]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
         return []
-
-
-def _header(file: Path) -> dict:
-    """A safetensors file begins with the length of its header, which is JSON."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        return json.loads(opened.read(length)) if length <= file.stat().st_size else {}
 
 
 def check_names(folder: Path, architecture: str, has_towers: bool) -> None:

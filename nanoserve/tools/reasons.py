@@ -32,12 +32,6 @@ class Waits:
     of: dict[Sequence, str] = field(default_factory=dict)
     next_in_line: Sequence | None = None
 
-    def reason(self, seq: Sequence) -> str:
-        """What follows the name of a waiting sequence in a sentence."""
-        if seq in self.of or self.next_in_line is None:
-            return self.of.get(seq, "waits")
-        return f"stands behind {self.next_in_line.name}"
-
 
 def explain(scheduler: Scheduler, step: Step) -> Waits:
     """Ask this between `schedule()`, which made the step, and whatever changes the state next."""

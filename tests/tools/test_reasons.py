@@ -24,7 +24,8 @@ pytestmark = pytest.mark.floor
 def told(scheduler: Scheduler, step) -> dict[str, str]:
     """Name -> sentence, of everybody without a share of the step."""
     waits = explain(scheduler, step)
-    return {seq.name: waits.reason(seq) for seq in scheduler.running + scheduler.waiting
+    return {seq.name: waits.of.get(seq) or f"stands behind {waits.next_in_line.name}"
+            for seq in scheduler.running + scheduler.waiting
             if seq not in step.num_new_tokens and seq.finish_reason is None}
 
 
