@@ -163,22 +163,45 @@ def test_an_untied_model_needs_its_head(copy_of):
 # ---------------------------------------------------------- wrong checkpoints
 
 
-@pytest.mark.parametrize("name", [
-    "model.embed_tokens.weight", "model.norm.weight", "model.layers.2.self_attn.k_proj.weight",
-    "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.bias",
-    "model.layers.1.self_attn.v_proj.bias", "model.layers.0.input_layernorm.weight"])
-def test_a_missing_tensor_is_named_as_the_checkpoint_would(copy_of, name):
-    folder = copy_of("llama-bias", lambda tensors: without(tensors, name))
-    with pytest.raises(ValueError, match=f"llama-bias: 1 tensors are missing .*: {name}"):
+QWEN_EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight".format
+MIXTRAL_EXPERT = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight".format
+
+
+@pytest.mark.parametrize("checkpoint, name, said", [
+    *(("llama-bias", name, None) for name in (
+        "model.embed_tokens.weight", "model.norm.weight", "model.layers.2.self_attn.k_proj.weight",
+        "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.o_proj.bias",
+        "model.layers.1.self_attn.v_proj.bias", "model.layers.0.input_layernorm.weight")),
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "down"), None), ("qwen3-moe", QWEN_EXPERT(0, 0, "gate"), None),
+    ("qwen3-moe", QWEN_EXPERT(0, 1, "up"), None),
+    ("qwen3-moe", "model.layers.2.mlp.gate.weight", None),  # a router
+    ("qwen3-moe", "model.layers.1.mlp.gate_proj.weight", None),  # of the layer without experts
+    # Mixtral's experts are named as the others' would be.
+    ("mixtral", MIXTRAL_EXPERT(1, 2, "w1"), QWEN_EXPERT(1, 2, "gate")),
+    ("mixtral", MIXTRAL_EXPERT(1, 2, "w3"), QWEN_EXPERT(1, 2, "up")),
+    ("mixtral", MIXTRAL_EXPERT(1, 2, "w2"), QWEN_EXPERT(1, 2, "down")),
+    ("mixtral", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight"),
+])
+def test_a_missing_tensor_is_named_as_the_checkpoint_would(copy_of, checkpoint, name, said):
+    folder = copy_of(checkpoint, lambda tensors: without(tensors, name))
+    with pytest.raises(ValueError, match=f"{checkpoint}: 1 tensors are missing .*: {said or name}"):
         load(folder)
 
 
-@pytest.mark.parametrize("name", [
-    "model.layers.3.mlp.up_proj.weight",  # one layer more than config.json has
-    "model.layers.0.self_attn.q_norm.weight.scale", "model.layers.0.self_attn.sinks",
-    "model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.qkv_proj.weight", "stray"])
-def test_a_left_over_tensor_is_named_with_its_file(copy_of, name):
-    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.ones(4)})
+@pytest.mark.parametrize("checkpoint, name", [
+    ("qwen3", "model.layers.3.mlp.up_proj.weight"),  # one layer more than config.json has
+    *(("qwen3", name) for name in (
+        "model.layers.0.self_attn.q_norm.weight.scale", "model.layers.0.self_attn.sinks", "stray",
+        "model.layers.0.self_attn.o_proj.bias", "model.layers.0.self_attn.qkv_proj.weight")),
+    ("qwen3-moe", QWEN_EXPERT(2, 4, "down")), ("mixtral", MIXTRAL_EXPERT(1, 4, "w1")),  # 5 of 4
+    ("qwen3-moe", QWEN_EXPERT(1, 0, "up")),  # in the layer that has none
+    ("qwen3-moe", "model.layers.1.mlp.gate.weight"),
+    ("qwen3-moe", QWEN_EXPERT(0, 0, "up").replace("weight", "bias")),
+    ("mixtral", MIXTRAL_EXPERT(0, 0, "w4")), ("qwen3", QWEN_EXPERT(0, 0, "up")),
+    ("qwen3-moe", "model.layers.0.mlp.experts.gate_up_proj"),
+])
+def test_a_left_over_tensor_is_named_with_its_file(copy_of, checkpoint, name):
+    folder = copy_of(checkpoint, lambda tensors: tensors | {name: torch.ones(4)})
     with pytest.raises(ValueError, match=rf"model\.safetensors: the tensor {name} has no place"):
         load(folder)
 
@@ -192,13 +215,21 @@ def test_a_tensor_that_comes_twice_is_refused(copy_of):
         load(folder)
 
 
-@pytest.mark.parametrize("name, shape", [
-    ("model.layers.1.self_attn.k_proj.weight", (32, 64)), ("model.norm.weight", (1,)),
-    ("model.embed_tokens.weight", (256, 64)), ("model.layers.0.mlp.down_proj.weight", (96, 64)),
-    ("model.layers.2.mlp.gate_proj.weight", (192, 64))])
-def test_a_wrong_shape_is_named_with_both_shapes(copy_of, checkpoints, name, shape):
-    expected = tuple(stored_tensors(checkpoints["qwen3"])[name].shape)
-    folder = copy_of("qwen3", lambda tensors: tensors | {name: torch.zeros(shape)})
+@pytest.mark.parametrize("checkpoint, name, shape", [
+    ("qwen3", "model.layers.1.self_attn.k_proj.weight", (32, 64)),
+    ("qwen3", "model.norm.weight", (1,)), ("qwen3", "model.embed_tokens.weight", (256, 64)),
+    ("qwen3", "model.layers.0.mlp.down_proj.weight", (96, 64)),
+    ("qwen3", "model.layers.2.mlp.gate_proj.weight", (192, 64)),
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "down"), (40, 64)),
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "up"), (1, 64)),
+    ("qwen3-moe", QWEN_EXPERT(2, 3, "gate"), (96, 64)),
+    ("qwen3-moe", "model.layers.0.mlp.gate.weight", (5, 64)),
+    ("mixtral", MIXTRAL_EXPERT(0, 3, "w2"), (96, 64)),
+    ("mixtral", MIXTRAL_EXPERT(0, 3, "w3"), (96,)),
+])
+def test_a_wrong_shape_is_named_with_both_shapes(copy_of, checkpoints, checkpoint, name, shape):
+    expected = tuple(stored_tensors(checkpoints[checkpoint])[name].shape)
+    folder = copy_of(checkpoint, lambda tensors: tensors | {name: torch.zeros(shape)})
     with pytest.raises(ValueError) as error:
         load(folder)
     for words in ("model.safetensors", name, "config.json", str(shape), str(expected)):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from checkpoints import BOS, EOS, PAD, byte_tokenizer
+from checkpoints import BOS, EOS, PAD, Reference, assert_same_text, byte_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -31,6 +31,8 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
 )
+
+from nanoserve import LLM, SamplingParams
 
 TOKENS = dict(vocab_size=260, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
 LAYERS = dict(TOKENS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -124,10 +126,36 @@ def to_pickle(folder: Path) -> None:
 class Made(dict):
     """Folders by name, each made when it is first asked for."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, make: Callable = lambda name, folder: make(
+            ARCHITECTURES[name](), folder)):
         super().__init__()
-        self.root = root
+        self.root, self.make = root, make
 
     def __missing__(self, name: str) -> Path:
-        folder = self[name] = make(ARCHITECTURES[name](), self.root / name)
+        folder = self[name] = self.make(name, self.root / name)
         return folder
+
+
+MAX_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+
+def texts_by(folders: dict, prompts: list, reference=Reference) -> Callable:
+    """transformers' texts by name, with the gaps of their choices; each is written once."""
+    known = {}
+
+    def of(name: str) -> list[tuple[list[int], list[float]]]:
+        if name not in known:
+            oracle = reference(folders[name])
+            known[name] = [oracle.generate(prompt, MAX_TOKENS) for prompt in prompts]
+        return known[name]
+
+    return of
+
+
+def assert_parity(llm: LLM, prompts, texts, where: str) -> None:
+    """Twice: the second time the prompts are in the prefix cache."""
+    for attempt in ("first", "cached"):
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for output, (tokens, gaps) in zip(outputs, texts, strict=True):
+            assert_same_text(output.outputs[0].token_ids, tokens, gaps, f"{where}, {attempt}")

@@ -10,15 +10,23 @@ import re
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, GQA, SIZES, Made, make
+from architectures import (
+    ARCHITECTURES,
+    GQA,
+    GREEDY,
+    MAX_TOKENS,
+    SIZES,
+    Made,
+    assert_parity,
+    make,
+    texts_by,
+)
 from checkpoints import Reference, assert_same_text
 from helpers import poisoned, write_json
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.transformers_model import attend
 
-MAX_TOKENS = 10
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 MODES = {  # each runs the prompts twice, and the second time finds them in the prefix cache
     "batched": dict(num_gpu_blocks_override=64),
     "chunks": dict(num_gpu_blocks_override=64, max_num_batched_tokens=7),
@@ -43,28 +51,12 @@ def few_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def texts_of(made, few_prompts):
-    """transformers' texts by name, with the gaps of their choices; each is written once."""
-    known = {}
-
-    def of(name: str) -> list[tuple[list[int], list[float]]]:
-        if name not in known:
-            reference = Reference(made[name])
-            known[name] = [reference.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
-        return known[name]
-
-    return of
+    return texts_by(made, few_prompts)
 
 
 def start(folder, **options) -> LLM:
     return poisoned(LLM(folder, **dict(num_gpu_blocks_override=24, model_impl="transformers",
                                        dtype="float32") | options))
-
-
-def assert_parity(llm: LLM, prompts, texts, where: str) -> None:
-    for attempt in ("first", "cached"):
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        for output, (tokens, gaps) in zip(outputs, texts, strict=True):
-            assert_same_text(output.outputs[0].token_ids, tokens, gaps, f"{where}, {attempt}")
 
 
 # ------------------------------------------------------------------ the same text

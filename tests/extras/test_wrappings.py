@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import assert_same_text
+from architectures import MAX_TOKENS, Made, assert_parity, texts_by
 from helpers import write_json
 from safetensors.torch import load_file, save_file
 from wrappings import OURS, REFUSED, SERVED, make_wrapping, reference
@@ -18,8 +18,6 @@ from wrappings import OURS, REFUSED, SERVED, make_wrapping, reference
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 
-MAX_TOKENS = 8
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 MODES = [  # each runs the prompts twice, and the second time finds them in the prefix cache
     dict(num_gpu_blocks_override=64, max_num_batched_tokens=7),
     # 10 blocks of 5 hold the longest text and little more: everybody else is preempted.
@@ -29,21 +27,9 @@ WHO = [(name, "transformers") for name in SERVED] + [
     (name, "nanoserve") for name in OURS]
 
 
-class Folders(dict):
-    """Folders by name, each made when it is first asked for."""
-
-    def __init__(self, root: Path):
-        super().__init__()
-        self.root = root
-
-    def __missing__(self, name: str) -> Path:
-        folder = self[name] = make_wrapping(name, self.root / name)
-        return folder
-
-
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("wrappings"))
+def folders(tmp_path_factory) -> Made:
+    return Made(tmp_path_factory.mktemp("wrappings"), make_wrapping)
 
 
 @pytest.fixture(scope="session")
@@ -56,26 +42,11 @@ def few_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def texts_of(folders, few_prompts):
-    known = {}
-
-    def of(name: str) -> list[tuple[list[int], list[float]]]:
-        if name not in known:
-            oracle = reference(folders[name])
-            known[name] = [oracle.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
-        return known[name]
-
-    return of
+    return texts_by(folders, few_prompts, reference)
 
 
 def start(folder, **options) -> LLM:
     return LLM(folder, **dict(num_gpu_blocks_override=24, dtype="float32") | options)
-
-
-def assert_parity(llm: LLM, prompts, texts, where: str) -> None:
-    for attempt in ("first", "cached"):
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        for output, (tokens, gaps) in zip(outputs, texts, strict=True):
-            assert_same_text(output.outputs[0].token_ids, tokens, gaps, f"{where}, {attempt}")
 
 
 @pytest.mark.parametrize("name, impl", WHO)
