@@ -24,16 +24,6 @@ def test_allocation_rounds_up(num_tokens, num_blocks):
     blocks.check([seq])
 
 
-def test_growing_keeps_the_blocks_and_takes_no_more_than_needed():
-    blocks, seq = BlockManager(8, SIZE), sequence(range(9))
-    blocks.allocate(seq, 5)
-    before = list(seq.block_table)
-    for num_tokens, num_blocks in [(6, 2), (8, 2), (9, 3), (3, 3)]:
-        assert blocks.allocate(seq, num_tokens)
-        assert len(seq.block_table) == num_blocks
-    assert seq.block_table[:2] == before and len(set(seq.block_table)) == 3
-
-
 def test_allocation_is_all_or_nothing():
     blocks, first, second = BlockManager(3, SIZE), sequence(range(8)), sequence(range(8))
     assert blocks.allocate(first, 8)

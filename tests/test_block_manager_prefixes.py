@@ -101,14 +101,6 @@ def test_keys_are_the_chained_hashes_by_hand():
     assert [key.hex() for key in keys] == KEYS
 
 
-def test_keys_grow_with_the_sequence():
-    blocks, seq = BlockManager(8, SIZE), sequence([])
-    for token in range(1, 10):
-        seq.token_ids.append(token)
-        assert len(blocks.keys(seq)) == token // SIZE
-    assert [key.hex() for key in blocks.keys(seq)] == KEYS
-
-
 @pytest.mark.parametrize("hash_seed", ["0", "12345"])
 def test_keys_are_the_same_in_every_process(hash_seed):
     code = ("import sys; from nanoserve.block_manager import BlockManager as B; "

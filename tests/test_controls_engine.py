@@ -116,22 +116,6 @@ def test_controls_equal_the_naive_loop(qwen3, cases, mode):
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
 
 
-def test_seeded_samples_with_controls_are_the_same_with_overlap(qwen3):
-    """A row that needs its last token's value waits for it; the draw is the same."""
-    params = [SamplingParams(n=2, seed=seed, max_tokens=20, ignore_eos=True, **kinds)
-              for seed, kinds in enumerate([
-                  dict(), dict(repetition_penalty=1.4), dict(frequency_penalty=2., top_k=9),
-                  dict(bad_words=["ab", "b"]), dict(min_tokens=9, stop_token_ids=list(range(120))),
-                  dict(presence_penalty=2., top_p=.8)])]
-    texts = []
-    for options in (dict(), dict(async_scheduling=True),
-                    dict(async_scheduling=True, num_gpu_blocks_override=8, max_num_seqs=7)):
-        llm = LLM(qwen3, dtype="float32", **dict(num_gpu_blocks_override=64) | options)
-        outs = llm.generate([PROMPT[:18]] * len(params), params, use_tqdm=False)
-        texts.append([sample.token_ids for out in outs for sample in out.outputs])
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_who_waits_for_the_last_token_and_who_does_not(qwen3):
     """With overlap, a plain row samples in every step; a row with a penalty in every second one,
     because its next token depends on one that the host has not seen. min_tokens is only a count."""
@@ -155,15 +139,6 @@ def llm(qwen3) -> LLM:
 
 def run(llm: LLM, params: SamplingParams, prompt=PROMPT):
     return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-
-
-def test_allowed_tokens_alone_come_and_may_end_it(llm):
-    allowed = [7, 8, 9, EOS]
-    wild = SamplingParams(temperature=2, max_tokens=100, seed=0, allowed_token_ids=allowed,
-                          logit_bias={token: 5 for token in allowed})
-    outs = [run(llm, replace(wild, seed=seed)) for seed in range(8)]
-    assert {token for out in outs for token in out.token_ids} == set(allowed)
-    assert any(out.finish_reason == "stop" and len(out.token_ids) < 100 for out in outs)
 
 
 # ----------------------------------------------------------------- bad words
@@ -225,12 +200,6 @@ def test_no_end_before_min_tokens(qwen3, min_tokens, async_scheduling):
             assert (out.finish_reason, out.stop_reason) == ("stop", kinds and 66 or None)
         else:
             assert (out.finish_reason, len(out.token_ids)) == ("length", MAX_TOKENS)
-
-
-def test_min_tokens_keeps_eos_away_even_where_it_ends_nothing(llm):
-    """As in vLLM: `ignore_eos` makes EOS a token like others, but not one to begin with."""
-    ids = run(llm, greedy(logit_bias={EOS: 100}, min_tokens=4, ignore_eos=True)).token_ids
-    assert EOS not in ids[:4] and ids[4:] == [EOS] * (MAX_TOKENS - 4)
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))

@@ -155,31 +155,6 @@ def test_long_texts_in_a_pool_for_their_windows(checkpoints, prompts, references
     assert not num_preempted(steps) and 4 <= most <= 7
 
 
-# -------------------------------------------------------- tensor parallelism
-
-
-@pytest.mark.parametrize("name, options", [
-    ("llama-bias", {}),
-    ("qwen3-moe-odd", dict(expert_parallel=True)),  # 2 and 3 experts
-], ids=str)
-def test_two_ranks_equal_transformers(checkpoints, prompts, reference_of, name, options):
-    """Everything at once on two ranks, then three samples each, then from the cache. Row-parallel
-    biases were added once a rank (nano-vllm #125), and the head's gather was right for one row only
-    (mini-sglang #98). These are processes; what else can be shared out is in parallel/test_ranks,
-    where ranks are threads."""
-    reference, prompts = reference_of(name), prompts[3:11]
-    with start(checkpoints[name], tensor_parallel_size=2, **BUSY, **options) as llm:
-        steps = watch_steps(llm)
-        assert_parity(run(llm, prompts), prompts, reference, f"{name}, two ranks")
-        outputs = run(llm, prompts[:2], GREEDY_OF_3)
-        assert_parity(outputs, prompts[:2], reference, f"{name}, two ranks, n=3")
-        assert num_preempted(steps)
-        run(llm, prompts[:1])
-        outputs = run(llm, prompts[:1])
-        assert_parity(outputs, prompts[:1], reference, f"{name}, two ranks, cached")
-        assert outputs[0].num_cached_tokens == 15
-
-
 @pytest.mark.parametrize("options", [
     {}, dict(enable_prefix_caching=False), dict(max_num_batched_tokens=7),
     dict(async_scheduling=True), dict(async_scheduling=True, enable_prefix_caching=False),

@@ -163,30 +163,6 @@ def test_continuing_an_answer(speaker, begun):
     assert decode(name, ids) + out.outputs[0].text == decode(name, ids + output)
 
 
-# Written by hand, because the reference above runs the same template engine.
-@pytest.mark.parametrize(("name", "conversation", "text"), [
-    ("qwen", talk("Hi"), "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-     "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-    ("qwen", [{"role": "system", "content": "Be brief."}, *talk("Hi", "Yo 😀", "東京?")],
-     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>"
-     "assistant\nYo 😀<|im_end|>\n<|im_start|>user\n東京?<|im_end|>\n<|im_start|>assistant\n"),
-    ("llama_3", talk("Hi ", "Yo", "é"), "<|begin_of_text|><|start_header_id|>user<|end_header_id|>"
-     "\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYo<|eot_id|>"
-     "<|start_header_id|>user<|end_header_id|>\n\né<|eot_id|>"
-     "<|start_header_id|>assistant<|end_header_id|>\n\n"),
-    ("llama_2", talk("Hi", "Yo", "é"), "<s>[INST] Hi [/INST] Yo</s>[INST] é [/INST]"),
-    ("gemma", talk("Hi", "Yo", "é"), "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>"
-     "model\nYo<end_of_turn>\n<start_of_turn>user\né<end_of_turn>\n<start_of_turn>model\n"),
-    ("mistral", talk("Hi", "Yo", "é"), "<s>[INST] Hi[/INST] Yo</s>[INST] é[/INST]"),
-], ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "")
-def test_templates_by_hand(name, conversation, text, tmp_path):
-    speaker = Speaker(name, make_checkpoint(name, tmp_path), overlap=False)
-    [out] = speaker.llm.chat(conversation, params(max_tokens=1), use_tqdm=False)
-    assert out.prompt == text
-    spaced = decode(name, out.prompt_token_ids, skip=False)  # "<s> [INST]" by some decoders
-    assert spaced.replace(" ", "") == text.replace(" ", "")
-
-
 def test_a_template_has_switches_of_its_own(tmp_path):
     """`chat_template_kwargs` reach it: Qwen's switch for thoughts, for example. They are marked by
     tokens that are no special ones, and so they are shown."""
@@ -202,11 +178,3 @@ def test_a_template_has_switches_of_its_own(tmp_path):
         assert (out.prompt, out.prompt_token_ids) == reference("qwen", talk("Hi"), **kinds or {})
         assert out.prompt_token_ids.count(thoughts[1]) == (asked_for != asked)
         assert out.outputs[0].text == "<think>é?</think>é!"
-
-
-def test_a_template_may_refuse_a_conversation(tmp_path):
-    """Its own words are passed on, and no work has started."""
-    speaker = Speaker("llama_2", make_checkpoint("llama_2", tmp_path), overlap=False)
-    with pytest.raises(ValueError, match="roles must alternate"):
-        speaker.llm.chat([talk("Hi"), [*talk("Hi"), *talk("Hi")]], params(), use_tqdm=False)
-    assert not speaker.llm.has_unfinished_requests()

@@ -18,7 +18,6 @@ from checkpoints import assert_same_text
 from helpers import poisoned, sequence, watch_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from wrappings import as_wrapping
 
 from nanoserve import LLM, SamplingParams, llm
 from nanoserve.batch import BatchBuilder
@@ -217,17 +216,6 @@ def test_every_batch_size_equals_transformers(checkpoints, references, recorded,
         assert len(recorded) >= 1 + count, "decodes must have been replayed"
         sizes = {engine.runner.graphs.size_for(decodes(range(n + 1))) for n in range(count)}
         assert set(recorded) == sizes, "each size must have been replayed"
-
-
-def test_the_text_of_a_wrapping_is_recorded_as_well(checkpoints, references, recorded, tmp_path):
-    folder = as_wrapping(checkpoints["tiny"], tmp_path / "wrapped", "model.language_model.")
-    engine = start(folder, max_num_seqs=2)
-    prompt = [10, 7, 60, 40]
-    (output,) = engine.generate([prompt], SamplingParams(
-        temperature=0, ignore_eos=True, max_tokens=5), use_tqdm=False)
-    expected, gaps = references("tiny", prompt, 12)
-    assert_same_text(output.outputs[0].token_ids, expected[:5], gaps, "a wrapping")
-    assert recorded and set(recorded) == {1}
 
 
 def test_graphs_equal_eager_in_mixed_company(checkpoints, references, prompts, recorded):

@@ -9,7 +9,7 @@ import engine_workloads as fuzz
 import pytest
 import torch
 from checkpoints import assert_same_text
-from guessing import NGRAM, PROMPTS, SMALL, count, start, told
+from guessing import NGRAM, PROMPTS, SMALL, count, start
 from helpers import write_json
 
 from nanoserve import LLM, SamplingParams
@@ -71,17 +71,6 @@ def test_a_perfect_guesser_is_always_right_through_chunks_hits_and_preemption(qw
     numbers = count(llm)
     assert llm.metrics.num_preemptions and llm.metrics.num_hits
     assert numbers["num_accepted_tokens"] > 0.97 * numbers["num_draft_tokens"], numbers
-
-
-def test_two_ranks_guess_alike(checkpoints, noisy):
-    """The draft model's layers and vocabulary are shared out as well."""
-    params = [SamplingParams(temperature=0, max_tokens=8), SamplingParams(seed=1, max_tokens=8)]
-    asks = [[5, 6, 7], list(range(40))], params
-    asked = dict(method="draft_model", num_speculative_tokens=3, model=str(noisy("qwen3")))
-    with start(checkpoints["qwen3"], speculative_config=asked) as llm:
-        expected, numbers = told(llm, *asks), count(llm)
-    with start(checkpoints["qwen3"], tensor_parallel_size=2, speculative_config=asked) as llm:
-        assert told(llm, *asks) == expected and count(llm) == numbers
 
 
 # ------------------------------------------------------------------ around it

@@ -162,16 +162,6 @@ def test_completions_have_the_older_logprobs(server):
         found["tokens"], found["text_offset"], strict=True))
 
 
-def test_streamed_logprobs_add_up_to_the_whole(server):
-    asked = dict(prompt=PROMPT, logprobs=1, seed=2, max_tokens=6)
-    whole = server.ask(COMPLETIONS, asked)[1]["choices"][0]["logprobs"]
-    pieces = [e["choices"][0]["logprobs"] for e in server.events(COMPLETIONS, asked)]
-    for name in ("tokens", "text_offset"):
-        assert sum((piece[name] for piece in pieces), []) == whole[name]
-    assert sum((piece["token_logprobs"] for piece in pieces), []) == pytest.approx(
-        whole["token_logprobs"])
-
-
 def test_chats_have_the_newer_logprobs(server):
     asked = dict(messages=CHAT, logprobs=True, top_logprobs=3, seed=2, max_tokens=5)
     _, answer = server.ask(CHATS, asked)
