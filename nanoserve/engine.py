@@ -90,7 +90,7 @@ class LLMEngine:
                  process: Callable[..., Request], extras: list[Extra]):
         self.config, self.runner, self.process, self.extras = config, runner, process, extras
         self.scheduler = Scheduler(config, num_blocks, runner.window)
-        self.metrics = EngineMetrics(config.enable_prefix_caching)
+        self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.observers: list[Observer] = [self.metrics]
         self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
         self.before_launch: list[Callable[[Step], None]] = []  # called with each step

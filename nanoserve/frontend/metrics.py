@@ -9,13 +9,18 @@ set here, and summed up over all requests. The words of the field:
     hit rate     prompt tokens found in the prefix cache / prompt tokens looked up
     p99          the value that 99 of 100 requests stay below (nearest rank: the 99th of 100)
 
-                 arrival ──► queued ──► scheduled ──────────► first token ──► ... ──► last token
-                    │                                             │                       │
-                    └──────────────────── TTFT ───────────────────┘───── TPOT each ───────┘
+    arrival ─► queued ─► scheduled ─► first token ─► ... ─► last token
+                  └ queue ──┴─ prefill ────┴──── decode ────────┘      inference = prefill + decode
+       └────────────── TTFT ───────────────┘
+       └────────── end to end ──────────────────────────────────┘
 
 Invariant: metrics observe. The engine tells them, like any observer, what was `added`, `scheduled`,
 `updated` and `ended`; no decision depends on their counts, so they change no token. Their cost a
-step grows with the number of sequences that get a token.
+step grows with the number of sequences that get a token. A request enters the histograms when the
+last of its samples has ended, and only if it got a token: one that was aborted before has no times.
+
+Known limit: between two tokens that one step brought (drafts that were right) no time passes; the
+step's time is divided among them.
 
 Not known here: files, servers, torch. A snapshot is made when it is asked for (`LLM.get_metrics`):
 gauges are read off the scheduler then, and are never kept. Road not taken: a metrics library with a
@@ -27,6 +32,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import Protocol
 
@@ -36,8 +42,24 @@ from nanoserve.frontend.outputs import RequestOutput, RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
-# Upper limits of the buckets in which steps are counted by their number of tokens: vLLM's.
-STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Upper limits of the buckets: vLLM's (public documentation of vLLM V1's metrics).
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
+                  7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+BETWEEN_TOKENS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+                  10.0, 20.0, 40.0, 80.0)
+OF_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+              120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+SAMPLES = (1, 2, 5, 10, 20)
+HISTOGRAMS = {
+    "iteration_tokens_total": STEP_TOKENS, "time_to_first_token_seconds": TO_FIRST_TOKEN,
+    "inter_token_latency_seconds": BETWEEN_TOKENS,
+    "request_time_per_output_token_seconds": BETWEEN_TOKENS,
+    "e2e_request_latency_seconds": OF_REQUEST, "request_queue_time_seconds": OF_REQUEST,
+    "request_inference_time_seconds": OF_REQUEST, "request_prefill_time_seconds": OF_REQUEST,
+    "request_decode_time_seconds": OF_REQUEST, "request_params_n": SAMPLES,
+    # Of these the limits are 1, 2, 5, 10, 20, 50 ... up to `max_model_len`.
+    "request_prompt_tokens": (), "request_generation_tokens": (), "request_params_max_tokens": ()}
 
 
 class Observer(Protocol):
@@ -85,7 +107,7 @@ class Gauge:
 
 @dataclass
 class Histogram:
-    """Observations by size: `buckets["64"]` counts those of at most 64, and "+Inf" all of them."""
+    """Observations by size: `buckets["64.0"]` counts those of at most 64, "+Inf" all of them."""
 
     name: str
     labels: dict[str, str]
@@ -106,26 +128,49 @@ class Vector:
 Metric = Counter | Gauge | Histogram | Vector
 
 
+class Distribution:
+    """Observations, counted by size. limits: of the buckets, ascending; the last is open."""
+
+    def __init__(self, limits: tuple[float, ...]):
+        self.limits, self.counts, self.sum = limits, [0] * (len(limits) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.limits, value)] += times
+        self.sum += value * times
+
+    def read(self, name: str, labels: dict[str, str]) -> Histogram:
+        names = (*(str(float(limit)) for limit in self.limits), "+Inf")
+        buckets = dict(zip(names, accumulate(self.counts), strict=True))
+        return Histogram(name, labels, buckets["+Inf"], self.sum, buckets)
+
+
 class EngineMetrics:
     """The engine's counters. prefix_caching: whether prompts are looked up at all. clock: seconds
     that never go back; wall: seconds since 1970."""
 
-    def __init__(self, prefix_caching: bool, clock: Callable[[], float] = time.monotonic,
+    def __init__(self, prefix_caching: bool, max_model_len: int,
+                 clock: Callable[[], float] = time.monotonic,
                  wall: Callable[[], float] = time.time):
         self.prefix_caching, self.clock, self.wall = prefix_caching, clock, wall
-        self.stats: dict[Sequence, RequestStateStats] = {}  # of all that have not ended
+        # Of all that have not ended: the request's times, and all of its samples.
+        self.open: dict[Sequence, tuple[RequestStateStats, list[Sequence]]] = {}
+        # When a sequence got its last token: those of `latest`, the last step's, at `latest_at`.
+        self.last_token: dict[Sequence, float] = {}
+        self.latest, self.latest_at = dict[Sequence, list[int]](), 0.0
         self.num_steps = 0
-        self.step_sizes = [0] * (len(STEP_BUCKETS) + 1)  # the last: larger than all of them
         self.num_prompt_tokens = self.num_generation_tokens = 0
         self.num_queries = self.num_hits = 0  # tokens looked up in the prefix cache, and found
         self.num_preemptions = 0
         self.num_finished = dict.fromkeys(("stop", "length", "abort"), 0)
+        lengths = one_two_five(max_model_len)
+        self.histograms = {name: Distribution(limits or lengths)
+                           for name, limits in HISTOGRAMS.items()}
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:
         """A request was queued."""
         stats.queued_ts = self.clock()
-        self.stats.update(dict.fromkeys(sequences, stats))
+        self.open.update(dict.fromkeys(sequences, (stats, sequences)))
 
     def scheduled(self, step: Step) -> None:
         """A step was planned.
@@ -140,7 +185,7 @@ class EngineMetrics:
                 if self.prefix_caching and not seq.needs_all_positions:
                     self.num_queries += seq.num_prompt_tokens
                     self.num_hits += (seq.num_cached_tokens or 0) - step.num_loaded.get(seq, 0)
-                request = self.stats[seq]
+                request, _ = self.open[seq]
                 request.scheduled_ts = request.scheduled_ts or self.clock()
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
@@ -150,26 +195,69 @@ class EngineMetrics:
         A step's size is vLLM's: its new tokens, first ones included, and the whole prompts that
         they follow, however many steps computed them. A chunk alone makes no observation.
         """
-        now, stats = self.clock(), self.stats
-        before = self.num_prompt_tokens + self.num_generation_tokens
-        self.num_generation_tokens += sum(map(len, grown.values()))
+        now, open_ = self.clock(), self.open
+        num_new, before = sum(map(len, grown.values())), self.num_prompt_tokens
+        self.num_generation_tokens += num_new
         for seq in grown:
-            request = stats[seq]
+            request, _ = open_[seq]
             request.last_token_ts = now
             if not request.first_token_ts:
                 request.first_token_ts = now
                 request.first_token_latency = self.wall() - request.arrival_time
                 self.num_prompt_tokens += seq.num_prompt_tokens
         if grown:
-            size = self.num_prompt_tokens + self.num_generation_tokens - before
-            self.step_sizes[bisect_left(STEP_BUCKETS, size)] += 1
+            self._observe("iteration_tokens_total", num_new + self.num_prompt_tokens - before)
+        self._observe_waits(grown, num_new, now)
+
+    def _observe_waits(self, grown: dict[Sequence, list[int]], num_new: int, now: float) -> None:
+        """Times between tokens, of all that have waited equally long at once. Mostly these are the
+        sequences of the last step, which a comparison of two sets finds out faster than a loop."""
+        waits = {self.latest_at: (len(grown), num_new)}
+        if grown.keys() != self.latest.keys():
+            self.last_token.update((seq, self.latest_at) for seq in self.latest if seq in self.open)
+            waits = {}
+            for seq, tokens in grown.items():
+                if seq in self.last_token:
+                    count, num_new = waits.get(self.last_token[seq], (0, 0))
+                    waits[self.last_token[seq]] = count + 1, num_new + len(tokens)
+        for since, (count, num_new) in waits.items():
+            if num_new:  # none where they were pooled
+                self._observe("inter_token_latency_seconds", (now - since) * count / num_new,
+                              num_new)
+        self.latest, self.latest_at = grown, now
 
     def ended(self, sequences: list[Sequence]) -> None:
         """These sequences have a `finish_reason`. A second call is harmless."""
         for seq in sequences:
-            if self.stats.pop(seq, None) is not None:
+            if seq in self.open:
                 assert seq.finish_reason is not None, f"sequence {seq.name} has not ended"
                 self.num_finished[seq.finish_reason] += 1
+                stats, siblings = self.open.pop(seq)
+                self.last_token.pop(seq, None)
+                if stats.first_token_ts and not any(map(self.open.__contains__, siblings)):
+                    self._count(stats.snapshot(siblings), siblings[0])
+
+    def _count(self, stats: RequestStateStats, seq: Sequence) -> None:
+        """A request has ended. Its arrival is on another clock than the rest, so what lies before
+        the first token comes from `first_token_latency`."""
+        decode = stats.last_token_ts - stats.first_token_ts
+        self._observe("time_to_first_token_seconds", stats.first_token_latency)
+        self._observe("e2e_request_latency_seconds", stats.first_token_latency + decode)
+        self._observe("request_queue_time_seconds", stats.scheduled_ts - stats.queued_ts)
+        self._observe("request_inference_time_seconds", stats.last_token_ts - stats.scheduled_ts)
+        self._observe("request_prefill_time_seconds", stats.first_token_ts - stats.scheduled_ts)
+        self._observe("request_decode_time_seconds", decode)
+        self._observe("request_prompt_tokens", stats.num_prompt_tokens)
+        self._observe("request_generation_tokens", stats.num_generation_tokens)
+        self._observe("request_params_n", stats.num_samples)
+        if seq.request.params.max_tokens is not None:
+            self._observe("request_params_max_tokens", seq.request.params.max_tokens)
+        if stats.num_generation_tokens > stats.num_samples:
+            per_sample = stats.num_generation_tokens / stats.num_samples
+            self._observe("request_time_per_output_token_seconds", decode / (per_sample - 1))
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        self.histograms[name].observe(value, times)
 
     def read(self, scheduler: Scheduler, model: str) -> list[Metric]:
         """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.
@@ -185,15 +273,17 @@ class EngineMetrics:
         counters = dict(prefix_cache_queries=self.num_queries, prefix_cache_hits=self.num_hits,
                         num_preemptions=self.num_preemptions, prompt_tokens=self.num_prompt_tokens,
                         generation_tokens=self.num_generation_tokens)
-        running, buckets = 0, {}
-        for limit, count in zip((*STEP_BUCKETS, "+Inf"), self.step_sizes, strict=True):
-            buckets[str(limit)] = running = running + count
         return [*(Gauge(name(key), labels, float(value)) for key, value in gauges.items()),
                 *(Counter(name(key), labels, value) for key, value in counters.items()),
                 *(Counter(name("request_success"), labels | {"finished_reason": reason}, count)
                   for reason, count in self.num_finished.items()),
-                Histogram(name("iteration_tokens_total"), labels, running, float(
-                    self.num_prompt_tokens + self.num_generation_tokens), buckets)]
+                *(one.read(name(key), labels) for key, one in self.histograms.items())]
+
+
+def one_two_five(limit: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to `limit`. Example: 30 gives 1, 2, 5, 10, 20."""
+    steps = (digit * 10 ** power for power in range(len(str(limit))) for digit in (1, 2, 5))
+    return tuple(step for step in steps if step <= limit)
 
 
 # ------------------------------------------------------------ for a reader

@@ -36,11 +36,10 @@ from starlette.exceptions import HTTPException
 import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.frontend.metrics import say
-from nanoserve.server import pooling
+from nanoserve.server import pooling, prometheus
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
 from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
 from nanoserve.server.guard import AsciiResponse, Guard, error_response
-from nanoserve.server.prometheus import Collector
 from nanoserve.server.protocol import (
     BadRequest,
     Body,
@@ -82,7 +81,6 @@ class Server:
         self.strict = strict
         self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
-        self.collector = Collector(self.llm, names[0])
         self.tracer = Tracer(self.llm)
 
     def check_model(self, name: str | None) -> None:
@@ -244,7 +242,8 @@ class Server:
         return {"version": nanoserve.__version__}
 
     async def metrics(self):
-        return Response(self.collector.text(), media_type="text/plain; version=0.0.4")
+        data = prometheus.text(self.llm, self.names[0]).encode(errors="replace")
+        return Response(data, media_type="text/plain; version=0.0.4")
 
     async def trace(self):
         """Read between two steps, and written off the event loop."""

@@ -160,7 +160,7 @@ class Simulation:
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
         self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
-        self.observers = [EngineMetrics(True, self.clock, self.clock)]
+        self.observers = [EngineMetrics(True, config.max_model_len, self.clock, self.clock)]
         self.num_arrived = 0
 
     def clock(self) -> float:

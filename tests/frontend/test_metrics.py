@@ -1,12 +1,23 @@
 """Metrics against what really happened: counted from the steps themselves."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
-from helpers import stats
+from helpers import sequence, stats
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.frontend.metrics import STEP_BUCKETS, Counter, Gauge, Histogram, summary
+from nanoserve.frontend.metrics import (
+    STEP_TOKENS,
+    Counter,
+    Distribution,
+    EngineMetrics,
+    Gauge,
+    Histogram,
+    one_two_five,
+    summary,
+)
+from nanoserve.frontend.outputs import RequestStateStats
 
 GREEDY = dict(temperature=0, ignore_eos=True)
 
@@ -75,8 +86,8 @@ def test_the_engines_numbers_are_the_steps(qwen3, overlap):
             found["request_successabort"]) == (1, 7, 0)
     sizes = found["iteration_tokens_total"]
     assert (sizes.count, sizes.sum) == (len(steps.sizes), sum(steps.sizes))
-    assert sizes.buckets == {str(limit): sum(size <= limit for size in steps.sizes)
-                             for limit in STEP_BUCKETS} | {"+Inf": len(steps.sizes)}
+    assert sizes.buckets == {str(float(limit)): sum(size <= limit for size in steps.sizes)
+                             for limit in STEP_TOKENS} | {"+Inf": len(steps.sizes)}
     for out in outs:
         m, names = out.metrics, {out.request_id, f"{out.request_id}.0", f"{out.request_id}.1"}
         assert m.num_prompt_tokens == len(out.prompt_token_ids)
@@ -178,3 +189,55 @@ def test_samples_run_side_by_side(qwen3):
     with LLM(qwen3) as llm:
         [out] = llm.generate([1, 2], SamplingParams(n=3, max_tokens=2), use_tqdm=False)
     assert out.metrics.num_samples == 3
+
+
+def test_buckets_count_what_is_at_most_so_large():
+    assert one_two_five(30) == (1, 2, 5, 10, 20) and one_two_five(100)[-1] == 100
+    distribution = Distribution((1, 5))
+    for value in (0.5, 1, 1.1, 5, 7):
+        distribution.observe(value)
+    read = distribution.read("name", {})
+    assert read.buckets == {"1.0": 2, "5.0": 4, "+Inf": 5}
+    assert (read.count, read.sum) == (5, 14.6)
+
+
+def test_times_on_a_clock_that_is_set_by_hand():
+    """Queued at 1, begun at 4, tokens at 10, 12 and 15; the last step brings three, which share its
+    time. It arrived half a second before it was queued."""
+    times = iter([1.0, 4.0, 10.0, 12.0, 15.0])
+    metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 109.5)
+    seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
+    metrics.added([seq], RequestStateStats(arrival_time=100.0), None)
+    metrics.scheduled(SimpleNamespace(num_new_tokens={seq: 2}, preempted=[], admitted=[seq],
+                                      num_loaded={}))
+    for tokens in ([7], [7], [7, 7, 7]):
+        seq.token_ids += tokens
+        metrics.updated(None, {seq: tokens})
+    seq.finish_reason = "length"
+    metrics.ended([seq])
+    metrics.ended([seq])
+    sums = {name: (sum(d.counts), d.sum) for name, d in metrics.histograms.items()}
+    assert sums["inter_token_latency_seconds"] == (4, 5.0)
+    assert sums["time_to_first_token_seconds"] == (1, 9.5)
+    assert sums["request_queue_time_seconds"] == (1, 3.0)
+    assert sums["request_prefill_time_seconds"] == (1, 6.0)
+    assert sums["request_decode_time_seconds"] == (1, 5.0)
+    assert sums["request_inference_time_seconds"] == (1, 11.0)
+    assert sums["e2e_request_latency_seconds"] == (1, 14.5)
+    assert sums["request_time_per_output_token_seconds"] == (1, 1.25)
+    assert sums["iteration_tokens_total"] == (3, 7)
+    assert not metrics.open and not metrics.last_token
+
+
+def test_a_sequence_that_pauses_has_waited_since_its_own_last_token():
+    """By hand: one gets a token at 1, 2, 3 and 4, the other at 1 and 4."""
+    times = iter([0.0, 0.0, 1.0, 2.0, 3.0, 4.0])
+    metrics = EngineMetrics(True, 64, clock=lambda: next(times), wall=lambda: 0.0)
+    one, other = (sequence(name, [1], SamplingParams(max_tokens=9), 0) for name in "ab")
+    for seq in (one, other):
+        metrics.added([seq], RequestStateStats(), None)
+    for grown in ([one, other], [one], [one], [one, other]):
+        metrics.updated(None, {seq: [7] for seq in grown})
+    waits = metrics.histograms["inter_token_latency_seconds"].read("", {})
+    assert (waits.count, waits.sum) == (4, 1 + 1 + 1 + 3)
+    assert (waits.buckets["1.0"], waits.buckets["2.5"], waits.buckets["5.0"]) == (3, 3, 4)

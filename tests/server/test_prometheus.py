@@ -1,7 +1,6 @@
 """What /metrics says: vLLM's names, and sums that agree with what each request was told.
 
-Oracles: prometheus_client's own parser; `RequestOutput.metrics` of the same requests; arithmetic by
-hand, on a clock that is set by hand.
+Oracles: prometheus_client's own parser; `RequestOutput.metrics` of the same requests.
 """
 
 import json
@@ -12,28 +11,21 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from helpers import sequence
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 from small_engine import make  # noqa: E402
 
 from nanoserve import SamplingParams  # noqa: E402
-from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.server import prometheus  # noqa: E402
-from nanoserve.server.prometheus import (  # noqa: E402
-    MEANING,
-    Collector,
-    Distribution,
-    RequestHistograms,
-    one_two_five,
-)
+from nanoserve.server.prometheus import MEANING  # noqa: E402
 
 DASHBOARD = json.loads((Path(prometheus.__file__).parent / "grafana.json").read_text())
 
 
-def read(collector: Collector) -> dict[str, float]:
+def read(engine) -> dict[str, float]:
     """Every sample by its name, and by its label that is none of the engine's, if it has one."""
     found = {}
-    for family in text_string_to_metric_families(collector.text().decode()):
+    for family in text_string_to_metric_families(prometheus.text(engine, "known as")):
+        assert family.type in ("counter", "gauge", "histogram") and family.documentation
         for sample in family.samples:
             labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
             assert sample.labels["model_name"] == "known as" and sample.labels["engine"] == "0"
@@ -45,14 +37,13 @@ def read(collector: Collector) -> dict[str, float]:
 def counted(qwen3):
     """An engine that has served some requests; its numbers, and what the requests were told."""
     with make(qwen3, num_gpu_blocks_override=6, max_num_seqs=3, kv_offload_bytes=2 ** 20) as llm:
-        collector = Collector(llm, "known as")
         params = [SamplingParams(seed=i, n=1 + i % 2, max_tokens=10 + 5 * i, ignore_eos=True)
                   for i in range(6)]
         outputs = llm.generate(["a shared beginning, and then " + "xyz"[i % 3] for i in range(6)],
                                params, use_tqdm=False)
         llm.add_request("gone", "Hello", SamplingParams())
         llm.abort_request("gone")
-        yield read(collector), outputs
+        yield read(llm), outputs
 
 
 def test_sums_agree_with_what_the_requests_were_told(counted):
@@ -86,7 +77,7 @@ def test_sums_agree_with_what_the_requests_were_told(counted):
 def test_every_name_is_explained_and_no_counter_is_a_total_twice(counted):
     numbers, _ = counted
     assert not [name for name in numbers if "_total_total" in name]
-    for name in MEANING:
+    for name in (name for name in MEANING if "spec_decode" not in name):
         assert any(number.startswith(f"vllm:{name}") for number in numbers), name
 
 
@@ -115,14 +106,29 @@ def test_vllms_dashboard_finds_its_names(counted):
 
 def test_two_engines_share_no_numbers_and_an_ended_one_still_answers(qwen3):
     with make(qwen3) as one, make(qwen3) as other:
-        first, second = Collector(one, "known as"), Collector(other, "known as")
         one.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert read(first)["vllm:generation_tokens_total"] == 3
-        assert read(second)["vllm:generation_tokens_total"] == 0
-        assert read(second)["vllm:request_params_n_count"] == 0
-    numbers = read(first)
-    assert numbers["vllm:request_params_n_count"] == 1
-    assert "vllm:generation_tokens_total" not in numbers
+        assert read(one)["vllm:generation_tokens_total"] == 3
+        assert read(other)["vllm:generation_tokens_total"] == 0
+        assert read(other)["vllm:request_params_n_count"] == 0
+    assert read(one)["vllm:request_params_n_count"] == 1
+    assert read(one)["vllm:generation_tokens_total"] == 3
+
+
+def test_what_drafts_brought_is_told_by_position(qwen3):
+    with make(qwen3, speculative_config=dict(method="ngram", num_speculative_tokens=2)) as llm:
+        llm.generate([[5, 6, 7] * 5], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+        numbers, [vector] = read(llm), [
+            one for one in llm.get_metrics() if one.name.endswith("per_pos")]
+    assert numbers["vllm:spec_decode_num_drafts_total"] > 0
+    assert [numbers[f"vllm:spec_decode_num_accepted_tokens_per_pos_total {i}"] for i in (0, 1)] == (
+        vector.values)
+
+
+def test_any_name_of_a_model_can_be_read_again(qwen3):
+    with make(qwen3) as llm:
+        for name in ('say "x"', "back\\slash", "two\nlines"):
+            [family, *_] = text_string_to_metric_families(prometheus.text(llm, name))
+            assert family.samples[0].labels["model_name"] == name
 
 
 def test_a_scrape_waits_for_no_step(qwen3):
@@ -130,38 +136,5 @@ def test_a_scrape_waits_for_no_step(qwen3):
     from concurrent.futures import ThreadPoolExecutor
 
     with make(qwen3) as llm, ThreadPoolExecutor(1) as pool:
-        collector = Collector(llm, "known as")
         with llm.turns:
-            assert pool.submit(collector.text).result(20)
-
-
-def test_buckets_count_what_is_at_most_so_large():
-    assert one_two_five(30) == (1, 2, 5, 10, 20) and one_two_five(100)[-1] == 100
-    distribution = Distribution((1, 5))
-    for value in (0.5, 1, 1.1, 5, 7):
-        distribution.observe(value)
-    assert distribution.cumulative() == [("1.0", 2), ("5.0", 4), ("+Inf", 5)]
-    assert distribution.sum == 14.6
-
-
-def test_times_on_a_clock_that_is_set_by_hand():
-    """A sample gets tokens at 10, 12 and 15; the last step brings three, which share its time."""
-    times = iter([10.0, 12.0, 15.0])
-    observer = RequestHistograms(64, clock=lambda: next(times))
-    seq = sequence("0", [1, 2], SamplingParams(max_tokens=9), 0)
-    stats = RequestStateStats(queued_ts=1.0, scheduled_ts=4.0, first_token_ts=10.0,
-                              last_token_ts=15.0, first_token_latency=9.5)
-    observer.added([seq], stats, None)
-    for tokens in ([7], [7], [7, 7, 7]):
-        seq.token_ids += tokens
-        observer.updated(None, {seq: tokens})
-    observer.ended([seq])
-    observer.ended([seq])
-    sums = {name: (sum(d.counts), d.sum) for name, d in observer.distributions.items()}
-    assert sums["inter_token_latency_seconds"] == (4, 5.0)
-    assert sums["request_queue_time_seconds"] == (1, 3.0)
-    assert sums["request_prefill_time_seconds"] == (1, 6.0)
-    assert sums["request_decode_time_seconds"] == (1, 5.0)
-    assert sums["e2e_request_latency_seconds"] == (1, 14.5)
-    assert sums["request_time_per_output_token_seconds"] == (1, 1.25)
-    assert not observer.open and not observer.last_token
+            assert pool.submit(prometheus.text, llm, "known as").result(20)
