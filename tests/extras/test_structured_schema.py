@@ -4,7 +4,9 @@ Oracles: texts that are right or wrong by hand, `jsonschema`, and a model of noi
 everything that is allowed.
 """
 
+import itertools
 import json
+import random
 
 import jsonschema
 import numpy as np
@@ -40,6 +42,9 @@ PERSON = {"properties": {"a": NUMBER, "more": {"$ref": "#/$defs/more"}},
           "$defs": {"more": {"type": "object", "properties": AB}}}
 PARTS = {"allOf": [{"properties": {"a": NUMBER}}, {"$ref": "#/$defs/more"}],
          "$defs": PERSON["$defs"]}
+KINDS = dict(properties={"k": TEXT}, required=["k"], oneOf=[
+    dict(properties={"k": {"const": "one"}, "a": NUMBER}),
+    dict(properties={"k": {"const": "two"}, "b": TEXT})])
 
 
 @pytest.mark.parametrize(("schema", "closed", "always"), [
@@ -60,14 +65,35 @@ PARTS = {"allOf": [{"properties": {"a": NUMBER}}, {"$ref": "#/$defs/more"}],
     (dict(properties=AB, required=["a", "x"]), [], ['{"a": 1, "x": 1}']),
     (dict(type="object"), [], ['{"a": 1}']),
     (dict(enum=[{"properties": {"a": 1}}]), [], ['{"properties": {"a": 1}}']),
-    (PARTS, [], ['{"a": 1, "b": "c", "x": 1}']),
-    (dict(properties={"a": NUMBER}, anyOf=[dict(properties={"b": TEXT}, required=["b"])]), [],
-     ['{"a": 1, "b": "c"}', '{"b": "c", "x": 1}']),
+    (PARTS, ['{"a": 1, "x": 1}'], ['{"a": 1, "b": "c"}', '{"b": "c"}']),
+    (dict(PARTS, properties={"more": {"$ref": "#/$defs/more"}}),
+     ['{"more": {"x": 1}}'], ['{"a": 1, "more": {"b": "c"}}']),
+    (dict(properties={"c": NUMBER}, **{"$ref": "#/$defs/more", "$defs": PERSON["$defs"]}),
+     ['{"a": 1, "x": 1}'], ['{"c": 1, "a": 1}', '{"b": "c"}']),
+    (dict(properties={"a": NUMBER}, anyOf=[dict(properties={"b": TEXT}, required=["b"])]),
+     ['{"b": "c", "x": 1}'], ['{"a": 1, "b": "c"}']),
+    (dict(properties=AB, anyOf=[dict(required=["a"]), dict(required=["b"])]),
+     ['{"a": 1, "x": 1}'], ['{"a": 1}', '{"b": "c"}']),
+    (KINDS, ['{"k": "one", "b": "c"}', '{"k": "two", "b": "c", "x": 1}'],
+     ['{"k": "one", "a": 1}', '{"k": "two", "b": "c"}']),
+    (dict(properties={"c": NUMBER}, **{"$ref": "#/$defs/k", "$defs": {"k": KINDS}}),
+     ['{"c": 1, "k": "one", "x": 1}'], ['{"c": 1, "k": "one", "a": 1}']),
+    (dict(anyOf=[{"$ref": "#/$defs/more"}, {"type": "null"}], **{"$defs": PERSON["$defs"]}),
+     ['{"a": 1, "x": 1}'], ['{"a": 1}']),
+    (dict(allOf=[{"$ref": "#/$defs/more"}, dict(properties={"in": {"$ref": "#"}})],
+          **{"$defs": PERSON["$defs"]}),
+     ['{"in": {"x": 1}}', '{"a": 1, "in": {"in": {}, "x": 1}}'], ['{"a": 1, "in": {"b": "c"}}']),
+    (dict(allOf=[dict(properties={"a": NUMBER}), dict(additionalProperties=True)]), [],
+     ['{"a": 1, "x": 1}']),
+    (dict(allOf=[dict(properties={"a": NUMBER}), dict(required=["x"])]), [],
+     ['{"a": 1, "x": 1}']),
+    (dict(allOf=[dict(properties={"a": NUMBER}), dict(patternProperties={"^x": NUMBER})]),
+     ['{"a": 1, "y": 1}'], ['{"a": 1, "x": 1}']),
 ], ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "")
 def test_an_object_that_lists_its_keys_has_no_others_unless_it_is_opened(grammars, schema, closed,
                                                                          always):
-    """A small model writes keys of its own for ever where it may: vLLM closes such objects. An
-    object that is put together from parts stays open: each part would forbid the others' keys."""
+    """A small model writes keys of its own for ever where it may: vLLM closes such objects. One
+    that is put together from parts has the keys of all of them, and no others."""
     schema = dict({"type": "object"} if schema.get("type") != "array" and "enum" not in schema else
                   {}, **schema)
     for text in [*closed, *always]:
@@ -75,6 +101,57 @@ def test_an_object_that_lists_its_keys_has_no_others_unless_it_is_opened(grammar
         assert is_text(grammars, text, json=schema) == (text in always), text
         assert is_text(grammars, text, json=json.dumps(schema),
                        disable_additional_properties=False), text
+
+
+def make_parts(rng: random.Random, depth: int = 2, chooses: bool = True) -> dict:
+    """A schema of an object, in parts, some of which are definitions."""
+    schema = {}
+    if rng.random() < 0.6:
+        schema["properties"] = {key: rng.choice([NUMBER, {"minimum": 3}, TEXT, {}])
+                                for key in rng.sample("abcd", rng.randint(1, 2))}
+        schema["required"] = [key for key in schema["properties"] if rng.random() < 0.3]
+    if rng.random() < 0.2:
+        schema["$ref"] = f"#/$defs/{rng.randrange(3)}"
+    if depth and rng.random() < 0.5:
+        schema["allOf"] = [make_parts(rng, depth - 1, False) for _ in range(rng.randint(1, 2))]
+    if depth and chooses and rng.random() < 0.6:
+        rng.choice([schema, *schema.get("allOf", ())])["anyOf"] = [
+            make_parts(rng, depth - 1) for _ in range(rng.randint(1, 2))]
+    return schema
+
+
+def choices(schema: dict) -> list[dict]:
+    """The schema with one alternative of each `anyOf`, which becomes a part of `allOf`."""
+    parts = [choices(part) for part in schema.get("allOf", ())]
+    if "anyOf" in schema:
+        parts.append([one for part in schema["anyOf"] for one in choices(part)])
+    rest = {key: value for key, value in schema.items() if key not in ("allOf", "anyOf")}
+    return [dict(rest, allOf=list(chosen)) for chosen in itertools.product(*parts)]
+
+
+def lists_keys(schema: dict) -> bool:
+    return "properties" in schema or "$ref" in schema or any(map(lists_keys, schema["allOf"]))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_mean_what_unevaluated_properties_mean(grammars, seed):
+    """Against jsonschema, which knows that keyword. A text is allowed if it is valid for some
+    choice of alternatives, and has no keys but those of their parts."""
+    rng = random.Random(seed)
+    definitions = {str(i): {"properties": {rng.choice("abcd"): NUMBER}} for i in range(3)}
+    schema = dict(make_parts(rng), type="object", **{"$defs": definitions})
+    oracles = [jsonschema.Draft202012Validator(
+        dict(one, unevaluatedProperties=False) if lists_keys(one) else one)
+        for one in choices(schema)]
+    for _ in range(30):
+        value = {key: rng.choice((1, 5, "t")) for key in rng.sample("abcdx", rng.randint(0, 3))}
+        texts = [json.dumps(dict(some)) for some in itertools.permutations(value.items())]
+        try:  # the compiler has an order of its own
+            allowed = any(is_text(grammars, text, json=schema) for text in texts)
+        except ValueError as error:
+            assert "no text at all" in str(error) or "Unsatisfiable" in str(error), error
+            allowed = False
+        assert allowed == any(one.is_valid(value) for one in oracles), (schema, value)
 
 
 @pytest.mark.parametrize(("properties", "patterns", "more"), [
