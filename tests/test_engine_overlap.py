@@ -10,6 +10,7 @@ else): the host may be ahead of the device, but never of the truth.
 import shutil
 from types import SimpleNamespace
 
+import engine_workloads as fuzz
 import pytest
 from checkpoints import assert_same_text
 from helpers import poisoned, write_json
@@ -181,6 +182,18 @@ def test_greedy_tokens_equal_transformers(qwen3, references, prompts, monkeypatc
     assert any(step.preempted for step in device.steps) == preempts
 
 
+def test_random_workloads_on_a_late_device(checkpoints, references, monkeypatch):
+    """Chunks, hits, preemption, samples, stop tokens, lengths, logprobs and aborts in flight: every
+    request has transformers' text, or that of the same request alone in a plain engine."""
+    device = LateDevice(fuzz.engine(checkpoints["qwen3"], 1), monkeypatch)
+    try:
+        fuzz.run_random_workloads(checkpoints, references, "qwen3", [1], 40)
+        assert sum(device.num_unknown) > 100 and device.log.count("read 0") == 1
+    finally:
+        while fuzz.engines:
+            fuzz.engines.popitem()[1].shutdown()
+
+
 def test_eos_in_flight(qwen3, references, tmp_path, monkeypatch):
     """EOS is read when the next token is being computed already: that one is wasted, silently."""
     prompt = [10, 20, 30]
@@ -195,26 +208,6 @@ def test_eos_in_flight(qwen3, references, tmp_path, monkeypatch):
     assert_same_text(output.outputs[0].token_ids, expected, gaps, "EOS in flight")
     assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
     assert device.num_launched == len(expected) + 1
-
-
-def stop_cases(text: list[int]) -> list[SamplingParams]:
-    return [greedy(stop_token_ids=[text[k]]) for k in range(4)] + [
-        greedy(max_tokens=k) for k in (1, 2, 3)]
-
-
-def test_stop_tokens_and_lengths_in_flight(qwen3, references, monkeypatch):
-    """Requests that end at different moments share the steps; each gets exactly its own text."""
-    prompt = [10, 20, 30]
-    text, gaps = references("qwen3", prompt, MAX_TOKENS)
-    llm = start(qwen3)
-    LateDevice(llm, monkeypatch)
-    params = stop_cases(text)
-    for output, asked in zip(generate(llm, [prompt] * len(params), params), params, strict=True):
-        sample, stop = output.outputs[0], asked.stop_token_ids
-        expected = text[:text.index(stop[0]) + 1] if stop else text[:asked.max_tokens]
-        assert_same_text(sample.token_ids, expected, gaps, str(stop))
-        assert (sample.finish_reason, sample.stop_reason) == (
-            ("stop", stop[0]) if stop else ("length", None))
 
 
 def test_stop_strings_in_flight(qwen3, monkeypatch):
@@ -235,21 +228,6 @@ def test_stop_strings_in_flight(qwen3, monkeypatch):
     needed = sum(len(prompt) - 1 + n for prompt, n in zip(prompts, num_tokens, strict=True))
     wasted = sum(n < MAX_TOKENS for n in num_tokens)  # but for those that ended by length as well
     assert wasted > 0 and sum(step.num_tokens for step in device.steps) == needed + wasted
-
-
-def test_seeded_samples_and_prefix_hits(qwen3, monkeypatch):
-    """Three samples share their prompt's blocks; the numbers they draw depend on their seed and the
-    token's position, which overlap must not shift."""
-    prompts = [list(range(40)), list(range(35)) + [7], [1, 2]]
-    params = [SamplingParams(n=3, seed=seed, max_tokens=MAX_TOKENS) for seed in (1, 2, 3)]
-    expected = generate(start(qwen3, depth=0, enable_prefix_caching=False), prompts, params)
-    llm = start(qwen3, max_num_batched_tokens=24, max_num_seqs=8)
-    LateDevice(llm, monkeypatch)
-    for num_cached in ([0, 32, 0], [32, 32, 0]):  # at first, and from the cache
-        outputs = generate(llm, prompts, params)
-        assert told(outputs) == told(expected)
-        assert [output.num_cached_tokens for output in outputs] == num_cached
-    assert len({tuple(sample[2]) for sample in told(outputs)}) == 9, "the samples differ"
 
 
 # -------------------------------------------------------------------- endings
@@ -287,34 +265,6 @@ def test_blocks_are_handed_out_while_a_step_in_flight_still_writes_to_them(
     output = finish(llm)["next"]
     expected, gaps = references("qwen3", [40, 50], MAX_TOKENS)
     assert_same_text(output.outputs[0].token_ids, expected[:8], gaps, "the second request")
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
-@pytest.mark.parametrize("again", [False, True], ids=["", "the id is used again at once"])
-def test_aborts_in_flight(qwen3, references, monkeypatch, num_steps, again):
-    """Two of four requests are aborted with a step in flight, in a chunk or decoding; the others
-    don't notice, and the tokens that arrive afterwards go nowhere."""
-    llm = start(qwen3, max_num_batched_tokens=16, num_gpu_blocks_override=20, block_size=4)
-    LateDevice(llm, monkeypatch)
-    prompts = {name: [ord(name)] * 11 + list(range(9)) for name in "abcd"}
-    for name, prompt in prompts.items():
-        llm.add_request(name, prompt, greedy())
-    early = {}
-    for _ in range(num_steps):
-        for output in llm.step():
-            early[output.request_id] = output.outputs[0].token_ids
-    for name in "ac":
-        llm.abort_request(name)
-        if again:
-            llm.add_request(name, prompts["b"], greedy())
-    outputs = [output for output in llm.step()]
-    aborted = {o.request_id: o for o in outputs if o.outputs[0].finish_reason == "abort"}
-    assert {name: o.outputs[0].token_ids for name, o in aborted.items()} == {
-        name: early.get(name, []) for name in "ac"}
-    results = finish(llm)
-    assert set(results) == set("abcd" if again else "bd")
-    assert_transformers_agrees(results.values(), references, f"aborts after {num_steps} steps")
-    assert llm.scheduler.blocks.num_free_blocks == 20
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2, 4, 6, 9])
