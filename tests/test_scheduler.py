@@ -84,18 +84,6 @@ def test_max_num_seqs_counts_those_that_run_already(shared):
     assert all(seq.output_token_ids == alone(seq) for seq in seqs)
 
 
-def test_a_row_belongs_to_one_running_sequence():
-    scheduler = make(seqs=3)
-    seqs = [add(scheduler, 5, max_tokens=2 + i) for i in range(6)]
-
-    def look(step):
-        taken = [seq.row for seq in step.num_new_tokens]
-        assert len(set(taken)) == len(taken) and set(taken) <= {0, 1, 2}
-
-    run(scheduler, look)
-    assert {seq.row for seq in seqs} == {-1} and sorted(scheduler.free_rows) == [0, 1, 2]
-
-
 # ------------------------------------------------------------------ the order
 
 
@@ -166,17 +154,6 @@ def test_prompts_that_may_not_be_cut_are_whole_again_after_a_lost_step(policy):
     assert [rows(step) for step in steps[:2]] == [{"A": 6}, {"A": 1, "B": 6}]
     assert all(set(step.sampling) == set(step.num_new_tokens) for step in steps)
     assert [seq.output_token_ids for seq in seqs] == [alone(seq) for seq in seqs]
-
-
-def test_arrival_breaks_ties_also_after_a_preemption():
-    """A preempted sequence keeps its place: it comes back before those that arrived after it."""
-    scheduler = make(num_blocks=5, seqs=2)
-    add(scheduler, 7, 6), add(scheduler, 7, 6), add(scheduler, 3, 6)
-    steps = run(scheduler)
-    assert any(step.preempted for step in steps)
-    assert first_scheduled(steps) == ["A", "B", "C"]
-    last_of = {name: i for i, step in enumerate(steps) for name in rows(step)}
-    assert last_of["B"] < last_of["C"]
 
 
 # ----------------------------------------------------------------- preemption
@@ -377,14 +354,6 @@ def test_preempted_behind_its_window(caching):
     assert any(had_released), "nobody was preempted behind its window"
     assert all(seq.output_token_ids == alone(seq) for seq in seqs)
     assert scheduler.blocks.num_free_blocks == 8
-
-
-def test_without_a_window_in_every_layer_nothing_is_given_back():
-    scheduler = make(30)
-    seq = add(scheduler, 20, 60)
-    most = []
-    run(scheduler, lambda step: most.append(held(seq)))
-    assert max(most) == 20 and seq.num_released_blocks == 0  # 79 computed tokens
 
 
 # ------------------------------------------------------------------ the audit
