@@ -36,9 +36,10 @@ from nanoserve.server.api import create_app, load_chat_template
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.words.vllm import ROWS, nearest
 
-# vLLM's names of options, but for those that are ours as well.
+# vLLM's names of options, but for those that are ours as well: the engine's, or the server's.
+OURS = {*(field.name for field in fields(EngineConfig)), "served_model_name"}
 VLLMS = {name: row for (taker, name), row in ROWS.items()
-         if taker in ("LLM", "serve") and name not in {f.name for f in fields(EngineConfig)}}
+         if taker in ("LLM", "serve") and name not in OURS}
 SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
          "data_parallel_size": ["-dp"], "quantization": ["-q"]}  # vLLM's
 UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
@@ -190,6 +191,8 @@ def check_servers_own(args: argparse.Namespace) -> None:
         if "serve" in row.takers and name in args and not row.asks_for_nothing(
                 value := getattr(args, name)):
             raise ValueError(f"{option_name(name)} {value} is not supported: {row.remedy}")
+    if args.lora_modules and not args.enable_lora:
+        raise ValueError("--lora-modules has no effect without --enable-lora: add it")
     if args.model_option is not None:
         if getattr(args, "model", args.model_option) != args.model_option:
             raise ValueError(f"two models are named, {args.model!r} and {args.model_option!r}: "

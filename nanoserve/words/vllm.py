@@ -80,7 +80,7 @@ TABLE = (
     # Three names of ours, for which vLLM writes None where we have another default.
     Row("LLM", "seed enable_prefix_caching enable_chunked_prefill", nothing=(None,)),
     Row("LLM", "disable_log_stats disable_log_requests disable_custom_all_reduce "
-        "disable_cascade_attn"),
+        "disable_cascade_attn max_cpu_loras"),
     Row("LLM", "pipeline_parallel_size", "use tensor_parallel_size, which shares out every layer",
         (1,)),
     Row("LLM", "data_parallel_size", "all ranks serve one copy of the model with "
@@ -102,8 +102,8 @@ TABLE = (
     Row("LLM", "kv_offloading_size", "say kv_offload_bytes, in bytes"),
     Row("LLM", "swap_space", "a preempted request is computed again, mostly from the prefix cache: "
         "leave it out"),
-    Row("LLM", "max_cpu_loras", "adapters are read from their folders again: leave it out, or "
-        "raise max_loras"),
+    Row("LLM", "served_model_name", "clients of a server call a model so: nanoserve serve "
+        "--served-model-name NAME"),
     Row("LLM", "speculative_model num_speculative_tokens", "use speculative_config={'method': "
         "'ngram' or 'draft_model', 'num_speculative_tokens': ..., 'model': ...}"),
     Row("LLM", "use_tqdm_on_load", "set the environment variable TQDM_DISABLE=1", (True,)),

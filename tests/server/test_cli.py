@@ -86,7 +86,7 @@ def test_options_come_in_vllms_forms():
     assert parse("--seed", "-3")["seed"] == -3
     assert parse("-tp", "2")["tensor_parallel_size"] == 2
     args = cli.make_parser().parse_args(
-        ["--model", "a", "-pp", "1", "--lora-modules", "one=folder",
+        ["--model", "a", "-pp", "1", "--enable-lora", "--lora-modules", "one=folder",
          '{"name": "two", "path": "other=folder", "base_model_name": "a"}',
          "--uvicorn-log-level", "info", "--response-role", "assistant"])
     cli.check_servers_own(args)
@@ -115,6 +115,14 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(capsys, mo
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
         cli.main(["--port", str(taken.getsockname()[1])])
     assert "can't listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_adapters_that_nothing_switches_on_are_found_out_before_the_model_is_loaded(
+        capsys, monkeypatch):
+    monkeypatch.setattr(cli, "LLM", None)
+    with pytest.raises(SystemExit):
+        cli.main(["--port", "0", "--lora-modules", "one=folder"])
+    assert "--lora-modules has no effect without --enable-lora" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("host", "port", "said"), [
