@@ -4,6 +4,7 @@
     python -m nanoserve trace --budget 6 --blocks 12 --request 9:4 --request 20:2
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --html run.html
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest
+    python -m nanoserve trace --compare static
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
@@ -17,7 +18,7 @@ line, are passed over). A cell of the table is what a request gets in that step:
     0..8      computes the tokens at positions 0 to 7 of its prompt
     8..10 →   the rest of the prompt, and samples a token from it
     10 →      decodes: computes one token, samples the next
-    hit 8     found its first 8 tokens in the prefix cache
+    hit 8     found its first 8 tokens in the prefix cache, or its own after a preemption
     preempted gave its blocks back, will recompute
     ·         waits
 
@@ -40,6 +41,7 @@ from nanoserve.frontend.metrics import EngineMetrics, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
+from nanoserve.tools.compare import VARIANTS, read_pages, tell_apart
 from nanoserve.tools.reasons import explain, lost_blocks
 from nanoserve.tools.recorder import Trace
 
@@ -63,14 +65,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
     parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
+    parser.add_argument("--compare", nargs="+", metavar="WHAT", help="tell this run apart from one "
+                        f"with {', '.join(VARIANTS)}; or two recorded pages")
     args = parser.parse_args(argv)
     try:
         arrivals = read_csv(args.csv) if args.csv else []
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
         arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
-        simulation = Simulation(arrivals, args.budget, args.blocks, args.block_size,
-                                args.max_num_seqs, args.step_ms / 1e3, args.token_us / 1e6,
-                                args.policy)
+        options = (arrivals, args.budget, args.blocks, args.block_size, args.max_num_seqs,
+                   args.step_ms / 1e3, args.token_us / 1e6)
+        simulation = Simulation(*options, policy=args.policy)
+        if args.compare:
+            how = VARIANTS.get(" ".join(args.compare))
+            print(tell_apart(*read_pages(args.compare) if how is None else (
+                simulation.stream(),
+                Simulation(*options, **dict(policy=args.policy) | how).stream())))
+            return
         for path, suffix in ((args.html, ".html"), (args.json, ".json")):
             if path:
                 simulation.record(str(Path(path).with_suffix(suffix)))
@@ -151,11 +161,16 @@ class Simulation:
 
     def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
                  max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6,
-                 policy: str = "fcfs"):
+                 policy: str = "fcfs", static: bool = False, **options):
         config = EngineConfig(
             model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
             max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
-            scheduling_policy=policy)
+            scheduling_policy=policy, **options)
+        longest = max((one.num_prompt + one.num_output for one in arrivals), default=0)
+        if not config.enable_chunked_prefill and longest > budget:
+            raise ValueError(f"without chunks a step must hold the longest request: raise --budget "
+                             f"to at least {longest}")
+        self.static = static  # nobody joins a batch that runs
         self.scheduler = Scheduler(config, num_blocks)
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
@@ -166,7 +181,7 @@ class Simulation:
     def clock(self) -> float:
         return self.now
 
-    def record(self, path: str) -> None:
+    def record(self, path: str) -> Trace:
         """Write the steps to a file as well, an engine's page or JSON by its ending. Raises
         `ValueError` for another ending or a missing folder; what fails in writing is only said."""
         EngineConfig(model="fake", trace=path)  # raises what an engine would
@@ -174,13 +189,26 @@ class Simulation:
             path, self.scheduler, "simulation", print, self.clock,
             f"made-up tokens, simulated clock: {1e3 * self.step_seconds:g} ms a step and "
             f"{1e6 * self.token_seconds:g} µs a token"))
+        return self.observers[-1]
+
+    def stream(self) -> dict:
+        """Runs to the end; what was recorded, with each arrival at its own time."""
+        trace = self.record("compared.html")  # which nobody writes
+        self.finish()
+        stream = trace.stream()
+        for request, stats in zip(stream["requests"], self.stats, strict=True):
+            request[2] = round(1e6 * stats.arrival_time)
+        return stream
 
     def _arrive(self) -> None:
         """Whoever is due; when nobody runs, the clock jumps to the next arrival."""
+        if self.static and self.scheduler.has_unfinished():
+            return
         if not self.scheduler.has_unfinished() and self.num_arrived < len(self.seqs):
             self.now = max(self.now, self.stats[self.num_arrived].arrival_time)
         while self.num_arrived < len(self.seqs) and (
-                self.stats[self.num_arrived].arrival_time <= self.now):
+                self.stats[self.num_arrived].arrival_time <= self.now) and not (
+                self.static and len(self.scheduler.waiting) == self.scheduler.max_num_seqs):
             seq, stats = self.seqs[self.num_arrived], self.stats[self.num_arrived]
             self.scheduler.add(seq)
             for observer in self.observers:
@@ -232,12 +260,9 @@ def table(simulation: Simulation) -> str:
     seqs, scheduler = simulation.seqs, simulation.scheduler
     rows = [["step", "tokens", *(seq.request.request_id for seq in seqs), "free blocks"]]
     reasons: list[list[str]] = [[]]  # of each row
-    cached: set[Sequence] = set()
     for step in simulation.steps():
-        cells = [_cell(step, seq, seq not in cached) for seq in seqs]
-        cached.update(step.num_new_tokens)
         rows.append([str(step.index), f"{step.num_tokens}/{scheduler.max_num_batched_tokens}",
-                     *cells, str(scheduler.blocks.num_free_blocks)])
+                     *(_cell(step, seq) for seq in seqs), str(scheduler.blocks.num_free_blocks)])
         reasons.append(_reasons(scheduler, step, seqs[:simulation.num_arrived]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -273,9 +298,8 @@ def _make_sequence(i: int, arrival: Arrival) -> Sequence:
     return Sequence(core, tokens)
 
 
-def _cell(step: Step, seq: Sequence, first_time: bool) -> str:
-    """What a request gets in a step, as the module's docstring shows it. first_time: no earlier
-    step has computed any of it; later hits are of blocks that it made itself."""
+def _cell(step: Step, seq: Sequence) -> str:
+    """What a request gets in a step, as the module's docstring shows it."""
     if seq in step.preempted:
         return "preempted"
     if seq not in step.num_new_tokens:
@@ -283,7 +307,7 @@ def _cell(step: Step, seq: Sequence, first_time: bool) -> str:
     index = list(step.num_new_tokens).index(seq)
     start, n = step.starts[index], step.num_new_tokens[seq]
     text = f"{start}" if n == 1 else f"{start}..{start + n}"
-    hit = f"hit {seq.num_cached_tokens}, " if first_time and seq.num_cached_tokens else ""
+    hit = f"hit {start}, " if start and seq in step.admitted else ""
     return hit + text + (" →" if seq in step.sampling else "")
 
 
