@@ -37,11 +37,10 @@ FILTER_BLOCK = 16384  # logits at a time, 32 a lane: a program alone must have m
 EXPERT_LAUNCHES = {
     ("sm_80", "few"): dict(M=16, N=64, K=128, num_warps=4, num_stages=3),
     ("sm_80", "many"): dict(M=128, N=64, K=32, num_warps=8, num_stages=4),
-    ("sm_80", "float32"): dict(M=16, N=32, K=32, num_warps=4, num_stages=3),
     ("sm_90", "few"): dict(M=16, N=64, K=128, num_warps=4, num_stages=4),
     ("sm_90", "many"): dict(M=128, N=64, K=64, num_warps=8, num_stages=4),
-    ("sm_90", "float32"): dict(M=16, N=32, K=32, num_warps=4, num_stages=3),
 }
+FLOAT32_EXPERTS = dict(M=16, N=32, K=32, num_warps=4, num_stages=3)
 
 
 @cache
@@ -116,11 +115,6 @@ def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_c
             tl.store(v_cache + slot * slot_stride + at, values, mask)
 
 
-def _norm_rope_launch(head_dim: int) -> dict:
-    half = triton.next_power_of_2(head_dim // 2)
-    return dict(HALF=half, HEADS=max(NORM_PAIRS // half, 1))
-
-
 def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
                     k_weight: torch.Tensor | None, eps: float, cos: torch.Tensor,
                     sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -137,12 +131,13 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
     assert all(x.stride()[-2:] == (head_dim, 1) for x in (qkv, k_cache, v_cache))
     assert k_cache.stride() == v_cache.stride() and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.stride(0) == k_cache.shape[1] * k_cache.stride(1), "slots at one distance"
-    launch = _norm_rope_launch(head_dim)
-    tiles = sum(triton.cdiv(n, launch["HEADS"]) for n in (num_heads, num_kv_heads))
+    half = triton.next_power_of_2(head_dim // 2)
+    heads = max(NORM_PAIRS // half, 1)  # that a program takes
+    tiles = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     _norm_rope_store_kernel[len(qkv), tiles](
         q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
-        qkv.stride(0), out.stride(0), k_cache.stride(1), num_heads, num_kv_heads, head_dim,
-        num_warps=4, **launch, **FMA)
+        qkv.stride(0), out.stride(0), k_cache.stride(1), num_heads, num_kv_heads, head_dim, half,
+        heads, num_warps=4, **FMA)
     return out
 
 
@@ -162,20 +157,15 @@ def _add_rms_norm_kernel(x, residual, weight, eps, out, total, x_stride, residua
     tl.store(out + row * size + i, value.to(dtype), inside)
 
 
-def _norm_launch(size: int) -> dict:
-    """A program takes a whole row: 8 elements a lane, with at most 16 warps."""
-    block = triton.next_power_of_2(size)
-    return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
-
-
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
                  eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.add_rms_norm`, of rows: (num_tokens, size). Without a residual the sum is x itself."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
+    block = triton.next_power_of_2(x.shape[1])  # a whole row: 8 elements a lane, at most 16 warps
     _add_rms_norm_kernel[len(x),](x, residual, weight, eps, out, total, x.stride(0),
-                                  0 if residual is None else residual.stride(0), x.shape[1],
-                                  **_norm_launch(x.shape[1]), **FMA)
+                                  0 if residual is None else residual.stride(0), x.shape[1], block,
+                                  num_warps=min(max(block // 256, 1), 16), **FMA)
     return out, total
 
 
@@ -289,8 +279,8 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     starts = torch.searchsorted(sorted_ids, torch.arange(
         first_expert, first_expert + num_experts + 1, dtype=ids.dtype, device=ids.device))
     phase = "few" if len(order) < 32 * num_experts else "many"
-    launch = EXPERT_LAUNCHES[table_line(hidden.device),
-                             "float32" if hidden.dtype == torch.float32 else phase]
+    launch = FLOAT32_EXPERTS if hidden.dtype == torch.float32 else (
+        EXPERT_LAUNCHES[table_line(hidden.device), phase])
     # 100 pairs, 16 experts, tiles of 16: at most 6 full tiles, and a partial one for each expert.
     tiles = len(order) // launch["M"] + min(num_experts, len(order))
     padded = max(triton.next_power_of_2(num_experts), 16)

@@ -36,7 +36,7 @@ from nanoserve.sequence import CoreRequest, Sequence, Step
 
 CPU_MEMORY_SHARE = 0.25  # of what is free
 MIN_CACHE_TOKENS = 2 ** 16
-UNKNOWN_MEMORY = 4 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
+UNKNOWN_MEMORY = 2 * 2 ** 30  # assumed free where the system doesn't say (neither Linux nor POSIX)
 GB = 2 ** 30
 # glibc's names in malloc.h, and their values: keep so much free memory at the heap's end; allocate
 # what is smaller than this on the heap (the highest value allowed); extend the heap by this much.
@@ -210,12 +210,12 @@ def zeros(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 
 
 def free_cpu_memory() -> int:
-    """Bytes that this process may still take: the machine's free memory, or its container's.
-
-    Linux says what is available without swapping, and a container may be allowed less. Elsewhere
-    half of the physical memory is taken to be free.
-    """
-    available = _physical_memory() // 2
+    """Bytes that this process may still take: the machine's free memory, or its container's. Where
+    the system isn't Linux, half of the physical memory is taken to be free."""
+    try:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, ValueError, OSError):
+        available = UNKNOWN_MEMORY
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -239,10 +239,3 @@ def _page_cache(stat: Path) -> int:
         return 0
     entries = dict(line.split() for line in stat.read_text().splitlines())
     return int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))
-
-
-def _physical_memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return UNKNOWN_MEMORY

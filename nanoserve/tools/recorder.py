@@ -108,8 +108,7 @@ class Trace:
         self.frame_of: dict[int, dict] = {}  # of steps in flight, by their index
         self.cruising: set[Sequence] = set()
         self.block_of = {entry.key: entry.block_id for entry in blocks.cached.values()}
-        self.num_told = 0
-        self.closed, self.written = False, None  # what the file on the disk has: `_extent`
+        self.closed, self.is_written = False, False  # the second: nothing is new since `write`
         self.last_write = (0.0, 0.0)  # when it ended, how long it took
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
@@ -249,7 +248,7 @@ class Trace:
 
     def _tell(self, kind: str, *values) -> None:
         self.frame.setdefault(kind, []).extend(values)
-        self.num_told += 1
+        self.is_written = False
 
     def _end_frame(self, index: int) -> None:
         for block_id, findable in self.findable.items():
@@ -258,7 +257,7 @@ class Trace:
         frame = {"i": index - self.first, "t": self._now(), "d": -1} | self.frame
         self.frames.append(frame)
         self.frame_of[index] = frame
-        self.frame = {}
+        self.frame, self.is_written = {}, False
 
     def _stop(self, note: str) -> None:
         self.meta["note"] = f"{self.meta['note']} {note}".strip()
@@ -279,10 +278,6 @@ class Trace:
             tail.setdefault("k" if findable else "e", []).append(block_id)
         return dict(meta=self.meta, requests=self.requests, frames=[*self.frames, tail])
 
-    def _extent(self) -> tuple[int, int]:
-        """How much there is: an abort after the last step is news, too."""
-        return len(self.frames), self.num_told
-
     # ------------------------------------------------------------- the files
 
     def write(self, always: bool = False) -> None:
@@ -291,7 +286,7 @@ class Trace:
         `close` always writes."""
         ended_at, seconds = self.last_write
         now = time.perf_counter()
-        if self._extent() == self.written or (not always and now - ended_at < 20 * seconds):
+        if self.is_written or (not always and now - ended_at < 20 * seconds):
             return
         stream = self.stream()
         half_done = self.path.with_name(self.path.name + ".part")
@@ -306,7 +301,7 @@ class Trace:
             return
         finally:  # what failed took its time as well
             self.last_write = (time.perf_counter(), time.perf_counter() - now)
-        self.written = self._extent()
+        self.is_written = True
         how = "open it in a browser" if self.path.suffix == ".html" else "open it in Perfetto"
         self.say(f"trace: {len(self.frames):,} steps of {len(self.requests):,} requests in "
                  f"{self.path} ({len(text) / 2 ** 20:.1f} MB): {how}")
@@ -329,18 +324,15 @@ def rows(frames: list[dict]) -> Iterator[list[tuple[int, int, int, bool]]]:
     """The rows of each frame, cruising ones spelt out: (request, start, tokens, samples)."""
     cruising: dict[int, int] = {}  # request -> its next position
     for frame in frames:
-        explicit = frame.get("x", [])
-        listed = {explicit[i]: (explicit[i], explicit[i + 1], explicit[i + 2], bool(
-            explicit[i + 3])) for i in range(0, len(explicit), 4)}
-        for request in frame.get("c", []):
-            cruising.pop(request, None)
-        if frame["i"] < 0:
-            cruising.clear()
-        found = [(request, start, 1, True) for request, start in cruising.items()
-                 if request not in listed] + list(listed.values())
-        cruising = {request: start + 1 for request, start, n, samples in found
+        ended = cruising if frame["i"] < 0 else frame.get("c", [])
+        found = {request: (start, 1, True) for request, start in cruising.items()
+                 if request not in ended}
+        values = iter(frame.get("x", []))
+        for request, start, n, samples in zip(values, values, values, values, strict=True):
+            found[request] = start, n, bool(samples)
+        cruising = {request: start + 1 for request, (start, n, samples) in found.items()
                     if n == 1 and samples}
-        yield found
+        yield [(request, *row) for request, row in found.items()]
 
 
 def chrome_trace(stream: dict) -> dict:

@@ -125,17 +125,15 @@ def read_csv(path: Path) -> list[Arrival]:
     with path.open(newline="", encoding="utf-8-sig") as file:  # Excel writes a BOM
         lines = [line for line in csv.reader(file) if line]
     names = ["seconds", "prompt", "output", "shared", "priority"]
-    columns = {name: i for i, name in enumerate(names)}
-    if lines and not _is_number(lines[0][0]):
-        header = [name.strip().lower() for name in lines.pop(0)]
-        if not set(names[:3]) <= set(header):
+    if lines and lines[0][0].strip()[:1].isalpha():
+        names = [name.strip().lower() for name in lines.pop(0)]
+        if not {"seconds", "prompt", "output"} <= set(names):
             raise ValueError(f"{path}: the header must name seconds, prompt and output, got "
-                             f"{', '.join(header)}")
-        columns = {name: header.index(name) for name in names if name in header}
+                             f"{', '.join(names)}")
     arrivals = []
     for number, line in enumerate(lines, 1):
         try:
-            cells = {name: line[i] for name, i in columns.items() if i < len(line)}
+            cells = dict(zip(names, line, strict=False))  # the last ones may be left out
             arrivals.append(Arrival(
                 int(cells["prompt"]), int(cells["output"]), int(cells.get("shared") or 0),
                 float(cells["seconds"]), int(cells.get("priority") or 0)))
@@ -143,14 +141,6 @@ def read_csv(path: Path) -> list[Arrival]:
             raise ValueError(f"{path}, request {number}: {','.join(line)!r} must be "
                              "seconds,prompt,output[,shared[,priority]]") from None
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 class Simulation:
