@@ -64,10 +64,8 @@ FAMILIES: dict[str, dict] = {
                               qk_norm=True, rope_theta=1e6, rope_local_base_freq=1e4),
 }
 # The end of an architecture's name is the head's. The layers below are those of ...ForCausalLM.
-HEAD = re.compile(
-    r"(?:Text)?(ForCausalLM|ForSequenceClassification|ForRewardModel|ForRewardModeling|"
-    r"EmbeddingModel|Model)$")
 ENDINGS = "Model, EmbeddingModel, ForSequenceClassification, ForRewardModel, ForRewardModeling"
+HEAD = re.compile(rf"(Text)?(ForCausalLM|{ENDINGS.replace(', ', '|')})$")
 SUPPORTED = f"one of {', '.join(FAMILIES)}, or with another ending that pools: {ENDINGS}"
 # Entries where null means "off"; in all others it means "as usual", like leaving the entry out.
 OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")

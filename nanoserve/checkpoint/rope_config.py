@@ -1,8 +1,7 @@
 """The settings of RoPE: how positions become angles, and recipes for texts longer than in training.
 
-Rotary position embedding (Su et al. 2021) rotates pairs of numbers by angles that grow with the
-position. Beyond the lengths a model was trained on the angles are new to it, so checkpoints come
-with recipes to stretch the waves. Files write these recipes in two spellings:
+Checkpoints come with recipes to stretch RoPE's waves; rope_frequencies.py says why. Files write
+these recipes in two spellings:
 
     transformers 5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, ..}
                      or one such object each for "full_attention" and "sliding_attention"
@@ -28,11 +27,8 @@ NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: "default", or with one of three ways to reach further.
-
-    "linear" stretches every wave by `factor`, "llama3" and "yarn" only the long ones, each by its
-    own rule of which are long; yarn also scales cos and sin by `attention_factor`.
-    """
+    """What a recipe needs; rope_frequencies.py follows it. yarn also scales cos and sin by
+    `attention_factor`."""
 
     theta: float = 10000.0
     rope_type: str = "default"

@@ -20,12 +20,9 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> torch.Tensor:
-    """Radians a position for each pair of dimensions, (head_dim / 2,), in float32.
-
-    For longer texts than in training, waves are stretched by `factor`: all of them ("linear"), or
-    only the long ones, which never made a full turn in training, with a blend in between. "llama3"
-    blends by the number of turns, "yarn" (Peng et al. 2023) by the index.
-    """
+    """Radians a position for each pair of dimensions, (head_dim / 2,), in float32. "linear"
+    stretches all waves by `factor`; "llama3" blends by the number of turns, "yarn" (Peng et al.
+    2023) by the index."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta ** exponents
     if rope.rope_type == "default":
