@@ -40,8 +40,8 @@ def assert_grows(seen: list[str]) -> None:
 
 
 def write_json(path: Path, **changes) -> None:
-    """Change entries of a JSON file; None removes one."""
-    content = json.loads(path.read_text()) | changes
+    """Change entries of a JSON file, which may not be there yet; None removes one."""
+    content = (json.loads(path.read_text()) if path.exists() else {}) | changes
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 

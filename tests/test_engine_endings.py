@@ -1,12 +1,12 @@
 """How texts end, samples of one prompt, priorities, and the prefix cache."""
 
-import json
 import random
 import shutil
 
 import pytest
 import torch
 from checkpoints import EOS
+from helpers import write_json
 from small_engine import (
     MAX_MODEL_LEN,
     TOKENIZER,
@@ -82,20 +82,14 @@ def test_all_files_say_who_ends_a_text_whosever_the_network_is(
     class's default, ours at the tokenizer's."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoints["llama3.1"], folder)
-    change_json(folder / "config.json", eos_token_id=config)
-    change_json(folder / "generation_config.json", eos_token_id=generation)
-    change_json(folder / "tokenizer_config.json", eos_token=tokenizer)
+    write_json(folder / "config.json", eos_token_id=config)
+    write_json(folder / "generation_config.json", eos_token_id=generation)
+    write_json(folder / "tokenizer_config.json", eos_token=tokenizer)
     for whose in ("nanoserve", "transformers"):
         with make(folder, model_impl=whose) as llm:
             for token in (2, 5, 256, 257, 258):
                 [out] = run(llm, [7, 8], greedy(3, logit_bias={token: 100}))
                 assert (out.outputs[0].finish_reason == "stop") == (token in ends), (whose, token)
-
-
-def change_json(file, **entries) -> None:
-    """None removes an entry."""
-    content = (json.loads(file.read_text()) if file.exists() else {}) | entries
-    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def test_without_detokenizing_there_are_tokens_only(llm, say):

@@ -55,9 +55,10 @@ def test_chat_without_a_template_says_so(qwen3, tmp_path):
 
 
 @pytest.mark.parametrize("messages", [
-    "hi", [["hi"]], ["hi"], [{"role": "user", "content": "a"}, 1]])
+    "hi", [["hi"]], ["hi"], [{"role": "user", "content": "a"}, 1],
+    {"role": "user", "content": "hi"}, None])
 def test_a_conversation_that_is_none_is_explained(llm, expected, messages):
-    with pytest.raises(ValueError, match="conversation must be a list of dicts"):
+    with pytest.raises(ValueError, match="conversation must be a list"):
         llm.chat(messages, greedy(2), use_tqdm=False)
     assert_serves(llm, expected)
 
@@ -68,18 +69,6 @@ def test_content_parts_of_a_message_are_joined(llm):
     [out] = llm.chat([{"role": "user", "content": parts}], greedy(2), use_tqdm=False)
     [plain] = llm.chat([{"role": "user", "content": "Hello\nworld"}], greedy(2), use_tqdm=False)
     assert out.prompt == plain.prompt and "type" not in out.prompt
-
-
-@pytest.mark.parametrize("content", [None, 5, [{"type": "image_url", "image_url": {}}], [1]])
-def test_content_that_is_no_text_is_refused(llm, content):
-    with pytest.raises(ValueError, match="content must be text"):
-        llm.chat([{"role": "user", "content": content}], greedy(2), use_tqdm=False)
-
-
-@pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, None])
-def test_messages_that_are_no_list_are_refused(llm, messages):
-    with pytest.raises(ValueError, match="conversation must be a list"):
-        llm.chat(messages, greedy(2), use_tqdm=False)
 
 
 def test_a_template_that_raises_is_explained(llm):

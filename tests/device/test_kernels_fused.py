@@ -18,6 +18,7 @@ from nanoserve.layers import RotaryEmbedding
 
 pytest.importorskip("triton")
 
+from poison import Launches
 from sampling_twins import (
     DEVICE,
     INF,
@@ -207,7 +208,7 @@ def test_a_graph_may_hold_them(monkeypatch):
     launches = []
     for name in vars(kernels):
         if name.endswith("_kernel"):
-            monkeypatch.setattr(kernels, name, _Launches(name, launches))
+            monkeypatch.setattr(kernels, name, Launches(name, launches))
     matrices = make_experts(8, 32, 32, torch.float16)
     hidden, weights = random_tensor(6, 32, dtype=torch.float16), random_tensor(6, 2)
     logits, (seeds, positions) = random_tensor(6, 9001), a_batch(6)
@@ -222,17 +223,6 @@ def test_a_graph_may_hold_them(monkeypatch):
             kernels.draw(logits, ones, seeds, positions, floors)
         records.append((recorder.log, list(launches)))
     assert len(records[0][1]) == 5 and records[0] == records[1]
-
-
-class _Launches:
-    """In a kernel's place: notes the grid and every argument that isn't a tensor."""
-
-    def __init__(self, name: str, launches: list):
-        self.name, self.launches = name, launches
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.launches.append(
-            (self.name, grid, [x for x in args if not isinstance(x, torch.Tensor)], kwargs))
 
 
 # ----------------------------------------------------------------- sampling

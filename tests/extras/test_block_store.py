@@ -9,7 +9,7 @@ import xxhash
 from helpers import sequence
 from hypothesis import given, settings
 from stores import store_of
-from test_scheduler_random import FAMILIES, Ask, Drive, FakeDevice, Launched, Workload, workloads
+from test_scheduler_random import Drive, FakeDevice, Launched, Workload, workloads
 
 from nanoserve import SamplingParams
 from nanoserve.block_manager import BlockManager
@@ -91,20 +91,6 @@ def test_random_workloads_with_a_store(depth, num_host_blocks):
     run_one()
     expected = ["preemption", "hit", "abort", "reset", "loaded", "saved", "released"]
     assert all(seen[what] >= 5 for what in expected), f"too harmless: {seen}"
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_eight_blocks_and_sixteen_on_the_host_serve_three_conversations(depth):
-    """Each turn finds in host memory what the cache has lost to the others."""
-    prompts = [[first, *FAMILIES[0][:15]] for first in (2, 3, 4)]
-    asks = [Ask(prompt, 4, arrival=20 * (3 * turn + i), ignore_eos=True)
-            for turn in range(3) for i, prompt in enumerate(prompts)]
-    for num_host_blocks, loaded in ((16, 6 * 12), (1, 0)):
-        seen: Counter = Counter()
-        workload = Workload(asks, num_blocks=5, block_size=4, depth=depth)
-        StoredDrive(workload, seen, num_host_blocks).run()
-        assert seen["loaded"] >= loaded, seen
-        assert num_host_blocks > 1 or seen["loaded"] < 12, seen
 
 
 def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):

@@ -140,17 +140,6 @@ def test_an_adapter_finds_its_own_blocks_alone(tmp_path):
     assert bare == plain
 
 
-def test_forgetting_the_prefixes_empties_pool_and_folder(qwen3, tmp_path):
-    with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
-        ask(llm, LONG)
-        assert list(tmp_path.glob("*.kv"))
-        assert llm.reset_prefix_cache()
-        assert not list(tmp_path.glob("*.kv"))
-        ask(llm, LONG)
-        assert num_loaded(llm) == 0
-        assert len(list(tmp_path.glob("*.kv"))) >= 6, "and it goes on"
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monkeypatch, overlap):
     """At the load, and at each step around it: what was lost is computed again."""

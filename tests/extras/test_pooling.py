@@ -5,7 +5,6 @@ The oracle is transformers in float32, one prompt at a time, without a cache: hi
 generator answers yes or no. Pooling, normalising and the rest are done here by hand.
 """
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,16 +123,6 @@ def test_only_last_reads_the_prefix_cache(qwen3, prompts, hidden_states):
                 [output] = llm.embed(prompt, use_tqdm=False)
                 assert output.num_cached_tokens == 0
                 assert_close(vectors([output]), [pooled(hidden, pooling_type)])
-
-
-def test_what_arrives_together_is_computed_once(qwen3):
-    with start(qwen3) as llm:
-        sizes, nothing = [], lambda *args: None
-        llm.observers.append(SimpleNamespace(added=nothing, updated=nothing, ended=nothing,
-                                             scheduled=lambda step: sizes.append(step.num_tokens)))
-        outputs = llm.embed([[7] * 64 + [i] for i in range(8)], use_tqdm=False)
-        assert sorted(output.num_cached_tokens for output in outputs) == [0] + [64] * 7
-        assert sum(sizes) == 65 + 7
 
 
 def test_nothing_decodes_and_blocks_go_back_at_once(qwen3, prompts):

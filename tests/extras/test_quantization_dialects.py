@@ -201,6 +201,8 @@ def test_settings_that_the_tensors_names_say_once_more_are_read(settings):
     (GPTQ | dict(checkpoint_format=None), "checkpoint_format=None"),
     (awq(8, 16, 0).entry | dict(zero_point="no"), "zero_point='no'"),
     (dict(quant_method="awq", w_bit=3), "w_bit=3.*choose 4"),
+    (compressed("pack-quantized", strategy="channel", num_bits=4) | dict(
+        sparsity_config=dict(format="sparse-24-bitmask")), "sparsity_config=.*rotated nor sparse"),
 ])
 def test_settings_that_mean_something_else_are_refused(entry, words):
     with pytest.raises(ValueError, match=f"quantization_config with {words}"):
@@ -274,12 +276,6 @@ def test_an_order_of_inputs_has_several_names(name):
 def test_settings_that_change_the_numbers_are_refused(change, words):
     with pytest.raises(ValueError, match=f"quantization_config with {words}"):
         read_format(changed(pack(40, 64, 3), **change).entry)
-
-
-def test_sparse_weights_are_refused():
-    with pytest.raises(ValueError, match="sparsity_config=.*neither rotated nor sparse"):
-        read_format(compressed("pack-quantized", strategy="channel", num_bits=4) | dict(
-            sparsity_config=dict(format="sparse-24-bitmask")))
 
 
 # ---------------------------------------------------------------------------- fp8
