@@ -9,17 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE
-from small_engine import (
-    HELLO,
-    MESSAGES,
-    TOKENIZER,
-    copy_of,
-    drain,
-    greedy,
-    ids_of,
-    run,
-    tokens,
-)
+from small_engine import HELLO, MESSAGES, TOKENIZER, copy_of, drain, greedy, ids_of, run, tokens
 from transformers import AutoModelForCausalLM
 
 from nanoserve import LLM, EngineArgs

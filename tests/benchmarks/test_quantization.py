@@ -6,12 +6,7 @@ import torch.nn.functional as F
 from checkpoints import Reference
 
 from benchmarks import quantization
-from benchmarks.quantization import (
-    loss,
-    measure_memory,
-    perplexity_table,
-    speed_table,
-)
+from benchmarks.quantization import loss, measure_memory, perplexity_table, speed_table
 
 TOKENS = [(7 * i * i + 3) % 250 for i in range(50)]
 

@@ -14,15 +14,7 @@ import pytest
 import torch
 from checkpoints import CHECKPOINTS
 from helpers import write_json
-from loading import (
-    INDEX,
-    empty_model,
-    greedy,
-    load,
-    stored_tensors,
-    weights_of,
-    without,
-)
+from loading import INDEX, empty_model, greedy, load, stored_tensors, weights_of, without
 from safetensors import safe_open
 from safetensors.torch import save_file
 

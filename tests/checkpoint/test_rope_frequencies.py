@@ -4,10 +4,7 @@ import pytest
 import torch
 from config_files import EMPTY, LLAMA, read
 from torch.testing import assert_close
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-)
+from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

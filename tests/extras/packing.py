@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from loading import greedy
 from safetensors.torch import load_file, save_file
+
+from nanoserve import LLM
 
 # Options of an engine that runs such a checkpoint.
 SMALL = dict(dtype="float32", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=16,
@@ -228,3 +231,9 @@ def save_parts(stored: dict[str, torch.Tensor], folder: Path, shards: int) -> No
         save_file({name: one for name, one in stored.items() if files[name] == file},
                   folder / file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=files)))
+
+
+def text_of(folder: Path, **options) -> list[int]:
+    """Greedy, by an engine that is made of this folder."""
+    with LLM(folder, **SMALL | options) as llm:
+        return greedy(llm, 16)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, SMALL, by_definition, pack, write
+from packing import FORMATS, SMALL, by_definition, pack, text_of, write
 from safetensors.torch import save_file
 from small_kinds import needs_interpreter
 
@@ -29,11 +29,6 @@ def head_rounded(folder: Path) -> Path:
     tensors[head] = by_definition(tensors[head]).float()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def text_of(model: Path, **options) -> list:
-    with LLM(model, **SMALL | options) as llm:
-        return greedy(llm, 16)
 
 
 # ---------------------------------------------------------------------------- kept

@@ -9,7 +9,19 @@ import json
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, SMALL, Packed, awq, compressed, fp8, gptq, int_rows, pack, write
+from packing import (
+    FORMATS,
+    SMALL,
+    Packed,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    int_rows,
+    pack,
+    text_of,
+    write,
+)
 from safetensors.torch import save_file
 
 from nanoserve import LLM
@@ -71,8 +83,7 @@ def test_the_text_is_that_of_the_dequantised_weights(name, checkpoints, tmp_path
     """Token for token in float32. The parts of a matrix may lie in different files."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS[name],
                              shards=2 if name == "awq" else 1)
-    with LLM(dense, **SMALL) as llm:
-        expected = greedy(llm, 16)
+    expected = text_of(dense)
     capfd.readouterr()
     with LLM(quantized, **SMALL) as llm:
         assert greedy(llm, 16) == expected
@@ -84,10 +95,8 @@ def test_ranks_assemble_their_shares(checkpoints, tmp_path, ranks_in_threads):
     """A share need not end where a block or a group ends: whole matrices are assembled."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["pack-quantized, zeros"])
 
-    with LLM(dense, **SMALL) as llm:
-        expected = greedy(llm, 16)
-    with LLM(quantized, **SMALL, tensor_parallel_size=2) as llm:
-        assert greedy(llm, 16) == expected
+    expected = text_of(dense)
+    assert text_of(quantized, tensor_parallel_size=2) == expected
 
 
 def test_a_draft_model_may_be_quantised(checkpoints, tmp_path):
@@ -99,8 +108,7 @@ def test_a_draft_model_may_be_quantised(checkpoints, tmp_path):
     with LLM(dense, **SMALL, speculative_config=drafts, quantization="dequantize") as llm:
         drafted = greedy(llm, 16)
         assert llm.extra(Speculation).counts()[0]
-    with LLM(dense, **SMALL) as llm:
-        assert greedy(llm, 16) == drafted
+    assert text_of(dense) == drafted
 
 
 # ------------------------------------------------------------------- each part once

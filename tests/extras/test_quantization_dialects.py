@@ -5,12 +5,11 @@ symmetric weights, parts that are left out or stored for nothing, other names, s
 from matrix to matrix. The oracle is packing.py's formula for the numbers that were drawn.
 """
 
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from loading import greedy, stored_tensors
+from loading import stored_tensors
 from packing import (
     GROUP,
     SMALL,
@@ -22,6 +21,7 @@ from packing import (
     gptq,
     int_rows,
     pack,
+    text_of,
     words,
     write,
 )
@@ -70,22 +70,13 @@ def test_a_symmetric_matrix_has_its_zero_point_in_the_middle(stored, version, bi
     assert torch.equal(read(one), one.dense)
 
 
-def texts(*folders: Path, **options) -> list:
-    """Greedy ones, by engines that are made of these folders."""
-    found = []
-    for folder in folders:
-        with LLM(folder, **SMALL, **options) as llm:
-            found.append(greedy(llm, 16))
-    return found
-
-
 def test_the_text_of_a_symmetric_file_of_the_other_version(checkpoints, tmp_path):
     """Dequantised it is the dense one's; in int4 that of a file as the format describes it."""
     odd, dense = write(checkpoints["qwen3"], tmp_path / "odd", lambda *of: without(
         symmetric(*of, stored="8"), "g_idx"))
     usual, _ = write(checkpoints["qwen3"], tmp_path / "usual", symmetric)
     for folders, options in (((odd, dense), {}), ((odd, usual), dict(quantization="int4"))):
-        found, expected = texts(*folders, **options)
+        found, expected = (text_of(folder, **options) for folder in folders)
         assert found == expected
 
 
@@ -137,7 +128,7 @@ def biased(number: float):
 
 def test_a_bias_of_zeros_beside_each_matrix_changes_nothing(checkpoints, tmp_path):
     """AutoGPTQ's older files have one, and their config.json says that there is none."""
-    found, expected = texts(*write(checkpoints["qwen3"], tmp_path, biased(0)))
+    found, expected = map(text_of, write(checkpoints["qwen3"], tmp_path, biased(0)))
     assert found == expected
 
 

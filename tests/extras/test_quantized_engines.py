@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading import greedy, stored_tensors
-from packing import FORMATS, SMALL, by_definition, groups_by_definition, write
+from packing import FORMATS, SMALL, by_definition, groups_by_definition, text_of, write
 from safetensors.torch import save_file
 from small_kinds import ENGINES, needs_interpreter
 
@@ -53,8 +53,7 @@ def rounded(checkpoints, tmp_path):
 @pytest.mark.parametrize("kernels, name", ENGINES)
 def test_the_text_is_that_of_the_rounded_weights(name, kernels, quantization, checkpoints, rounded,
                                                  capfd):
-    with LLM(rounded(name, quantization), **SMALL) as llm:
-        expected = greedy(llm, 16)
+    expected = text_of(rounded(name, quantization))
     capfd.readouterr()
     with LLM(checkpoints[name], **SMALL, kernels=kernels, quantization=quantization) as llm:
         assert greedy(llm, 16) == expected
@@ -91,18 +90,15 @@ def test_an_lm_head_that_is_the_embedding_is_there_once(checkpoints, kernels):
 
 @either
 def test_ranks_round_their_own_shares(quantization, checkpoints, rounded, ranks_in_threads):
-    with LLM(rounded("qwen3-tied", quantization, shares=2), **SMALL) as llm:
-        expected = greedy(llm, 16)
-    with LLM(checkpoints["qwen3-tied"], **SMALL, quantization=quantization,
-             tensor_parallel_size=2) as llm:
-        assert greedy(llm, 16) == expected
+    expected = text_of(rounded("qwen3-tied", quantization, shares=2))
+    assert expected == text_of(
+        checkpoints["qwen3-tied"], quantization=quantization, tensor_parallel_size=2)
 
 
 def test_a_quantised_checkpoint_is_dequantised_and_rounded(checkpoints, tmp_path):
     """4 bits in groups become 8 bits by row: near it, and small in memory."""
     quantized, dense = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
-    with LLM(dense, **SMALL, quantization="int8") as llm:
-        expected = greedy(llm, 16)
+    expected = text_of(dense, quantization="int8")
     with LLM(quantized, **SMALL, quantization="int8") as llm:
         assert greedy(llm, 16) == expected and llm.config.quantization == "int8"
 

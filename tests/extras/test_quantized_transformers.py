@@ -12,13 +12,7 @@ import torch
 import wrappings
 from architectures import Made
 from checkpoints import Reference
-from packing import (
-    FORMATS,
-    by_definition,
-    fp8_by_definition,
-    groups_by_definition,
-    write,
-)
+from packing import FORMATS, by_definition, fp8_by_definition, groups_by_definition, write
 from small_kinds import needs_compiler
 from torch import nn
 from transformers import AutoModelForCausalLM
