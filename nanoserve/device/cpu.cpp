@@ -200,10 +200,8 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
                      width * PANEL, false);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
-                    T *row = out + (t * tiling.rows + r) * outputs + p * PANEL;
-                    const float *sum = sums + r * width * PANEL;
-                    for (long i = 0; i < count; i++)
-                        narrow(bias ? sum[i] + wide(bias[p * PANEL + i]) : sum[i], row[i]);
+                    put_row(sums + r * width * PANEL, bias ? bias + p * PANEL : nullptr,
+                            out + (t * tiling.rows + r) * outputs + p * PANEL, count);
                 }
             }
         }

@@ -38,6 +38,11 @@ inline void narrow(float x, BFloat16 &out) {  // to the nearest, ties to even; N
     out.bits = uint16_t(x != x ? 0x7fc0 : rounded);
 }
 
+// Some outputs of a row: its sums, and their bias or null.
+template <class T> void put_row(const float *sums, const T *bias, T *out, long count) {
+    for (long i = 0; i < count; i++) narrow(bias ? sums[i] + wide(bias[i]) : sums[i], out[i]);
+}
+
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 // Memory of the calling thread, kept between calls: the first use of a new page costs more than the

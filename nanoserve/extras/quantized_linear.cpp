@@ -100,10 +100,10 @@ inline Wide unpack(Bits line, int k, Bits zeros) {  // zeros: in both halves
 #endif
 
 inline Bits bits_at(const uint8_t *at) { Bits x; std::memcpy(&x, at, sizeof x); return x; }
-inline void add_scaled(Ints sums, Vector scales, float *out) {
+inline void add_scaled(Vector sums, float scale, float *out) {
     Vector total;
     std::memcpy(&total, out, sizeof total);
-    total += __builtin_convertvector(sums, Vector) * scales;
+    total += sums * scale;
     std::memcpy(out, &total, sizeof total);
 }
 
@@ -136,18 +136,21 @@ void multiply(const int32_t *rows, const float *scales, const uint8_t *const *pa
         }
 #pragma GCC unroll 64
         for (int i = 0; i < R * WIDTH; i++)
-            add_scaled(sums[i], Vector{} + scales[i / WIDTH], out + i * LANES);
+            add_scaled(__builtin_convertvector(sums[i], Vector), scales[i / WIDTH],
+                       out + i * LANES);
     }
 }
 
-// The same for 4 bits in groups of so many units. A sum waits for its last addition: one row alone,
-// which has nothing else to do meanwhile, has four sums for each output. (docs/LOG.md, 2026-11-24.)
+// The same for 4 bits in groups of so many units: the sums of a group are scaled as its weights are,
+// and those of a block by the row. A sum waits for its last addition: one row alone, which has
+// nothing else to do meanwhile, has four sums for each output. (docs/LOG.md, 2026-11-24.)
 template <int R, int P>
 void multiply_4(const int32_t *rows, const float *scales, const uint8_t *const *panels,
                 const uint8_t *const *next, long units, long group, float *out) {
     constexpr int WIDTH = P * VECTORS, CHAINS = R == 1 ? LINE_UNITS : 1;
     std::memset(out, 0, R * P * PANEL * sizeof(float));
     long at = 0;  // in a panel
+    Vector block[R * WIDTH] = {};
     for (long first = 0; first < units; first += group) {
         Vector weight_scales[WIDTH];
         Bits zeros[WIDTH];
@@ -181,12 +184,18 @@ void multiply_4(const int32_t *rows, const float *scales, const uint8_t *const *
             }
         }
         // A group of 512 inputs is 512 * 15 * 32767 at most, an eighth of what 32 bits hold.
-        const float *row_scales = scales + first / BLOCK_UNITS * R;
 #pragma GCC unroll 64
         for (int i = R * WIDTH; i < CHAINS * R * WIDTH; i++) sums[i % (R * WIDTH)] += sums[i];
 #pragma GCC unroll 64
         for (int i = 0; i < R * WIDTH; i++)
-            add_scaled(sums[i], weight_scales[i % WIDTH] * row_scales[i / WIDTH], out + i * LANES);
+            block[i] += __builtin_convertvector(sums[i], Vector) * weight_scales[i % WIDTH];
+        if ((first + group) % BLOCK_UNITS && first + group < units) continue;
+#pragma GCC unroll 64
+        for (int i = 0; i < R * WIDTH; i++) {
+            add_scaled(block[i], scales[i / WIDTH], out + i * LANES);
+            block[i] = Vector{};
+        }
+        scales += R;
     }
 }
 
@@ -281,12 +290,11 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
                      t == end_tile - 1 ? next : nullptr, units, group / 2, sums);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
-                    T *row = out + (t * tiling.rows + r) * outputs + p * PANEL;
-                    const float *sum = sums + r * width * PANEL;
-                    for (long i = 0; i < count; i++) {
-                        const float y = is_4 ? sum[i] : sum[i] * weight_scales[p * PANEL + i];
-                        narrow(bias ? y + wide(bias[p * PANEL + i]) : y, row[i]);
-                    }
+                    float *sum = sums + r * width * PANEL;
+                    if (weight_scales)
+                        for (long i = 0; i < count; i++) sum[i] *= weight_scales[p * PANEL + i];
+                    put_row(sum, bias ? bias + p * PANEL : nullptr,
+                            out + (t * tiling.rows + r) * outputs + p * PANEL, count);
                 }
             }
         }
