@@ -195,8 +195,14 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
             }
             for (long t = first_tile; t < end_tile; t++) {
                 alignas(64) float sums[16 * 4 * PANEL];
-                const bool fetches = tiling.panels < 4 && t == end_tile - 1;
-                loop(packed + t * tile_size, list, fetches ? next : nullptr, 1, units, sums,
+                // Each of the last tiles fetches one of the next panels, so that memory does not
+                // rest meanwhile: the last tile panel 0. An only tile fetches all of them.
+                const long k = end_tile - 1 - t;
+                const uint32_t *ahead[4];
+                for (int i = 0; i < width; i++)
+                    ahead[i] = end_tile - first_tile == 1 || i == k ? next[i] : list[i];
+                const bool fetches = tiling.panels < 4 && k < width;
+                loop(packed + t * tile_size, list, fetches ? ahead : nullptr, 1, units, sums,
                      width * PANEL, false);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
