@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks import roofline
 from nanoserve.config import SamplingParams
-from nanoserve.extras.block_store import BlockStorage
+from nanoserve.extras.block_store import BlockStore
 from nanoserve.llm import LLM
 
 VOCAB_SIZE = 100_000  # token ids are drawn below it
@@ -127,8 +127,8 @@ def cost_table(args: argparse.Namespace, options: dict) -> list[str]:
             for name in list(engines)[::1 if i % 2 else -1]:
                 engines[name].reset_prefix_cache()  # or the second round would save nothing
                 runs[name].append(timed(engines[name], prompts, 64)[0])
-                if engines[name].extra(BlockStorage) is not None:
-                    engines[name].extra(BlockStorage).store.flush()
+                if engines[name].extra(BlockStore) is not None:
+                    engines[name].extra(BlockStore).flush()
         for llm in engines.values():
             llm.shutdown()
     ratios = [b / a for a, b in zip(runs["plain"][1:], runs["store"][1:], strict=True)]

@@ -277,8 +277,8 @@ def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra
         from nanoserve.extras.speculative import Speculation
         extras.append(Speculation())
     if config.kv_offload_bytes or config.kv_store is not None:
-        from nanoserve.extras.block_store import BlockStorage
-        extras.append(BlockStorage())
+        from nanoserve.extras.block_store import BlockStore
+        extras.append(BlockStore())
     if config.trace is not None:
         from nanoserve.tools.recorder import Recorder
         extras.append(Recorder())

@@ -54,8 +54,8 @@ def stats(ttft, tokens, tpot=0.0, **counts) -> RequestStateStats:
 
 def storage(llm):
     """The `BlockStore` that keeps blocks outside an engine's KV cache."""
-    from nanoserve.extras.block_store import BlockStorage  # here: it imports torch
-    return llm.extra(BlockStorage).store
+    from nanoserve.extras.block_store import BlockStore  # here: it imports torch
+    return llm.extra(BlockStore)
 
 
 def poisoned(llm, num_caches: int | None = None):

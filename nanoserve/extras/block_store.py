@@ -42,7 +42,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nanoserve.batch import MAX_MOVES
-from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
 from nanoserve.extras.block_host import HostBlocks, HostMemory
@@ -54,70 +53,6 @@ from nanoserve.sequence import CacheEntry, Sequence, Step
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
 
 
-# ------------------------------------------------------------------ at the start
-
-
-class BlockStorage(Extra):
-    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds: a store, and memory on each rank."""
-
-    store: "BlockStore"
-
-    def prepare(self, plan: Plan) -> Plan:
-        self.folder = plan.folder
-        return replace(plan, parts=replace(plan.parts, make_copier=check(plan.config)))
-
-    def attach(self, engine: LLMEngine) -> None:
-        self.store = make_store(engine, self.folder)
-        engine.scheduler.use(self.store)
-        engine.observers.append(self.store)
-        engine.when_idle.append(self.store.save_rest)
-
-    def metrics(self) -> list[Metric]:
-        return self.store.read_metrics()
-
-    def reset(self) -> None:
-        self.store.clear()
-
-    def close(self) -> None:
-        self.store.close()
-
-
-def check(config: EngineConfig) -> Callable:
-    """What makes each rank's host memory. Raises `ValueError` for options that don't go together,
-    and for a folder that can't be used."""
-    if not config.enable_prefix_caching:
-        raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
-                         "enable_prefix_caching=True")
-    if config.kernels == "cpu" and config.block_size % TILE:
-        raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be saved "
-                         f"if it is a multiple of {TILE}; choose one, or kernels='torch'")
-    has_folder = config.kv_store is not None
-    if has_folder and config.tensor_parallel_size > 1 and not hasattr(os, "memfd_create"):
-        raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
-                         f"{config.tensor_parallel_size}: the ranks must share memory, which works "
-                         "on Linux; use kv_offload_bytes without a folder")
-    if has_folder:
-        make_folder(config.kv_store)  # here: loading the weights takes long
-    return partial(HostMemory, num_bytes=config.kv_offload_bytes, has_folder=has_folder)
-
-
-def make_store(engine: LLMEngine, model_folder: Path) -> "BlockStore":
-    """An engine's store; its runner has the host memory already."""
-    config, host, folder, base = engine.config, engine.runner.copier, None, b""
-    if config.kv_store is not None:
-        base = fingerprint(config, model_folder, host.shapes)
-        num_bytes = host.memory.shape[1]
-        if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
-            raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a block of "
-                             f"{num_bytes:,} bytes and its header: raise it")
-        folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
-    return BlockStore(host, engine.scheduler, base, folder, {"model_name": str(config.model)},
-                      engine.runner)
-
-
-# ------------------------------------------------------------------ what is where
-
-
 def digest_of(parent: bytes, content: bytes | list[int]) -> bytes:
     """The digest of what follows `parent`: a block of tokens, or an adapter's key."""
     content = content if isinstance(content, bytes) else array("i", content).tobytes()
@@ -126,30 +61,18 @@ def digest_of(parent: bytes, content: bytes | list[int]) -> bytes:
 
 @dataclass
 class Moves:
-    """The loads and saves of a step in flight. epoch: see `BlockStore.clear`."""
+    """The loads and saves of a step in flight. epoch: see `BlockStore.reset`."""
 
     epoch: int
     loads: list[int] = field(default_factory=list)  # host blocks
     saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # the same by digest
 
 
-class BlockStore(Observer):
-    """Gives steps their loads and saves: the scheduler's `Store`. As an observer it learns what is
-    queued, and what has finished.
+class BlockStore(Extra, Observer):
+    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds: the scheduler's `Store`, which gives
+    steps their loads and saves. As an observer it learns what is queued, and what has finished."""
 
-    host: rank 0's. base: the digest that all others begin with. folder: None for no files; then
-    only blocks that the cache evicts are saved. runner: for steps that only save.
-    """
-
-    def __init__(self, host: HostMemory, scheduler: Any, base: bytes, folder: Folder | None,
-                 labels: dict[str, str], runner: Any = None):
-        self.host, self.base, self.folder = host, base, folder
-        self.labels, self.runner = labels, runner
-        # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
-        # until Python's garbage collector comes by.
-        self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
-        self.host_blocks = HostBlocks(host.num_blocks)
-        self.prefetcher: Prefetcher | None = None
+    def __init__(self):
         self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
         self.found: dict[Sequence, list[int]] = {}  # host blocks, by who may be admitted now
         self.in_flight: dict[Step, Moves] = {}
@@ -157,8 +80,55 @@ class BlockStore(Observer):
         self.digests: dict[Sequence, list[bytes]] = {}  # of full blocks, by what has not ended
         self.digest_of_entry: WeakKeyDictionary[CacheEntry, bytes] = WeakKeyDictionary()
         self.writing: deque[tuple[int, Future]] = deque()  # in the thread's order
-        self.num_queries = self.num_hits = 0  # tokens; see read_metrics
+        self.num_queries = self.num_hits = 0  # tokens; see `metrics`
         self.num_saved = self.num_loaded = self.num_lost = 0  # blocks
+
+    def prepare(self, plan: Plan) -> Plan:
+        """Raises `ValueError` for options that don't go together, and for a folder that can't be
+        used."""
+        config, self.model_folder = plan.config, plan.folder
+        if not config.enable_prefix_caching:
+            raise ValueError("kv_offload_bytes and kv_store keep the prefix cache's blocks: leave "
+                             "enable_prefix_caching=True")
+        if config.kernels == "cpu" and config.block_size % TILE:
+            raise ValueError(f"block_size={config.block_size} with kernels='cpu': blocks can be "
+                             f"saved if it is a multiple of {TILE}; choose one, or kernels='torch'")
+        has_folder, num_ranks = config.kv_store is not None, config.tensor_parallel_size
+        if has_folder and num_ranks > 1 and not hasattr(os, "memfd_create"):
+            raise ValueError(f"kv_store={str(config.kv_store)!r} with tensor_parallel_size="
+                             f"{num_ranks}: the ranks must share memory, which works on Linux; use "
+                             "kv_offload_bytes without a folder")
+        if has_folder:
+            make_folder(config.kv_store)  # here: loading the weights takes long
+        return replace(plan, parts=replace(plan.parts, make_copier=partial(
+            HostMemory, num_bytes=config.kv_offload_bytes, has_folder=has_folder)))
+
+    def attach(self, engine: LLMEngine) -> None:
+        config, host = engine.config, engine.runner.copier
+        self.runner = engine.runner  # for steps that only save
+        self.labels = {"model_name": str(config.model)}
+        folder, base, num_bytes = None, b"", host.memory.shape[1]
+        if config.kv_store is not None:
+            if config.kv_store_bytes < 2 * num_bytes:  # a file has a header, too
+                raise ValueError(f"kv_store_bytes={config.kv_store_bytes:,} has no room for a "
+                                 f"block of {num_bytes:,} bytes and its header: raise it")
+            base = fingerprint(config, self.model_folder, host.shapes)
+            folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
+        self.open(host, engine.scheduler, base, folder)
+        engine.scheduler.use(self)
+        engine.observers.append(self)
+        engine.when_idle.append(self.save_rest)
+
+    def open(self, host: HostMemory, scheduler: Any, base: bytes = b"",
+             folder: Folder | None = None) -> None:
+        """host: rank 0's. base: the digest that all others begin with. folder: None for no files;
+        then only blocks that the cache evicts are saved."""
+        self.host, self.base, self.folder = host, base, folder
+        # Weak: these two hold the store. In a circle, a forgotten engine would keep its memory
+        # until Python's garbage collector comes by.
+        self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
+        self.host_blocks = HostBlocks(host.num_blocks)
+        self.prefetcher: Prefetcher | None = None
         self.blocks.on_evict.append(self.want_saved)
         if folder is not None:
             self.blocks.on_commit.append(self.want_saved)
@@ -309,7 +279,7 @@ class BlockStore(Observer):
                 return self.dropped(step)
             self.finished(step)
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Forget everything, and delete the folder's blocks. Saves that are under way have an older
         `epoch`: their results are thrown away. If Ctrl-C ends the wait for a slow disk, files that
         are still there may be found: they are deleted as soon as the disk allows."""
@@ -395,7 +365,7 @@ class BlockStore(Observer):
                 self.prefetcher.let_go(seq)
             self.digests.pop(seq, None)
 
-    def read_metrics(self) -> list[Counter]:
+    def metrics(self) -> list[Metric]:
         """Tokens looked up beyond the KV cache, and tokens found, in vLLM's names. Blocks that were
         saved, that were loaded (also after a preemption, whose look-ups are not counted), and for
         which there was no room."""

@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import RequestOutputKind
-from nanoserve.extras.block_store import BlockStorage
+from nanoserve.extras.block_store import BlockStore
 from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import say
 from nanoserve.frontend.outputs import RequestOutput
@@ -163,7 +163,7 @@ def prefill() -> None:
         for line in sys.stdin:
             number, token_ids = json.loads(line)
             llm.generate([token_ids], one_token, use_tqdm=False)
-            llm.extra(BlockStorage).store.flush()
+            llm.extra(BlockStore).flush()
             print(number, flush=True)
 
 

@@ -45,7 +45,7 @@ from nanoserve.checkpoint.model_config import read_architecture, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
-from nanoserve.extras.block_store import BlockStorage
+from nanoserve.extras.block_store import BlockStore
 from nanoserve.frontend.command import command
 from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
@@ -248,8 +248,8 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
                     traceback.print_exc()
                     what = f"failed: {type(error).__name__}: {error}"
                     row.differ.append(what.splitlines()[0][:96])
-                storage = llm.extra(BlockStorage)
-                num_loaded = None if storage is None else storage.store.num_loaded
+                kept = llm.extra(BlockStore)
+                num_loaded = None if kept is None else kept.num_loaded
     if (mode.tiny and not row.num_preemptions) or num_loaded == 0:
         row.name += NEVER
     return row

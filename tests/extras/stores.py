@@ -13,6 +13,7 @@ class StandIn:
 
 def store_of(host, blocks: BlockManager) -> BlockStore:
     scheduler = StandIn(blocks)
-    store = BlockStore(host, scheduler, b"", None, {})
+    store = BlockStore()
+    store.open(host, scheduler)
     store.kept = scheduler
     return store

@@ -42,7 +42,8 @@ class StoredDrive(Drive):
         super().__init__(workload, seen)
         scheduler = self.scheduler
         host = SimpleNamespace(num_blocks=num_host_blocks)
-        self.store = BlockStore(host, scheduler, b"", None, {})
+        self.store = BlockStore()
+        self.store.open(host, scheduler)
         scheduler.use(self.store)
         self.device = DeviceWithHost(scheduler.blocks, workload.window)
         update = scheduler.update
@@ -59,7 +60,7 @@ class StoredDrive(Drive):
         before = self.seen["reset"]
         super().reset()
         if self.seen["reset"] > before:
-            self.store.clear()
+            self.store.reset()
 
     def check(self) -> None:
         super().check()
@@ -160,7 +161,7 @@ def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later()
     store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     step = Step(0)
     store.plan(step)
-    store.clear()
+    store.reset()
     store.finished(step)
     store.check()
     assert store.find(Step(1), sequence("0", [1] * 5, SamplingParams()), 0) == 0

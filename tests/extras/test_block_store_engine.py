@@ -16,7 +16,7 @@ OTHER = [(41 * i + 7) % 251 for i in range(100)]
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    return {one.name.removeprefix("vllm:"): one.value for one in storage(llm).read_metrics()}
+    return {one.name.removeprefix("vllm:"): one.value for one in storage(llm).metrics()}
 
 
 def num_loaded(llm: LLM) -> int:
