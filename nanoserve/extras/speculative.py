@@ -17,17 +17,15 @@ after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). Th
 Invariant: **not one token changes, drawn ones included.** The number that decides a token is a
 function of seed and position (sampler.py), so the model's token at each position is simply drawn,
 and a draft is right if it equals this token. (Except near-ties: as everywhere, rounding depends on
-the shape of the batch.) Road not taken: rejection sampling, which accepts a draft with probability
-min(1, p/q) and corrects the rest: the same distribution, another text. As our drafts are not drawn
-(q is 1 at one token), both methods accept equally often, with probability p(draft).
+the shape of the batch.) Wrong drafts need no roll-back: they never counted as computed, so they are
+in no prefix, and their slots are written again.
 
-Checking is an ordinary step of a longer row. Wrong drafts need no roll-back: they never counted as
-computed, so they are in no prefix, and their slots are written again. Overlap is switched off:
-drafts follow tokens that the host must have seen. Steps with drafts are not recorded as CUDA
-graphs. Not known here: layers, the sampler, text.
+Not known here: layers, the sampler, text. Road not taken: rejection sampling, which accepts a draft
+with probability min(1, p/q) and corrects the rest: the same distribution, another text. As our
+drafts are not drawn (q is 1 at one token), it accepts equally often.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from nanoserve.checkpoint.hub import find_model
@@ -71,12 +69,15 @@ class Guesser(Protocol):
 
 
 class NgramIndex:
-    """Where each n-gram of one sequence was last seen, kept up to date token by token."""
+    """Where each n-gram of one sequence was last seen, kept up to date token by token; and how the
+    sequence has fared with its guesses."""
 
     def __init__(self, longest: int, shortest: int):
         self.sizes = range(longest, shortest - 1, -1)
         self.follows: dict[tuple[int, ...], int] = {}  # n-gram -> the position behind it
         self.num_read = 0  # positions whose n-grams, all that end before them, are entered
+        self.num_misses = 0  # in a row
+        self.rests_until = 0  # no guess before it has so many tokens
 
     def find(self, token_ids: list[int]) -> int | None:
         """The position behind the last earlier occurrence of the longest n-gram that `token_ids`
@@ -91,15 +92,6 @@ class NgramIndex:
                     position := self.follows.get(tuple(token_ids[-n:]))) is not None:
                 return position
         return None
-
-
-@dataclass
-class Record:
-    """How a sequence has fared with its guesses."""
-
-    index: NgramIndex
-    num_misses: int = 0  # in a row
-    rests_until: int = 0  # no guess before it has so many tokens
 
 
 class NgramGuesser(Guesser):
@@ -123,7 +115,7 @@ class NgramGuesser(Guesser):
     def __init__(self, asked: dict, engine: LLMEngine | None = None):
         self.num_drafts = asked["num_speculative_tokens"]
         self.bounds = (asked["prompt_lookup_max"], asked["prompt_lookup_min"])
-        self.records: dict[Sequence, Record] = {}
+        self.indices: dict[Sequence, NgramIndex] = {}
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Up to `most` tokens, none where nothing is found.
@@ -131,14 +123,10 @@ class NgramGuesser(Guesser):
         At the end of the text the copy goes on with its own first tokens, as in LZ77: after "ha ha
         ha" the match is one "ha" back, and five more can be copied from there.
         """
-        record = self.records.get(seq)
-        if record is None:
-            record = self.records[seq] = Record(NgramIndex(*self.bounds))
-        token_ids = seq.token_ids
-        if len(token_ids) < record.rests_until:
-            return []
-        at = record.index.find(token_ids)
-        if at is None:
+        token_ids, index = seq.token_ids, self.indices.get(seq)
+        if index is None:
+            index = self.indices[seq] = NgramIndex(*self.bounds)
+        if len(token_ids) < index.rests_until or (at := index.find(token_ids)) is None:
             return []
         count, period = min(most, self.num_drafts), len(token_ids) - at
         drafts = token_ids[at:at + count]
@@ -147,13 +135,13 @@ class NgramGuesser(Guesser):
         return drafts
 
     def checked(self, seq: Sequence, num_right: int) -> None:
-        record = self.records[seq]
-        record.num_misses = 0 if num_right else record.num_misses + 1
-        rest = min(2 ** (record.num_misses - 1), LONGEST_REST) if record.num_misses else 0
-        record.rests_until = len(seq.token_ids) + rest
+        index = self.indices[seq]
+        index.num_misses = 0 if num_right else index.num_misses + 1
+        rest = min(2 ** (index.num_misses - 1), LONGEST_REST) if index.num_misses else 0
+        index.rests_until = len(seq.token_ids) + rest
 
     def forget(self, seq: Sequence) -> None:
-        self.records.pop(seq, None)
+        self.indices.pop(seq, None)
 
 
 class ModelGuesser(Guesser):

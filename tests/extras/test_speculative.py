@@ -73,7 +73,7 @@ def test_ngram_guesses_go_round_and_rest_after_a_miss():
     guesser.checked(seq, 1)
     assert guesser.propose(seq, 5)
     guesser.forget(seq)
-    assert not guesser.records
+    assert not guesser.indices
 
 
 def scheduler(num_blocks: int, **options) -> Scheduler:
