@@ -9,13 +9,8 @@ activations, found in the step itself (W8A8, "dynamic per token"):
 
     y[m, n] = (sum over k of x[m, k] * w[n, k]) * x_scale[m] * w_scale[n]       x and w as kept
 
-Weights are rounded while they are loaded, as in quantized_linear.py. An LM head becomes int8 by
-row, with activations that are not rounded: each of its rows is a token's, and the text is nearer.
-
-There are two products. `Fp8Rows` is the specification, on any device: weights are widened to
-float64, a portion at a time. That saves memory and costs time. `ScaledRows` are for a GPU with
-Triton's operators: torch's `_scaled_mm`, private by its name, but the only one that all supported
-versions have.
+Weights are rounded while they are loaded, by the layer of quantized_linear.py. An LM head becomes
+int8 by row, with activations that are not rounded: the text is nearer.
 
 Invariant: a token's row is rounded by itself, so its result does not depend on the batch. Exactly
 so in the specification, whose sums lose no bit: a product of two e4m3 is a multiple of 2^-18 below
@@ -31,8 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanoserve.extras.quantized_linear import Int8Linear, portions
-from nanoserve.layers import Placement, Span
+from nanoserve.extras.quantized_linear import portions
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448
@@ -48,15 +42,6 @@ def check_device(device: str) -> None:
                          f"{CAPABILITY[0]}.{CAPABILITY[1]} on: use 'int8'")
 
 
-class Fp8Linear(Int8Linear):
-    """Becomes 8-bit floats as soon as its last tensor has come; an LM head becomes int8. floats:
-    the kind of the one, and kind: of the other."""
-
-    def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement, kind: type, floats: type):
-        super().__init__(inputs, matrices, bias, on, kind if "lm_head" in matrices else floats)
-
-
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (rows, inputs) -> e4m3 of the same shape, and float32 scales (rows,)."""
     wide = x.float()
@@ -66,7 +51,8 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Fp8Rows(NamedTuple):
-    """A rounded weight, row by row, and what its product means."""
+    """A rounded weight, row by row: the specification, on any device. Weights are widened to
+    float64, a portion at a time, which saves memory and costs time."""
 
     values: torch.Tensor  # (outputs, inputs), each filled up with zeros to a `MULTIPLE`
     scales: torch.Tensor  # as many as rows of values
@@ -100,7 +86,9 @@ class Fp8Rows(NamedTuple):
 
 
 class ScaledRows(Fp8Rows):
-    """The same by torch. Sums leave it as bfloat16: torch 2.9 has no others on most GPUs."""
+    """The same by torch, for a GPU with Triton's operators. `_scaled_mm` is private by its name,
+    but the only product that all supported versions have. Sums leave it as bfloat16: torch 2.9 has
+    no others on most GPUs."""
 
     def multiply(self, values: torch.Tensor, scales: torch.Tensor,
                  dtype: torch.dtype) -> torch.Tensor:

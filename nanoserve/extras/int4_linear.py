@@ -31,7 +31,13 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.device.memory import zeros
-from nanoserve.extras.quantized_linear import PANEL, Int8Linear, library, portions
+from nanoserve.extras.quantized_linear import (
+    PANEL,
+    Int8Linear,
+    library,
+    multiply_rows,
+    portions,
+)
 from nanoserve.layers import Placement, Span
 
 LARGEST = 15
@@ -59,6 +65,10 @@ class Grouped:
     def __getitem__(self, rows: slice) -> torch.Tensor:
         """(n, inputs), in float32"""
         return widened(self.values[rows], self.zeros[rows], self.scales[rows], self.size)
+
+    def some(self, rows: slice) -> "Grouped":
+        return replace(self, values=self.values[rows], zeros=self.zeros[rows],
+                       scales=self.scales[rows])
 
     def regrouped(self, size: int) -> "Grouped":
         """The same in smaller groups, each with the scale of its old group. size: a divisor."""
@@ -131,17 +141,19 @@ def storable(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Int4Linear(Int8Linear):
-    """Keeps the 4 bits of a checkpoint. What comes dense, or does not fit, becomes int8 by row.
+    """Keeps the 4 bits of a checkpoint. A matrix of q, k and v is one product here, so it is 4 bits
+    where all three are. What comes dense, or does not fit, becomes int8 by row.
 
-    A matrix of q, k and v is one product here, so it is 4 bits where all three are. kind: of int8,
-    and groups: of 4 bits.
+    kind: of int8, and groups: of 4 bits. rounds: whether what comes dense is rounded to 4 bits, but
+    for an LM head: each of its rows is a token's.
     """
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement, kind: type, groups: type):
+                 on: Placement, kind: type, groups: type, rounds: bool):
         super().__init__(inputs, matrices, bias, on, kind)
         self.pieces: dict[int, Grouped] = {}  # by their first row, until all have come
         self.groups, self.device = groups, on.device
+        self.rounds = rounds and "lm_head" not in self.matrices
 
     def take(self, here: slice, rows: Span, tensor: torch.Tensor | Grouped) -> None:
         if isinstance(tensor, Grouped):
@@ -151,35 +163,21 @@ class Int4Linear(Int8Linear):
 
     def pack(self) -> None:
         """All tensors have come, or were made up."""
-        pieces, self.pieces = dict(sorted(self.pieces.items())), {}
-        if len(pieces) == len(self.matrices):  # else some of them came dense
-            whole = join([*pieces.values()])
-            if whole is not None:
-                self.packed, self.weight = self.groups.of(
-                    whole.shape, whole.size, lambda some: cut(whole, some), self.device), None
-                return
-        if pieces and not len(self.weight):
-            self.make_room()
-        for start, piece in pieces.items():
-            self.weight[start:start + piece.shape[0]] = piece[:].to(self.weight)
-        super().pack()
-
-
-class RoundedInt4Linear(Int4Linear):
-    """Rounds what comes dense to 4 bits, but for an LM head: each of its rows is a token's."""
-
-    def pack(self) -> None:
-        if self.pieces or "lm_head" in self.matrices:
+        pieces, self.pieces, weight = dict(sorted(self.pieces.items())), {}, self.weight.data
+        # Where not all pieces are there, some of them came dense.
+        if len(pieces) == len(self.matrices) and (whole := join([*pieces.values()])) is not None:
+            self.packed, self.weight = self.groups.of(
+                whole.shape, whole.size, whole.some, self.device), None
+        elif self.rounds and not pieces:
+            self.packed, self.weight = self.groups.of(
+                tuple(weight.shape), GROUP, lambda rows: round_groups(weight[rows]),
+                self.device), None
+        else:
+            if pieces and not len(weight):
+                self.make_room()
+            for start, piece in pieces.items():
+                self.weight[start:start + piece.shape[0]] = piece[:].to(self.weight)
             super().pack()
-            return
-        weight = self.weight.data
-        self.packed, self.weight = self.groups.of(
-            tuple(weight.shape), GROUP, lambda some: round_groups(weight[some]), self.device), None
-
-
-def cut(whole: Grouped, rows: slice) -> Grouped:
-    return replace(whole, values=whole.values[rows], zeros=whole.zeros[rows],
-                   scales=whole.scales[rows])
 
 
 # What `of` of all kinds asks for, one portion after the other: of a kept matrix, or of one that is
@@ -217,11 +215,7 @@ class GroupedRows(NamedTuple):
         return widened(values, self.zeros[some], self.scales[some], self.size)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty(len(x), len(self.memory))
-        for some in portions(len(self.memory), self.inputs):  # as `Rows.linear`
-            weight = self.rows(some).to(x.dtype)
-            out[:, some] = F.linear(x, weight, None if bias is None else bias[some])
-        return out
+        return multiply_rows(x, (len(self.memory), self.inputs), self.rows, bias)
 
 
 class GroupedPanels(NamedTuple):

@@ -36,14 +36,8 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
-from nanoserve.extras.fp8_linear import Fp8Linear, Fp8Rows, ScaledRows, check_device
-from nanoserve.extras.int4_linear import (
-    Grouped,
-    GroupedPanels,
-    GroupedRows,
-    Int4Linear,
-    RoundedInt4Linear,
-)
+from nanoserve.extras.fp8_linear import Fp8Rows, ScaledRows, check_device
+from nanoserve.extras.int4_linear import Grouped, GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, Panels, Rows, library
 from nanoserve.frontend.metrics import say
 
@@ -123,13 +117,12 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
         check_device(config.device)
         is_fast = config.device == "cuda" and config.kernels == "triton"
         # A tied embedding is the LM head: it stays int8.
-        layers["linear"] = partial(Fp8Linear, kind=rows, floats=ScaledRows if is_fast else Fp8Rows)
+        layers["linear"] = partial(Int8Linear, kind=ScaledRows if is_fast else Fp8Rows, head=rows)
     if config.quantization == "int4":
         form = None if stored is None else read_format(stored)
         # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
-        linear = Int4Linear if is_4 else RoundedInt4Linear
-        layers |= {"linear": partial(linear, kind=rows, groups=groups),
+        layers |= {"linear": partial(Int4Linear, kind=rows, groups=groups, rounds=not is_4),
                    "assemble": partial(assemble, keep=True)}
         if is_4 and form.is_ordered:
             say("quantization='int4' of a checkpoint with act-order, whose groups' inputs are no "

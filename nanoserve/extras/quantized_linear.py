@@ -8,21 +8,20 @@ a matrix, the weights of one output, is rounded to whole numbers in [-127, 127] 
     kept                   51  -127    7 ...     weight ~ scale * kept, within scale / 2
 
 Activations are not rounded to int8 (W8A16). `quantization="int8"` does it *online*: any checkpoint
-is rounded while it is loaded. An `Int8Linear` has room for its weight from its first tensor to its
-last one and rounds it at once, so at no time are there two copies of the model. The layers come in
-through `Placement.linear` and `.embedding`; the router of a mixture of experts, norms, and an
-embedding that is no LM head stay as they are. A rank rounds its own share.
+is rounded while it is loaded, each matrix as soon as its last tensor has come, so at no time are
+there two copies of the model. The layers come in through `Placement.linear` and `.embedding`. A
+rank rounds its own share.
 
-A rounded weight brings its product along, and there are three kinds of it. `Panels` are for the
-compiled twin: their product is compiled, too (quantized_linear.cpp). For Triton's operators it is a
-kernel (quantized_triton.py). With `Rows` a portion of the rows at a time becomes a matrix of the
-activations' dtype: that saves memory but no time, and is the specification of the other two. A
-layer is told its kind (quantization.py), and does not ask which operators the engine has.
+A rounded weight brings its product along, and there are three kinds of it: `Panels` for the
+compiled twin (quantized_linear.cpp), a Triton kernel (quantized_triton.py), and `Rows`, which saves
+memory but no time and is the specification of the other two. A layer is told its kind
+(quantization.py), and does not ask which operators the engine has.
 
 Not known here: files, formats, 4 bits (int4_linear.py), 8-bit floats (fp8_linear.py). Road not
 taken: torch's own int8 operators, which on a CPU were no faster than bfloat16.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +41,14 @@ PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
 
 
 class Int8Linear(Linear):
-    """A `Linear` whose weight is rounded as soon as its last tensor has come. kind: to what."""
+    """A `Linear` whose weight is rounded as soon as its last tensor has come. kind: to what. head:
+    the kind of an LM head, where that is another: each of its rows is a token's."""
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement, kind: type):
+                 on: Placement, kind: type, head: type | None = None):
         super().__init__(inputs, matrices, bias, on)
-        self.ops, self.awaited = Products(kind), len(self.matrices)
+        self.ops = products(head if head and "lm_head" in self.matrices else kind)
+        self.awaited = len(self.matrices)
         self.new_weight = partial(on.weight, *self.weight.shape)
         self.weight = on.weight(0, self.inputs.size)  # for now
 
@@ -82,7 +83,7 @@ class Int8Embedding(Embedding):
     def __init__(self, tokens: Span, hidden_size: int, on: Placement, tied: bool = False, *,
                  kind: type):
         super().__init__(tokens, hidden_size, on, tied)
-        self.ops = Products(kind)
+        self.ops = products(kind)
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -95,19 +96,10 @@ class Int8Embedding(Embedding):
         return self.packed.rows(rows).to(self.dtype)
 
 
-class Products:
-    """`pack` and `linear` of a namespace (see ops.py), for weights of two dimensions. kind: a class
-    with `of`, which makes it of a weight, and with `linear`."""
-
-    def __init__(self, kind: type):
-        self.kind = kind
-
-    def pack(self, weight: torch.Tensor) -> "Rows | Panels":
-        return self.kind.of(weight)
-
-    def linear(self, x: torch.Tensor, packed: "Rows | Panels",
-               bias: torch.Tensor | None = None) -> torch.Tensor:
-        return packed.linear(x, bias)
+def products(kind: type) -> SimpleNamespace:
+    """`pack` and `linear` as in ops.py, for weights of two dimensions. kind: a class with `of`,
+    which makes it of a weight, and with `linear`."""
+    return SimpleNamespace(pack=kind.of, linear=lambda x, packed, bias=None: packed.linear(x, bias))
 
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,6 +117,15 @@ def portions(rows: int, columns: int) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
+def multiply_rows(x: torch.Tensor, shape: tuple[int, int], rows: Callable[[slice], torch.Tensor],
+                  bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias, where `rows` gives some of the weight's rows in float32."""
+    out = x.new_empty(len(x), shape[0])
+    for some in portions(*shape):
+        out[:, some] = F.linear(x, rows(some).to(x.dtype), None if bias is None else bias[some])
+    return out
+
+
 class Rows(NamedTuple):
     """A rounded weight, row by row: the specification of the product, on any device."""
 
@@ -139,16 +140,12 @@ class Rows(NamedTuple):
             values[some], scales[some] = round_rows(weight[some])
         return cls(values, scales)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids: torch.Tensor | slice) -> torch.Tensor:
         """(n,) -> (n, inputs), in float32"""
         return self.values[ids] * self.scales[ids, None]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty(len(x), len(self.values))
-        for some in portions(*self.values.shape):
-            weight = (self.values[some] * self.scales[some, None]).to(x.dtype)
-            out[:, some] = F.linear(x, weight, None if bias is None else bias[some])
-        return out
+        return multiply_rows(x, self.values.shape, self.rows, bias)
 
 
 class Panels(NamedTuple):

@@ -139,8 +139,8 @@ def test_a_gpu_without_8_bit_floats_is_refused_before_weights_are_read(qwen3, mo
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
         said = []
         made = choose_layers(config, model, said.append)[1]["linear"]
-        assert made.func is fp8_linear.Fp8Linear
-        assert made.keywords["floats"] is (
+        assert made.func is quantized_linear.Int8Linear
+        assert made.keywords["kind"] is (
             fp8_linear.ScaledRows if config.kernels == "triton" else Fp8Rows)
         assert not said  # nothing is slow there
     choose_layers(replace(config, kernels="torch"), model, said.append)

@@ -19,7 +19,6 @@ from nanoserve.extras.int4_linear import (
     Grouped,
     GroupedPanels,
     GroupedRows,
-    cut,
     join,
     round_groups,
 )
@@ -45,7 +44,7 @@ def grouped(shape: tuple[int, int], size: int, seed: int = 0) -> tuple[Grouped, 
 def packed(kind, one: Grouped):
     """As `Int4Linear` does it."""
     one = join([one])
-    return kind.of(one.shape, one.size, lambda some: cut(one, some), CPU)
+    return kind.of(one.shape, one.size, one.some, CPU)
 
 
 # -------------------------------------------------------------------------- products

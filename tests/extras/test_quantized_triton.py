@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from nanoserve.device import kernels_fused
 from nanoserve.extras import quantized_triton as kernels
-from nanoserve.extras.int4_linear import Grouped, cut, join, round_groups
+from nanoserve.extras.int4_linear import Grouped, join, round_groups
 from nanoserve.extras.quantized_triton import LAUNCHES, TritonGroups, TritonRows
 
 pytestmark = needs_interpreter
@@ -60,7 +60,7 @@ def grouped(shape: tuple[int, int], size: int) -> tuple[TritonGroups, torch.Tens
     drawn = Drawn(*shape, 4, 0, size)
     one = join([Grouped(torch.from_numpy(drawn.q).byte(), torch.from_numpy(drawn.z).byte(),
                         torch.from_numpy(drawn.s).float(), size)])
-    return TritonGroups.of(shape, one.size, lambda some: cut(one, some), CPU), drawn.dense()
+    return TritonGroups.of(shape, one.size, one.some, CPU), drawn.dense()
 
 
 def within(tensor: torch.Tensor) -> torch.Tensor:
