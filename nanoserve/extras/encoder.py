@@ -22,7 +22,7 @@ Road not taken: padding and sorting by length, which concatenation makes unneces
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -39,7 +39,7 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
 from nanoserve.extras.foreign_weights import fill, made_up
-from nanoserve.extras.pooler import ACTIVATIONS, Pooler, read_modules
+from nanoserve.extras.pooler import Pooler, read_modules
 from nanoserve.extras.transformers_model import TransformersModel, describe, refusal
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
@@ -259,11 +259,9 @@ def load_encoder(asked: EngineConfig, folder: Path, model_class: type,
 # -------------------------------------------------------------------- pooling
 
 
-@dataclass
 class EncoderPooler(Pooler):
     """As `Pooler`, with sentence-transformers' Dense layers; classes come from the network."""
 
-    dense: list[tuple[torch.Tensor, torch.Tensor | None, nn.Module]] = field(default_factory=list)
     more_modules: ClassVar[tuple[str, ...]] = ("Dense",)
 
     def __str__(self) -> str:
@@ -272,22 +270,11 @@ class EncoderPooler(Pooler):
     @property
     def tasks(self) -> tuple[str, ...]:
         """Dense layers and a cross-encoder's head are for whole prompts: then no token tasks."""
-        return super().tasks[:1] if self.dense or self.kind == "classify" else super().tasks
+        return super().tasks[:1] if self.head or self.kind == "classify" else super().tasks
 
     def cut(self, ids: list[int], count: int) -> list[int]:
         """The first tokens and the last, which is a separator: as sentence-transformers does it."""
         return ids if count >= len(ids) else [*ids[:count - 1], ids[-1]]
-
-    def finish(self, vectors: torch.Tensor, activate: bool,
-               dimensions: int | None = None) -> torch.Tensor:
-        x = vectors.float()
-        if self.kind == "classify":
-            return ACTIVATIONS[self.activation](x) if activate else x
-        for weight, bias, activation in self.dense:
-            x = activation(F.linear(x, weight.to(x.device), bias if bias is None
-                                    else bias.to(x.device)))
-        x = x[:, :dimensions]
-        return F.normalize(x, dim=-1) if activate else x
 
 
 def make_pooler(config: EngineConfig, model_config: ModelConfig, folder: Path,
@@ -308,17 +295,16 @@ def make_pooler(config: EngineConfig, model_config: ModelConfig, folder: Path,
         raise ValueError(f"pooling_type={pooler.pooling_type!r}, but the head of "
                          f"{model_config.architecture} takes CLS: leave it out")
     if not classifies:
-        pooler.dense = list(read_dense(folder))
+        pooler.head = read_dense(folder)
     elif (name := cross_encoder_activation(folder)) is not None:
         pooler.activation = name
     return pooler
 
 
-def read_dense(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, nn.Module]]:
-    """The Dense modules of modules.json: weight, bias and activation of each, in float32."""
-    for kind, part in read_modules(folder):
-        if kind != "Dense":
-            continue
+def read_dense(folder: Path) -> nn.Module | None:
+    """The Dense modules of modules.json, in float32; None where there are none."""
+    layers: list[nn.Module] = []
+    for part in (part for kind, part in read_modules(folder) if kind == "Dense"):
         tensors = {name: tensor.float() for _, name, tensor in stored_tensors(part)}
         name = read_json(part / "config.json").get("activation_function", "Tanh")
         name = str(name).rpartition(".")[2]
@@ -326,7 +312,11 @@ def read_dense(folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor | None
                 "linear.weight" not in tensors):
             raise ValueError(f"{part}: a Dense layer with {name} and {', '.join(tensors)} is not "
                              "supported")
-        yield tensors["linear.weight"], tensors.get("linear.bias"), getattr(nn, name)()
+        outputs, inputs = tensors["linear.weight"].shape
+        layers += [nn.Linear(inputs, outputs, "linear.bias" in tensors), getattr(nn, name)()]
+        layers[-2].load_state_dict({name.removeprefix("linear."): tensor
+                                    for name, tensor in tensors.items()})
+    return nn.Sequential(*layers).requires_grad_(False) if layers else None
 
 
 def cross_encoder_activation(folder: Path) -> str | None:

@@ -32,7 +32,7 @@ import json
 import math
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -50,7 +50,10 @@ from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry
+from nanoserve.words import rules
+from nanoserve.words.rules import option
 
+ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.STORE.keep)
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what PEFT writes in front of the names of the model's modules
@@ -73,18 +76,12 @@ class LoRARequest:
     format. Raises `ValueError` for a wrong field.
     """
 
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
+    lora_name: str = option(MISSING, rules.TEXT)
+    lora_int_id: int = option(MISSING, rules.COUNT)
+    lora_path: str = option(MISSING, ADAPTER_FOLDER)
 
     def __post_init__(self):
-        if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise ValueError(f"lora_name={self.lora_name!r} must be a text")
-        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id={self.lora_int_id!r} must be a whole number of at "
-                             "least 1")
-        if not isinstance(self.lora_path, (str, Path)) or not str(self.lora_path):
-            raise ValueError(f"lora_path={self.lora_path!r} must be the folder of an adapter")
+        rules.check_fields(self)
 
 
 @dataclass(eq=False)

@@ -33,9 +33,11 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
+from nanoserve.words import rules
+from nanoserve.words.rules import option
 from nanoserve.words.vllm import takes_vllms_words
 
-POOLING_TYPES = ("CLS", "LAST", "MEAN", "ALL")
+POOLING_TYPE = rules.choice("CLS", "LAST", "MEAN", "ALL")
 # The tasks of a model by its kind; the first is the default of a request.
 TASKS = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"),
          "reward": ("token_classify",)}
@@ -49,18 +51,13 @@ HEADS = ("lm_head.", "score.")  # heads that a checkpoint may have and that may 
 class PoolerConfig:
     """How a model pools, where its files don't say it or are to be overruled."""
 
-    pooling_type: str | None = None  # one of POOLING_TYPES; None: what the files say, else LAST
-    use_activation: bool | None = None  # normalise, softmax, sigmoid; None: as the model is meant
-    dimensions: int | None = None  # of embeddings, for all requests that name none
-    task: str | None = None  # of requests that name none
+    pooling_type: str | None = option(None, POOLING_TYPE)  # None: what the files say, else LAST
+    use_activation: bool | None = option(None, rules.FLAG)  # None: as the model is meant
+    dimensions: int | None = option(None, rules.COUNT)  # of embeddings; of requests that name none
+    task: str | None = option(None, rules.TEXT)  # of requests that name none
 
     def __post_init__(self):
-        if self.pooling_type not in (None, *POOLING_TYPES):
-            raise ValueError(f"pooling_type={self.pooling_type!r} is not supported: choose one of "
-                             f"{', '.join(POOLING_TYPES)}")
-        if self.use_activation not in (None, True, False):
-            raise ValueError(f"use_activation must be True, False or None, got "
-                             f"{self.use_activation!r}")
+        rules.check_fields(self)
 
 
 @dataclass
@@ -81,7 +78,7 @@ class Pooler:
     subtract: bool = False  # ... or, of two, the second less the first
     tied: bool = False  # they are rows of the embedding
     unused: tuple[str, ...] = HEADS  # tensors that are passed over
-    head: nn.Module | None = None  # this rank's, in float32
+    head: nn.Module | None = None  # this rank's, in float32; of an encoder, its Dense layers
     prompts: dict[str, str] = field(default_factory=dict)  # beginnings of texts, by name
     default_prompt: str | None = None  # the name that is used where none is given
     more_modules: ClassVar[tuple[str, ...]] = ()  # of sentence-transformers, read elsewhere
@@ -171,8 +168,6 @@ class Pooler:
         """A prefix of an embedding means something only where the model was trained for it."""
         if dimensions is None:
             return
-        if type(dimensions) is not int or dimensions < 1:
-            raise ValueError(f"dimensions must be a whole number of at least 1, got {dimensions!r}")
         if self.kind != "embed":
             raise ValueError(f"dimensions={dimensions} is about embeddings, and this model has "
                              f"{self.num_labels} classes: leave it out")
@@ -214,10 +209,11 @@ class Pooler:
         embedding, the first so many, normalised again."""
         x = vectors.float()
         if self.head is not None:
-            x = self.head(x)
-            return ACTIVATIONS[self.activation](x) if activate else x
-        x = x[:, :dimensions]
-        return F.normalize(x, dim=-1) if activate else x
+            x = self.head.to(x.device)(x)
+        if self.kind == "embed":
+            x = x[:, :dimensions]
+            return F.normalize(x, dim=-1) if activate else x
+        return ACTIVATIONS[self.activation](x) if activate else x
 
 
 class TokenRows(nn.Module):

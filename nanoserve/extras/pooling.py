@@ -43,9 +43,13 @@ from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
 from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
+from nanoserve.words import rules
+from nanoserve.words.rules import option
 from nanoserve.words.vllm import takes_vllms_words
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
+LENGTH = rules.Rule("a whole number of at least 1, or -1: as many tokens as fit",
+                    lambda count: count if count == -1 else rules.COUNT.keep(count))
 
 
 @takes_vllms_words("PoolingParams", "pooling")
@@ -53,20 +57,14 @@ GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing i
 class PoolingParams:
     """What one request asks for. Raises `ValueError` naming the field."""
 
-    use_activation: bool | None = None  # None: the model's default
-    dimensions: int | None = None  # Matryoshka: the embedding's first numbers, normalised again
-    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as fit
-    task: str | None = None  # set by `embed`, `classify`, `score` and `encode`
-    prompt_name: str | None = None  # what a text begins with; None: the model's default, if any
+    use_activation: bool | None = option(None, rules.FLAG)  # None: the model's default
+    dimensions: int | None = option(None, rules.COUNT)  # Matryoshka: the embedding's first numbers
+    truncate_prompt_tokens: int | None = option(None, LENGTH)  # keep the last so many
+    task: str | None = option(None, rules.TEXT)  # set by `embed`, `classify`, `score`, `encode`
+    prompt_name: str | None = option(None, rules.TEXT)  # what a text begins with
 
     def __post_init__(self):
-        if self.use_activation not in (None, True, False):
-            raise ValueError(f"use_activation must be True, False or None, got "
-                             f"{self.use_activation!r}")
-        count = self.truncate_prompt_tokens
-        if count is not None and (type(count) is not int or count < 1 and count != -1):
-            raise ValueError(f"truncate_prompt_tokens must be a whole number of at least 1, or -1, "
-                             f"got {count!r}")
+        rules.check_fields(self)
 
 
 @dataclass

@@ -182,10 +182,10 @@ def test_wrong_use_is_refused_before_any_work(embedder, call, message):
     (dict(runner="generate", pooler_config={}), "pooler_config"),
     (dict(runner="draft"), "runner must be .* got 'draft'"),
     (dict(convert="reword"), "convert must be .* got 'reword'"),
-    (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type='MAX'"),
+    (dict(pooler_config={"pooling_type": "MAX"}), "pooling_type must be one of CLS.*'MAX'"),
     (dict(pooler_config="MEAN"), "pooler_config"),
     (dict(pooler_config={"use_activation": "no"}), "use_activation must be .* got 'no'"),
-    (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type='STEP' is not supported"),
+    (dict(pooler_config={"pooling_type": "STEP"}), "pooling_type must be one of CLS.*'STEP'"),
     (dict(hf_overrides={"architectures": ["Qwen3ForTokenClassification"]}),
      "Qwen3ForTokenClassification is not supported.*ForSequenceClassification"),
     (dict(hf_overrides={"architectures": ["Qwen2ForProcessRewardModel"]}),  # vLLM's STEP
