@@ -8,6 +8,7 @@ prefix cache, and blocks run out. Everything in the picture is what the engine d
 shows is kept beside it, to be opened in a browser; git does not track it. Needs Chromium.
 """
 
+import base64
 import sys
 import tempfile
 from pathlib import Path
@@ -57,7 +58,8 @@ def main() -> None:
             browser.prefer(scheme)
             browser.open(PAGE, f"#{FRAME}")
             picture = HERE / f"trace-{scheme}.png"
-            picture.write_bytes(browser.screenshot())
+            picture.write_bytes(base64.b64decode(
+                browser("Page.captureScreenshot", format="png")["data"]))
             print(f"wrote {picture}")
         browser.close()
 

@@ -3,10 +3,9 @@
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --compare static
     python -m nanoserve trace --compare before.html after.html
 
-Either the real scheduler runs the same arrivals twice (trace.py), or both runs were recorded
-(`LLM(trace="before.html")`). All figures are counted from the frames (recorder.py). Tokens that a
-preempted request computes again count again. Not known here: why a figure differs; the page shows
-that. Road not taken: static batches that pad their rows; the KV cache here has no place for that.
+Either the real scheduler runs the same arrivals twice (trace.py), or both runs were recorded. All
+figures are counted from the frames (recorder.py); tokens that are computed again count again. Not
+known here: why a figure differs; the page of a run shows that.
 """
 
 import json
@@ -17,9 +16,8 @@ from nanoserve.frontend.metrics import percentile
 from nanoserve.tools.recorder import rows
 
 VARIANTS: dict[str, dict] = {  # what the second simulation gets
-    "no-chunks": dict(enable_chunked_prefill=False),  # a prompt is computed whole, in one step
-    "no-prefix-cache": dict(enable_prefix_caching=False),
-    "static": dict(static=True),  # a batch runs to its end before the next one starts
+    "no-chunks": dict(enable_chunked_prefill=False), "no-prefix-cache": dict(
+        enable_prefix_caching=False), "static": dict(static=True),
     **{policy: dict(policy=policy) for policy in POLICIES}}
 
 
@@ -37,24 +35,24 @@ def tell_apart(one: dict, other: dict) -> str:
     """A line for each figure of two streams."""
     lines = []
     for (what, a), b in zip(figures(one).items(), figures(other).values(), strict=True):
-        how = ("the same" if a == b else "" if not a else
-               f"{b / a:.1f} times as much" if b >= 2 * a else
-               f"{abs(b / a - 1):.1%} {'more' if b > a else 'less'}")
-        lines.append(f"{what}: {a:,} and {b:,}" + f", {how}" * bool(how))
+        how = ("the same" if a == b else f"{b / a:.1f} times as much" if b >= 2 * a > 0 else
+               f"{abs(b / a - 1):.1%} {'more' if b > a else 'less'}" if a else "more")
+        lines.append(f"{what}: {a:,} and {b:,}, {how}")
     return "\n".join(lines)
 
 
 def figures(stream: dict) -> dict[str, float]:
-    requests, frames, first = stream["requests"], stream["frames"], {}
+    requests, frames, waited = stream["requests"], stream["frames"], {}
     steps = [(frame, found) for frame, found in zip(frames, rows(frames), strict=True) if found]
     for frame, found in steps:
         for request, *_, samples in found:
-            if samples:
-                first.setdefault(request, frame["t"] + frame["d"] - requests[request][2])
-    waited = sorted(first.values()) or [0]
+            if samples:  # the first time; in ms
+                waited.setdefault(
+                    request, (frame["t"] + frame["d"] - requests[request][2]) / 1e3)
+    ordered = sorted(waited.values()) or [0.0]
     return {"steps": len(steps),
             "tokens computed": sum(n for _, found in steps for _, _, n, _ in found),
             "preemptions": sum(len(frame.get("p", [])) // 2 for frame in frames),
-            "ms to a first token, mean": round(sum(waited) / len(waited) / 1e3, 1),
-            "ms to a first token, p99": round(percentile(waited, 99) / 1e3, 1),
+            "ms to a first token, mean": round(sum(ordered) / len(ordered), 1),
+            "ms to a first token, p99": round(percentile(ordered, 99), 1),
             "ms until all was done": round(frames[-1]["t"] / 1e3, 1)}

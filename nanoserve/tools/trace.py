@@ -156,10 +156,9 @@ class Simulation:
             model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
             max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
             scheduling_policy=policy, **options)
-        longest = max((one.num_prompt + one.num_output for one in arrivals), default=0)
-        if not config.enable_chunked_prefill and longest > budget:
-            raise ValueError(f"without chunks a step must hold the longest request: raise --budget "
-                             f"to at least {longest}")
+        longest = max([one.num_prompt + one.num_output for one in arrivals], default=0)
+        if longest > budget and not config.enable_chunked_prefill:
+            raise ValueError(f"no-chunks: raise --budget to {longest}, the longest request")
         self.static = static  # nobody joins a batch that runs
         self.scheduler = Scheduler(config, num_blocks)
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds

@@ -257,6 +257,33 @@ def test_the_page_says_who_waits_and_why(browser, runs):
     assert "and stands behind B" in words(browser, "#card")
 
 
+def test_remarks_lead_from_step_to_step(browser, runs):
+    """The README's demo: of each kind of thing the first. `n` and a click go there, and light the
+    request; behind the last comes the first."""
+    browser.open(runs["demo"][0], "#0")
+    assert words(browser, "#remarks").splitlines() == [
+        "step 0: B waits for blocks that A is computing",
+        "step 0: C needs 14 tokens at once, 2 of the budget are left: it may overtake B only whole",
+        "step 1: B hits: its first 8 tokens are in the cache, and not computed",
+        "step 1: B computes its prompt in a step in which others decode",
+        "step 1: C gets a chunk of 7 tokens: the budget has no more",
+        "step 3: C is preempted for A; it gives its blocks back and keeps its tokens",
+        "step 4: C needs 4 blocks, 3 are free",
+        "step 5: C comes back, finds 12 tokens in the cache, and recomputes the rest",
+        "step 5: A is done (length); its blocks are free, and the full ones still findable"]
+    here = "[page.view.at, page.view.request, document.querySelector('.now').textContent]"
+    for at, request, first in [(0, 1, "step 0: B"), (0, 2, "step 0: C"), (1, 1, "step 1: B")]:
+        browser.press("n")
+        shown = browser.js(here)
+        assert shown[:2] == [at, request] and shown[2].startswith(first)
+    browser.js("document.querySelector('#remarks li:last-child').click()")
+    assert browser.js(here)[:2] == [5, 0]
+    browser.press("n")
+    assert browser.js(here)[:2] == [0, 1]
+    browser.open(runs["busy"][0])
+    assert "takes block" in words(browser, "#remarks")
+
+
 def test_the_victim_that_nobody_stands_behind_preempts_itself(browser, runs):
     """Two of 7 tokens in 5 blocks of 4: see test_trace."""
     browser.open(runs["alone"][0], "#2")
