@@ -5,26 +5,39 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import count
-from pathlib import Path
 
 import pytest
+from pages import ROOT, block_after, read, rows_of
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.tools.trace import Simulation, read_csv
 
 pytestmark = pytest.mark.floor
-ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
-SHOWN = re.findall(r"<!-- printed by: python (.*?) -->\n```\n(.*?)```", PAGE, re.S)
+PAGE = read("docs/scheduling.md")
 
 
-@pytest.mark.parametrize("command, shown", SHOWN,
-                         ids=["fcfs", "shortest", "priority", "static", "hot prefix"])
-def test_the_arrivals_are_as_printed(command, shown):
-    out = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True,
+def printed(*options: str) -> str:
+    """By the page's command, with these options more."""
+    command = block_after(PAGE, "<!-- command -->").replace("\\\n", "").split()
+    out = subprocess.run([sys.executable, *command[1:], *options], cwd=ROOT, capture_output=True,
                          text=True, encoding="utf-8")
     assert out.returncode == 0, out.stderr
-    assert out.stdout == shown
+    return out.stdout
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "shortest", "priority"])
+def test_the_arrivals_under_each_policy(policy):
+    found = re.findall(r"TTFT mean (.*?), p99 (.*?) \|.* (\d+) preemption",
+                       printed("--policy", policy))
+    rows = [row for row in rows_of(PAGE) if len(row) == 4]
+    start = [row[0] for row in rows].index(policy)
+    assert [tuple(row[1:]) for row in rows[start:start + len(found)]] == found
+    assert len(found) == (3 if policy == "priority" else 1)
+
+
+def test_static_batches_are_told_apart():
+    shown = block_after(PAGE, "<!-- printed with --compare static -->")
+    assert printed("--compare", "static") == shown
 
 
 def test_the_hot_prefix_tells_eviction_rules_apart(monkeypatch):
@@ -43,7 +56,7 @@ def test_the_hot_prefix_tells_eviction_rules_apart(monkeypatch):
 
     def hits_by(rule) -> str:
         def sorted_first(self, seq, num_tokens):
-            if self.num_blocks_for(num_tokens) > len(seq.block_table):
+            if rule and self.num_blocks_for(num_tokens) > len(seq.block_table):
                 found = [b for b in self.free_blocks if self.entry_of[b]]
                 for block_id in sorted(found, key=lambda b: rule(b, self.entry_of[b].key)):
                     self.free_blocks.move_to_end(block_id)
@@ -59,8 +72,10 @@ def test_the_hot_prefix_tells_eviction_rules_apart(monkeypatch):
             run.finish()
         return re.search(r"prefix hits (\d+%)", run.summary())[1]
 
-    assert f"prefix hits {hits_by(lambda block, key: freed[block])}" in SHOWN[4][1]
+    own = hits_by(None)
+    assert f"finds {own} of all prompt" in PAGE and own == hits_by(lambda block, key: freed[block])
     said = [hits_by(rule) for rule in (
         lambda block, key: born[key], lambda block, key: -freed[block],
         lambda block, key: (uses[key], born[key]))]
-    assert "oldest first {} hits, newest first {}, least often used {}.".format(*said) in PAGE
+    assert "oldest first {}, newest first {}, least often used {}.".format(*said) in (
+        PAGE.replace("\n", " "))
