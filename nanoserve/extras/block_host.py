@@ -1,27 +1,20 @@
 """KV blocks in host memory, which a step copies to and from, on every rank.
 
 A *host block* has room for one block's KV over all layers. A step says which blocks are saved to
-which host blocks, and which are loaded. With tensor parallelism each rank has a share of each
-block, the KV of its own heads. All ranks use the same numbers, each in memory of its own. Rank 0
-alone knows what is in which host block (`HostBlocks`).
+which host blocks, and which are loaded. With tensor parallelism each rank has its share of each
+block, in memory of its own. Rank 0 alone knows what is in which host block (`HostBlocks`).
 
-With a folder, all shares of a block must be saved together or not at all. So then the host blocks
-are one memory that all ranks map, and one file has the bytes of one host block:
+With a folder, the host blocks are one memory that all ranks map, and a file has one host block:
 
     host block 0                          host block 1
     [ rank 0's share | rank 1's share ]   [ rank 0's share | rank 1's share ]   ...
       each rank copies its own share from and to its cache: layer 0's keys, then its values, ...
       the threads of rank 0 copy whole host blocks from and to files
 
-**Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares, so
-damage to one share is a miss for the block. A rank loads a host block only because a step says so,
-and rank 0 sends that step after the last byte was written. A host block that a step saves to is
-written to its file when the step has finished on rank 0. It can't finish there before all ranks
-have saved, because the network's sums need all ranks. A step that only saves runs no network:
-`move` then adds up zeros over all ranks.
-
-The shared memory is a file without a name (memfd), which the other ranks open through /proc. It is
-gone when the last process that maps it has ended, also after `kill -9`.
+**Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares. A
+rank loads a host block only because a step says so, which rank 0 sends after the last byte was
+written. A host block that a step saves to is written to its file when the step has finished on rank
+0, and that needs all ranks: the network's sums do, or, in a step that only saves, `move` itself.
 
 Not known here: what a digest covers, and who looks for it (block_store.py). Known limit: memory
 that ranks share is not page-locked, so with GPUs the host waits for these copies. Road not taken:

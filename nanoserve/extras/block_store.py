@@ -10,20 +10,17 @@ caching (SGLang), or LMCache.
         ▲                                 │  ▲                               │
         └──load: found by its digest──────┘  └──what a queued request needs──┘ block_prefetch.py
 
-**Invariant: a block is used for exactly those tokens that it was computed from.** In memory a hit
-compares the identity of the parent's entry. Between processes there is no identity. So a block's
-name here is a *digest*: SHA-256 over the parent's digest and the block's tokens. The chain begins
-with a fingerprint of the weights and of all options that KV depends on, then an adapter's content.
+**Invariant: a block is used for exactly those tokens that it was computed from.** Between processes
+a parent has no identity. So a block's name here is a *digest*: SHA-256 over the parent's digest and
+the block's tokens. The chain begins with a fingerprint of the weights and of all options that KV
+depends on, then an adapter's content.
 
-All copies between cache and host memory happen inside a step, on the step's own stream, before
-anything is written: first the saves, then the loads. Nothing runs beside a step that touches KV. A
-load counts when its step has finished, so the loads of a failed step don't count. A block that was
-saved is then written to its file by a thread, and keeps its host block until that is done. No step
-waits for it: a block that finds no free host block is saved later, or lost.
+All copies between cache and host memory happen inside a step, on its own stream, before anything is
+written: first the saves, then the loads. A load counts when its step has finished. No step waits
+for a file: a block that finds no free host block is saved later, or lost.
 
-Not known here: the layout of the bytes, and what is being read. Known limit: a block goes to the
-folder via host memory, one copy more than needed. Road not taken: copies on a stream of their own,
-which hide their time and have corrupted KV in silence in two public engines.
+Not known here: the layout of the bytes. Road not taken: copies on a stream of their own, which hide
+their time and have corrupted KV in silence in two public engines.
 """
 
 import hashlib

@@ -9,22 +9,18 @@ zeros and ones keeps, for each token, the columns of its own adapter:
     mask     a token of adapter 2       [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
              a token without one        [ 0 0 0 0  0 0 0 0  0 0 0 0 ]    y += ((x A^T) * mask) B^T
 
-So one step serves any mixture, and no operator asks which adapters are in it. The scaling is
-multiplied into B when an adapter is loaded. How the weight itself is kept (int8, shared among
-ranks) does not matter: the product is added to the layer's output, on each rank its part of the
-sum. Rank 0 reads an adapter, and sends it to all ranks before the next step.
+So one step serves any mixture, and no operator asks which adapters are in it. How the weight itself
+is kept (int8, shared among ranks) does not matter: the product is added to the layer's output, on
+each rank its part of the sum. Rank 0 reads an adapter, and sends it to all ranks before a step.
 
 **Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
 from a root, and the root is a hash of the adapter's *content*: never of its name, number or path,
 which may stand for other weights later. A hit also compares the root's identity.
 
-Not known here: requests' text, the queue, KV bytes. The mask is a hidden input of the layers, the
-only one in this project: the runner has it set before a step, and every layer's product reads it.
-Known limit: the product is computed for all columns, with zeros for the other adapters. With 64
-columns it adds 8% to the multiplications of a 0.6B model's layers, and more to its time
-(docs/lora.md).
-Road not taken: kernels that gather each token's own adapter (Punica, S-LoRA), which compute less,
-but would be one more function in every twin.
+Not known here: requests' text, the queue, KV bytes. Confessed: the mask is a hidden input of the
+layers, the only one in this project; and the product is computed for all columns, with zeros for
+the other adapters (docs/lora.md has its price). Road not taken: kernels that gather each token's
+own adapter (Punica, S-LoRA), which would be one more function in every twin.
 """
 
 import hashlib

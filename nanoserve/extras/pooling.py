@@ -12,16 +12,14 @@ hidden states of the positions that were asked for:
 
 Two things are used that the core has anyway: `Step.sampling`, the sequences that close their gap,
 and `prompt_logprob_positions`, the positions whose hidden states are needed. A pooled sequence gets
-None instead of a token. The prompt is its maximum length, so it ends in the step that completes the
-prompt; its blocks are committed to the prefix cache and given back.
+None instead of a token, and ends there, because the prompt is its maximum length.
 
 Invariants: the same numbers alone, batched or in chunks. A request that needs another position than
 the last never reads the prefix cache, which keeps keys and values but no hidden states. A chunk is
 counted when its step has finished, so a chunk of a dropped step, computed again, counts once.
 
-Names are vLLM's (`PoolingParams`, `pooler_config`, `pooling_task`). Known limit: heads are applied
-request by request. Not known here: blocks, the queue. Road not taken: an engine of its own for
-encoders, which would repeat what `LLM` does already.
+Names are vLLM's (`PoolingParams`, `pooler_config`, `pooling_task`). Not known here: blocks, the
+queue. Road not taken: an engine of its own for encoders, which would repeat what `LLM` does.
 """
 
 import time

@@ -330,67 +330,46 @@ def group_size(entry: dict) -> int | None:
 
 def dense(numbers: Numbers) -> torch.Tensor:
     """(outputs, inputs), in float32"""
-    values, zeros, scales, block, groups = numbers
-    if groups is not None:
-        groups = checked_groups(numbers)
-        return (values.float() - zeros.float()[:, groups]) * floats(scales)[:, groups]
-
-    def spread(each: torch.Tensor) -> torch.Tensor:
-        each = by_blocks(each, numbers).float()
-        for dim, (size, length) in enumerate(zip(values.shape, block, strict=True)):
-            if each.shape[dim] > 1:  # a single one goes with all of them anyway
-                each = each.repeat_interleave(length, dim).narrow(dim, 0, size)
-        return each
-
-    weight = values.float()
+    weight, (zeros, scales, groups) = numbers.values.float(), by_group(numbers)
     if zeros is not None:
-        weight -= spread(zeros)
-    return weight.mul_(spread(floats(scales)))
+        weight -= zeros.float()[:, groups]
+    return weight.mul_(scales[:, groups])
 
 
 def kept(numbers: Numbers) -> Grouped | torch.Tensor:
     """4 bits as they are. Dense, where the inputs of a group are no neighbours."""
+    zeros, scales, groups = by_group(numbers)
+    size = int((groups == 0).sum())
+    if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
+        return dense(numbers)
+    return Grouped(numbers.values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
+
+
+def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Zeros and scales, (outputs, groups of inputs), and the group of each input. "Act-order" deals
+    the inputs out by importance."""
     values, zeros, scales, block, groups = numbers
-    if groups is not None:
-        groups = checked_groups(numbers)
-        size = int((groups == 0).sum())
-        if not size or not torch.equal(groups, torch.arange(len(groups)) // size):
-            return dense(numbers)
-        numbers = numbers._replace(block=(1, size))
-    rows, size = numbers.block
-    zeros, scales = (by_blocks(each, numbers).repeat_interleave(rows, 0)[:len(values)]
-                     for each in (zeros, floats(scales)))
-    return Grouped(values.to(torch.uint8), zeros.to(torch.uint8), scales, size)
-
-
-def by_blocks(each: torch.Tensor, numbers: Numbers) -> torch.Tensor:
-    """Zeros or scales: (blocks of outputs, blocks of inputs)"""
-    counts = [-(-size // length) for size, length in
-              zip(numbers.values.shape, numbers.block, strict=True)]
-    if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
-        raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
-    return each.reshape(counts)
-
-
-def floats(scales: torch.Tensor) -> torch.Tensor:
-    """In float32. Whole numbers would be the exponents or the bits of some other format."""
-    if not scales.is_floating_point():
+    if not scales.is_floating_point():  # but the exponents or the bits of some other format
         raise ValueError(f"scales are {scales.dtype}, which is no float")
-    return scales.float()
+    scales = scales.float()
+    if groups is None:
+        counts = [-(-size // length) for size, length in zip(values.shape, block, strict=True)]
 
+        def for_rows(each: torch.Tensor) -> torch.Tensor:
+            if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
+                raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
+            return each.reshape(counts).repeat_interleave(block[0], 0)[:len(values)]
 
-def checked_groups(numbers: Numbers) -> torch.Tensor:
-    """The group of each input. "Act-order" deals them out by importance."""
-    values, zeros, scales, _, groups = numbers
-    shape = len(values), scales.shape[1]
+        return (None if zeros is None else for_rows(zeros), for_rows(scales),
+                torch.arange(values.shape[1]) // block[1])
+    shape, groups = (len(values), scales.shape[1]), groups.long()
     if tuple(scales.shape) != shape or tuple(zeros.shape) != shape or (
             groups.shape != values.shape[1:]):
         raise ValueError(f"{tuple(scales.shape)} scales, {tuple(zeros.shape)} zero points and "
                          f"{tuple(groups.shape)} inputs by g_idx for {tuple(values.shape)} weights")
-    groups = groups.long()
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
         raise ValueError(f"g_idx names other groups than 0 to {shape[1] - 1}")
-    return groups
+    return zeros, scales, groups
 
 
 def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

@@ -5,8 +5,7 @@
                         where g = k // size is the group of input k
 
 x and y are float32, float16 or bfloat16, sums are float32. A row of 8 bits lies as in `Rows`, one
-byte an input. A row of 4 bits lies as in `GroupedRows`, and a group's scale and zero point share a
-word, as in `GroupedPanels` (here groups of 32):
+of 4 bits as in `GroupedRows`, but that a group's scale and zero point share a word (groups of 32):
 
     memory    byte 0   byte 1        byte 15 | byte 16          scales   word 0             | word 1
               q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               28 bits s, 4 bits z | s, z
@@ -14,13 +13,10 @@ word, as in `GroupedPanels` (here groups of 32):
 
 One program makes a tile of M rows and N outputs. It walks along the inputs, K at a time, with the
 loads of the next tiles on their way meanwhile. A tile of the weight becomes a matrix of x's dtype
-only there, between its load and the tensor cores, and is never written to the GPU's memory:
+only between its load and the tensor cores:
 
     x       (M, K) ───────────────────────────────────────┐
     memory  (N, K) or (N, K / 2) bytes ──► (N, K) widened ┴──► total (M, N), float32
-
-Numbers of 8 bits are exact in each dtype and are scaled when they have been summed. Those of 4 bits
-are rounded to x's dtype as `GroupedRows.rows` would be: that is the plain version of this product.
 
 Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums have a fixed
 order. Speed: not measured. Confessed: a program reads its outputs' rows from end to end, so 1,024

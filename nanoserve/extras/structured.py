@@ -47,11 +47,18 @@ from nanoserve.frontend.metrics import Observer
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence
+from nanoserve.words import rules
+from nanoserve.words.rules import option
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
 MAX_MULTIPLE = 10_000  # of JSON's multipleOf: compiling takes the square of it
 NUM_PROBED = 64  # forced tokens that are read when a grammar is compiled, to see whether it works
+SCHEMA = rules.instance((str, dict), "a JSON schema, as a dict or as text")
+REGEX = rules.instance(str, "a regular expression")
+GRAMMAR = rules.instance(str, "a grammar, Lark's or EBNF")
+FLAG = rules.instance(bool, "True or False")
+CHOICE = rules.list_of(rules.TEXT, "a list of non-empty texts", 1)
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # How JSON is written: as Python's json.dumps does it. A grammar that leaves white space open lets
 # small models write spaces for ever. A schema may say otherwise, by its own "x-guidance".
@@ -66,12 +73,12 @@ class StructuredOutputsParams:
     """What the output must be: exactly one of these, and what a schema may leave open. The names
     are vLLM's. Raises `ValueError`."""
 
-    json: str | dict | None = None  # a JSON schema
-    regex: str | None = None  # which the whole output matches
-    choice: list[str] | None = None  # one of these texts
-    grammar: str | None = None  # Lark's notation, with llguidance's extensions; or EBNF
-    json_object: bool | None = None  # any JSON object
-    disable_additional_properties: bool = True  # False: a schema's objects may have any other keys
+    json: str | dict | None = option(None, SCHEMA)
+    regex: str | None = option(None, REGEX)  # which the whole output matches
+    choice: list[str] | None = option(None, CHOICE)  # one of these texts
+    grammar: str | None = option(None, GRAMMAR)  # Lark's, with llguidance's extensions; or EBNF
+    json_object: bool | None = option(None, FLAG)  # any JSON object
+    disable_additional_properties: bool = option(True, FLAG)  # False: any other keys, too
 
     def __post_init__(self):
         # json_object=False asks for nothing, as None does; an empty schema allows any JSON value.
@@ -79,21 +86,10 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}, got "
                              f"{' and '.join(given) or 'none of them'}")
-        if not isinstance(self.disable_additional_properties, bool):
-            raise ValueError("structured_outputs: disable_additional_properties must be True or "
-                             f"False, got {self.disable_additional_properties!r:.100}")
-        right = dict(
-            json=isinstance(self.json, (str, dict)), regex=isinstance(self.regex, str),
-            grammar=isinstance(self.grammar, str), json_object=self.json_object is True,
-            choice=isinstance(self.choice, (list, tuple)) and bool(self.choice) and all(
-                isinstance(text, str) and text for text in self.choice))
-        must = dict(json="a JSON schema, as a dict or as text", regex="a regular expression",
-                    grammar="a grammar, Lark's or EBNF", json_object="True",
-                    choice="a list of non-empty texts")
-        name, = given
-        if not right[name]:
-            raise ValueError(f"structured_outputs: {name} must be {must[name]}, got "
-                             f"{getattr(self, name)!r:.100}")
+        try:
+            rules.check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: {error}") from None
 
     @classmethod
     def of(cls, asked: Any) -> "StructuredOutputsParams":
