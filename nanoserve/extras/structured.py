@@ -103,7 +103,7 @@ class StructuredOutputsParams:
         if not isinstance(asked, cls):
             raise ValueError("structured_outputs must be StructuredOutputsParams or a dict such as "
                              f"{{'regex': '[0-9]+'}}, got {asked!r:.100}")
-        return cls(**{f.name: getattr(asked, f.name) for f in fields(cls)})  # checked once more
+        return replace(asked)  # checked once more
 
 
 def from_response_format(response_format: dict | None) -> StructuredOutputsParams | None:
