@@ -73,11 +73,9 @@ OFF_WHEN_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softca
 QUANTIZED = ("quantization_config", "quantization")
 # Entries of some families alone, which have a default for them above; in others' files they mean
 # nothing, as in transformers.
-OF_SOME_FAMILIES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
-                    "rope_local_base_freq", "hidden_activation", "attention_bias", "mlp_bias",
-                    "sliding_window", "use_sliding_window", "max_window_layers",
-                    "sliding_window_pattern", "layer_types", "norm_topk_prob",
-                    "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
+OF_SOME_FAMILIES = {entry for family in FAMILIES.values() for entry in family} - {
+    "head_dim", "max_position_embeddings", "num_experts", "num_experts_per_tok",
+    "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"}
 
 
 @dataclass(frozen=True, kw_only=True)

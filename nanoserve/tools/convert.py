@@ -4,8 +4,7 @@
 
 GGUF (llama.cpp's format) is one file with metadata, a tokenizer, and weights in small blocks, each
 with a scale. transformers rebuilds a config from the metadata, and multiplies the blocks out. What
-comes out is rounded a second time, to bfloat16, and a third time where the folder is then served
-with `quantization=`. The last lines say how much each of these loses.
+comes out is rounded a second time, to bfloat16; the last line says how much that changes.
 
 Invariants: the folder is there whole, or not at all. What transformers passes over in silence is
 an error: it leaves out how RoPE was scaled (by a tensor in Llama 3.1, by metadata with YaRN), and
@@ -25,11 +24,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 import transformers
-from tqdm import tqdm
 
 from nanoserve.config import EngineConfig
-from nanoserve.extras.int4_linear import round_groups
-from nanoserve.extras.quantized_linear import portions, round_rows
 from nanoserve.llm import read_model
 
 PACKAGES = ("gguf", "accelerate")  # transformers asks for both
@@ -43,7 +39,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     config = read_config(file)
     model, tokenizer = read_weights(file)
     check_whole(file, config, model)
-    losses = measure(model, getattr(torch, dtype))
+    loss = rounding_loss(model, getattr(torch, dtype))
     with torch.device("meta"):  # the same without what transformers keeps of a GGUF file
         plain = type(model)(config)
     plain.load_state_dict(model.to(getattr(torch, dtype)).state_dict(), assign=True)
@@ -57,8 +53,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     size = sum(one.stat().st_size for one in folder.iterdir())
     print(f"{folder}: {type(model).__name__}, {size / 1e6:,.1f} MB in {dtype}, of "
           f"{file.stat().st_size / 1e6:,.1f} MB in {file.name}")
-    print("What rounding the file's numbers once more changes, relative to them: "
-          + ", ".join(f"{name} {loss:.2%}" for name, loss in losses.items()))
+    print(f"What rounding the file's numbers once more changes, relative to them: {loss:.2%}")
 
 
 def check(file: Path, folder: Path) -> None:
@@ -126,18 +121,13 @@ def check_whole(file: Path, config: transformers.PreTrainedConfig,
                          "texts would differ, so use the checkpoint in safetensors")
 
 
-def measure(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, float]:
-    """For each way of rounding, the root of the mean squared change of all matrices, relative."""
-    matrices = [p.data.flatten(0, -2) for p in model.parameters() if p.dim() > 1]
-    parts = [weight[some] for weight in matrices for some in portions(*weight.shape)]
-    changed = dict.fromkeys([str(dtype).removeprefix("torch."), "int8", "int4"], 0.0)
-    for part in tqdm(parts, "rounding", unit="part", disable=None, leave=False):
-        values, scales = round_rows(part)
-        ways = part.to(dtype).float(), values * scales[:, None], round_groups(part)[:]
-        for name, rounded in zip(changed, ways, strict=True):
-            changed[name] += float((rounded - part).square().sum())
-    total = sum(float(part.square().sum()) for part in parts)
-    return {name: (squares / total) ** 0.5 for name, squares in changed.items()}
+def rounding_loss(model: torch.nn.Module, dtype: torch.dtype) -> float:
+    """The root of the mean squared change of all matrices, relative to them."""
+    changed = total = 0.0
+    for weight in (p.data for p in model.parameters() if p.dim() > 1):
+        changed += float((weight.to(dtype).float() - weight).square().sum())
+        total += float(weight.square().sum())
+    return (changed / total) ** 0.5
 
 
 def main(argv: list[str] | None = None) -> int:
