@@ -143,16 +143,17 @@ class LLM(LLMEngine):
              use_tqdm: bool | Callable = True, *, stream: bool = False,
              chat_template: str | None = None, add_generation_prompt: bool = True,
              continue_final_message: bool = False, chat_template_kwargs: dict | None = None,
-             lora_request: object = None) -> list[RequestOutput] | Iterator[RequestOutput]:
+             tools: list | None = None, lora_request: object = None,
+             ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """`generate` for one conversation, or a list of them, through the chat template.
 
-        messages: dicts with "role" and "content". stream: return the iterator of `stream`, which
-        shows no bar. Raises `ValueError` without a template.
+        messages: dicts with "role" and "content". tools: OpenAI's, for the template. stream: return
+        the iterator of `stream`, which shows no bar. Raises `ValueError` without a template.
         """
         options = dict(
-            chat_template=chat_template, continue_final_message=continue_final_message,
-            add_generation_prompt=add_generation_prompt and not continue_final_message)
-        options |= chat_template_kwargs or {}
+            chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+        ) | (chat_template_kwargs or {})
         prompts = [self.inputs.render_chat(one, **options) for one in conversations(messages)]
         if stream:
             return self.stream(prompts, sampling_params, lora_request=lora_request)

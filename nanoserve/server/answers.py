@@ -25,10 +25,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.frontend.request import Request
 from nanoserve.server.protocol import ChatBody, CompletionBody
+from nanoserve.server.tools import Reader
 
 MIN_LOGPROB = -9999.0  # vLLM's
 DONE = b"data: [DONE]\n\n"
@@ -239,11 +241,37 @@ class ChatAnswer(Answer):
     whole_name, piece_name = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.readers: list[Reader | None] = [None] * self.body.num_samples  # of each choice
+
     def choice(self, index, request, sample) -> dict:
-        message = dict(role="assistant", content=sample.text, refusal=None)
+        message = dict(role="assistant", refusal=None) | self._parts(index, sample)
         return dict(index=index, message=message, logprobs=self._logprobs(sample),
-                    finish_reason=sample.finish_reason, stop_reason=sample.stop_reason,
+                    finish_reason=self._ending(index, sample), stop_reason=sample.stop_reason,
                     **self.token_ids(sample))
+
+    def _parts(self, index: int, sample: CompletionOutput) -> dict:
+        """What is new in a message: content, a thought, calls."""
+        if (reader := self.readers[index]) is None:
+            return dict(content=sample.text)
+        piece = reader.feed(sample.text, sample.finish_reason)
+        parts: dict = {}
+        if piece.thought and self.body.include_reasoning is not False:
+            parts["reasoning_content"] = piece.thought
+        if piece.calls:
+            first = reader.num_calls - len(piece.calls)
+            parts["tool_calls"] = [
+                dict(id=f"call_{uuid4().hex[:24]}", type="function", function=vars(call),
+                     **(dict(index=first + i) if self.body.stream else {}))
+                for i, call in enumerate(piece.calls)]
+        if not piece.said and (parts or reader.state == "calls"):
+            return parts if self.body.stream else dict(content=None) | parts
+        return dict(content=piece.said) | parts
+
+    def _ending(self, index: int, sample: CompletionOutput) -> str | None:
+        reader, reason = self.readers[index], sample.finish_reason
+        return "tool_calls" if reader and reader.num_calls and reason == "stop" else reason
 
     def beside_choices(self) -> dict:
         [request] = self.requests
@@ -257,11 +285,13 @@ class ChatAnswer(Answer):
     def news(self, index, request, sample) -> list[dict]:
         """As OpenAI's, the end is a piece without text."""
         pieces = []
-        if sample.text or sample.token_ids:
-            pieces.append(self._piece(index, dict(content=sample.text), self._logprobs(sample),
+        if sample.text or sample.token_ids or self.readers[index]:
+            parts = self._parts(index, sample)
+            pieces.append(self._piece(index, parts, self._logprobs(sample),
                                       **self.token_ids(sample)))
         if sample.finish_reason is not None:
-            pieces.append(self._piece(index, {}, None, sample.finish_reason, sample.stop_reason))
+            pieces.append(self._piece(index, {}, None, self._ending(index, sample),
+                                      sample.stop_reason))
         return pieces
 
     def _piece(self, index: int, delta: dict, logprobs: dict | None = None,

@@ -58,6 +58,7 @@ from nanoserve.server.protocol import (
     blamed_field,
     error_body,
 )
+from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer, page
 
 GONE = 499  # nginx's status for a client that has closed the connection
@@ -82,6 +83,7 @@ class Server:
         self.told: set[str] = set()  # fields that were logged
         self.started = int(time.time())
         self.tracer = Tracer(self.llm)
+        self.turns = Turns(self.llm, chat_template)
 
     def check_model(self, name: str | None) -> None:
         names = [*self.names, *self.lora_requests]
@@ -117,6 +119,9 @@ class Server:
         requests = [await self.engine.tokenize(self._request, body, prompt, params, f"{name}-{i}")
                     for i, prompt in enumerate([None] if is_chat else as_prompts(body.prompt))]
         answer = kind(body, requests, self.served_name(body), name)
+        if isinstance(body, ChatBody):
+            answer.readers = [self.turns.reader(body, requests[0].prompt)
+                              for _ in range(body.num_samples)]
         if not body.stream:
             return self._whole(answer)
         return EventStream(self._events(answer), media_type="text/event-stream",
@@ -127,6 +132,7 @@ class Server:
         if isinstance(body, ChatBody):
             self.llm.inputs.check_generates()
             prompt = self._render(body)
+            params = self.turns.params(body, params, prompt["prompt"])
         if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
             text, ids = self._read(prompt, body)
             if (count := body.truncate_prompt_tokens) is not None:

@@ -22,6 +22,7 @@ Not known here: the engine, HTTP. Road not taken: the `openai` package's own typ
 what OpenAI serves and not what this server does.
 """
 
+import json
 import re
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
@@ -39,6 +40,7 @@ from pydantic import (
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.words import vllm
 
+MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chat, and vLLM's for both
 # What a client may not put among a template's variables: arguments of the tokenizer's method.
 NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tokenize", "padding",
@@ -221,10 +223,35 @@ class CompletionBody(GenerationBody):
         return replace(params, prompt_logprobs=self.logprobs) if scored else params
 
 
+class Function(BaseModel):
+    """What a tool is called and takes. Templates look for entries of their own, too."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object
+
+
+class Tool(BaseModel):
+    """A function; OpenAI's hosted tools are not served."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
+class ToolChoice(BaseModel):
+    """The one tool that has to be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
 class Conversation(Body):
     """Messages for the chat template. It checks what they hold (frontend/messages.py)."""
 
     messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -233,8 +260,34 @@ class Conversation(Body):
         """What the chat template gets beside the messages."""
         going_on = bool(self.continue_final_message)
         begin = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        shown = dict(tools=tools) if tools and self.tool_choice != "none" else {}
         return dict(self.chat_template_kwargs or {}, add_generation_prompt=begin,
-                    continue_final_message=going_on)
+                    continue_final_message=going_on, **shown)
+
+    def schemas(self) -> dict[str, dict]:
+        """Of the arguments of each tool that may be called, by name."""
+        if self.tool_choice == "none":
+            return {}
+        named = getattr(self.tool_choice, "function", None)
+        closed = dict(type="object", additionalProperties=False)  # of a tool without arguments
+        return {one.name: one.parameters if (one.parameters or {}).get("properties") else closed
+                for one in (tool.function for tool in self.tools or ())
+                if named is None or one.name == named.name}
+
+    @model_validator(mode="after")
+    def check_tools(self) -> "Conversation":
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise BadRequest(f"tools: the name {min(twice)} is there twice", "tools")
+        size = len(json.dumps([tool.function.parameters for tool in self.tools or ()]))
+        if size > MAX_SCHEMAS:
+            raise BadRequest(f"tools: their parameters have {size:,} characters, and "
+                             f"{MAX_SCHEMAS:,} are the most: shorten them", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not self.schemas():
+            raise BadRequest("tool_choice asks for a call, but of no tool that is among tools: "
+                             f"{', '.join(names) or 'there are none'}", "tool_choice")
+        return self
 
     @model_validator(mode="after")
     def check_template_options(self) -> "Conversation":
@@ -252,6 +305,8 @@ class ChatBody(GenerationBody, Conversation):
 
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -361,6 +416,8 @@ def blamed_field(message: str, body: Body) -> str | None:
     first = re.match(r"\w*", message)[0]
     if first == "structured_outputs" and getattr(body, "response_format", None) is not None:
         return "response_format"
+    if first == "structured_outputs" and getattr(body, "tools", None):
+        return "tools"
     if first in type(body).model_fields:
         return first
     if re.search(r"\b(prompt|conversation|message)\b", message):

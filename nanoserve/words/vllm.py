@@ -145,8 +145,7 @@ TABLE = (
         "enable_prefix_caching=False, and no request can tell what another one has said"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
     Row("call", "prompt_adapter_request", "use lora_request="),
-    Row("call", "tools", "hand them to the template with chat_template_kwargs={'tools': [...]}, "
-        "and read the calls from the text"),
+    Row("call", "tools", "calls are a chat's: use chat(tools=...)"),
     Row("call", "chat_template_content_format", "a template gets the content of a message as text",
         ("auto", "string")),
     Row("call", "tokenization_kwargs", "tokenize first, and pass the token ids"),
@@ -173,7 +172,7 @@ TABLE = (
         "enable_request_id_headers enable_server_load_tracking enable_tokenizer_info_endpoint "
         "enable_force_include_usage enable_prompt_tokens_details"),
     Row("serve", "enable_auto_tool_choice tool_call_parser reasoning_parser tool_parser_plugin",
-        "an answer is the model's text as it is: leave it out, and read the calls from the text"),
+        "the format of calls and thoughts is read from the chat template: leave it out", (True,)),
     Row("serve", "ssl_keyfile ssl_certfile ssl_ca_certs uds", "put a proxy in front of it, nginx "
         "say"),
     Row("serve", "api_server_count", "one process answers: leave it out", (1,)),
@@ -185,8 +184,9 @@ TABLE = (
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
         "prompt_cache_retention prediction parallel_tool_calls request_id session_id "
         "include_reasoning"),
-    Row("body", "tools functions tool_choice function_call", "leave it out, and write into the "
-        "prompt what the model needs", ([], "none", "auto")),
+    Row("body", "functions function_call", "use tools and tool_choice", ([], "none", "auto")),
+    Row("body", "tools tool_choice", "calls are a chat's: use /v1/chat/completions",
+        ([], "none", "auto")),
     Row("body", "audio web_search_options", "leave it out"),
     Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
     Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "

@@ -19,10 +19,8 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 # OpenAI's fields and vLLM's that are not served: a value that asks for something, what the answer
 # says, and the values (beside null) that ask for nothing.
 NOT_SERVED = [
-    ("tools", [{"type": "function"}], "write into the prompt", [[]]),
-    ("functions", [{"name": "f"}], "write into the prompt", [[]]),
-    ("tool_choice", "required", "write into the prompt", ["none", "auto"]),
-    ("function_call", {"name": "f"}, "write into the prompt", ["none", "auto"]),
+    ("functions", [{"name": "f"}], "use tools", [[]]),
+    ("function_call", {"name": "f"}, "use tools", ["none", "auto"]),
     ("audio", {"voice": "x"}, "leave it out", []),
     ("modalities", ["audio"], 'only ["text"]', [["text"]]),
     ("suffix", "the end", "can't be filled in", [""]),

@@ -1,0 +1,245 @@
+"""A grammar that keeps a model to its own format of calls, in llguidance's dialect of Lark.
+
+    required, or one tool      thought?  calls                     never an invalid call
+    auto                       thought?  (text  calls)*  text      once a call has begun, it is one
+    a form (response_format)   thought?  JSON                      or, with tools: calls | JSON
+
+So no name is invented, and all arguments are what the tool's schema says. In `auto` the model
+writes what it likes until the format's trigger, `<tool_call>` say, and is kept to the format from
+there. A special token in a literal is written as its id: its bytes are no token's.
+
+Where a format writes texts as they are, between markers, a text can't hold the marker behind it,
+and a schema's `pattern` can't be kept to: it is refused. JSON has no white space to choose.
+
+Not known here: masks, which extras/structured.py makes of a grammar. Road not taken: llguidance's
+`StructTag`, which knows neither thoughts nor a second call behind a separator.
+"""
+
+import json
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from nanoserve.config import SamplingParams
+from nanoserve.llm import LLM
+from nanoserve.server.protocol import BadRequest, ChatBody
+from nanoserve.server.tools import NAME, Format, Reader, derive, kinds_of
+
+TEXT = "/(?s:.*)/"
+LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
+OTHERS = {"number", "boolean", "null"}
+MAX_VALUES = 2_000
+
+
+class Turns:
+    """What a server knows of its model's turns. chat_template: replaces the tokenizer's own."""
+
+    def __init__(self, llm: LLM, chat_template: str | None = None):
+        tokenizer = llm.tokenizer
+        options = {} if chat_template is None else {"chat_template": chat_template}
+        if tokenizer is None or not (chat_template or tokenizer.chat_template):
+            self.form = Format("", why="tools need a chat template, and the tokenizer has none")
+            return
+        ends = {*llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
+        self.form = derive(lambda chat, **more: llm.inputs.render_chat(chat, **options, **more)[
+            "prompt"], [tokenizer.decode([token_id]) for token_id in ends])
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {one.content: token_id for token_id, one in added.items()
+                        if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
+
+    def reader(self, body: ChatBody, prompt: str | None) -> Reader | None:
+        """None: nothing in an answer's text is anything but an answer."""
+        schemas = body.schemas()
+        if not schemas and not self.form.thought:
+            return None
+        return Reader(self.form, schemas, prompt or "", one=body.parallel_tool_calls is False)
+
+    def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
+        """With the grammar that the body's tools need. Raises `ValueError`."""
+        schemas, start = body.schemas(), self.reader(body, prompt)
+        if schemas and not self.form.open:
+            raise BadRequest(self.form.why, "tools")
+        if start is None:
+            return params
+        if any(token in text for text in self.form.literals for token in self.special):
+            params = replace(params, skip_special_tokens=False)
+        asked, needed = params.structured_outputs, body.tool_choice not in (None, "auto", "none")
+        thinks = start.is_thinking or start.may_think
+        if not schemas and (asked is None or not thinks):
+            return params
+        if not needed and asked is None and find_spec("llguidance") is None:
+            return params  # then calls are only read
+        answer = None
+        if asked is not None and not needed:
+            from nanoserve.extras.structured import StructuredOutputsParams
+            asked = StructuredOutputsParams.of(asked)
+            answer = {"type": "object"} if asked.json_object else asked.json
+            answer = json.loads(answer) if isinstance(answer, str) else answer
+            if answer is None and not schemas:
+                return params
+            if answer is None:
+                raise BadRequest("structured_outputs: with tools only json is possible: leave one "
+                                 "of them out", "structured_outputs")
+        grammar = ToolGrammar(self.form, schemas, self.special)
+        return replace(params, structured_outputs=dict(grammar=grammar.text(
+            start, needed, start.one, answer)))
+
+
+class ToolGrammar:
+    """schemas: of each tool's arguments, by name; special: ids of special tokens, by text."""
+
+    def __init__(self, form: Format, schemas: dict[str, Any], special: dict[str, int]):
+        self.form, self.schemas, self.special = form, schemas, special
+        self.rules: dict[str, str] = {}  # name by body
+        self.num_values = 0
+
+    def text(self, start: Reader, required: bool, one: bool, answer: dict | None) -> str:
+        """The grammar of a turn. start: where the prompt has left it; one: at most one call;
+        answer: a JSON schema for what is no call. Raises `ValueError`."""
+        form, literal = self.form, self.literal
+        thought, gap = "", "" if start.began else form.gap
+        if start.is_thinking or start.may_think:
+            thought = self._add("thought", self._until(form.thought))
+            if not start.is_thinking:
+                thought = rf"(/[ \n]{{0,2}}/ {literal(form.think)} {thought})?"
+            gap = form.gap
+        calls, said = "", self._add("said", f"{literal(form.say)} {TEXT}")
+        if self.schemas:
+            call = self._add("call", " | ".join(self._call(*tool) for tool in self.schemas.items()))
+            more = f"({literal(form.between)} {call})*" if form.between and not one else ""
+            calls = f"{literal(gap + form.open)} {call} {more} {literal(form.close)}"
+        if answer is not None:
+            said = rf"/[ \n]{{0,2}}/ {literal(form.say)} {self._json(answer, answer)}"
+            if calls and form.open.startswith("{"):
+                raise ValueError("response_format: with tools it needs a model whose calls begin "
+                                 "with a marker: leave one of them out")
+        if required or not calls:
+            body = calls or said
+        elif answer is not None or form.say:
+            body = f"({calls} | {said})"
+        else:
+            head = self._add("head", self._until(form.trigger))
+            calls = calls.removeprefix(literal(gap + form.open))
+            body = f"({head} {literal(form.open.removeprefix(form.trigger))} {calls})"
+            body += f"{'?' if one else '*'} {TEXT}"
+        return "\n".join([f"start: {thought} {body}", *(
+            f"{name}{body}" for body, name in self.rules.items())])
+
+    def literal(self, text: str) -> str:
+        """Lark's literals are written as JSON's texts are; special tokens as their ids."""
+        if not text:
+            return ""
+        known = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+        parts = re.split(f"({known})", text) if known else [text]
+        return " ".join(f"<[{self.special[part]}]>" if part in self.special else json.dumps(part)
+                        for part in parts if part)
+
+    def _add(self, name: str, body: str) -> str:
+        """A rule. An attribute, `[lazy]` say, stands behind its name."""
+        body = body if body.startswith("[") else f": {body}"
+        return self.rules.setdefault(body, f"{name}_{len(self.rules)}")
+
+    def _until(self, mark: str, text: str = "(?s:.*)") -> str:
+        """Any text up to the mark, and the mark. A special token is in no text, and ends it."""
+        where = [mark.find(token) for token in self.special if token in mark]
+        if not where:
+            return f"[suffix={json.dumps(mark)}]: /{text}/"
+        before = re.sub(r"([^\w\s])", r"\\\1", mark[:min(where)]).replace("\n", r"\n")
+        return f"/{text}{before}/ {self.literal(mark[min(where):])}"
+
+    def _call(self, name: str, schema: Any) -> str:
+        form = self.form
+        after = self.literal(name + form.after.replace(NAME, name))
+        arguments = self._json(schema, schema) if form.is_json else self._object(
+            schema, schema, form.first, form.then)
+        return self._add("tool", f"{after} {arguments}")
+
+    def _json(self, schema: Any, root: Any) -> str:
+        """JSON in one line. root: where the schema's references lead."""
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        whole = json.loads(json.dumps({**shared, **(schema if isinstance(schema, dict) else {})}))
+        from nanoserve.extras.structured import ONE_LINE  # here: it may be deleted
+        from nanoserve.extras.structured_schema import tidy
+        whole = tidy(whole, True, lambda keys, patterns: True)
+        return "%json " + json.dumps(whole | {"x-guidance": ONE_LINE})
+
+    def _object(self, schema: dict, root: dict, first: str, then: str) -> str:
+        """Keys and values between markers, in the schema's order. Of its rules one is for where no
+        key has been written yet, and one for where some have."""
+        keys, needed = schema.get("properties") or {}, schema.get("required") or ()
+        none = some = self._add("end", '""')
+        order = sorted(keys, key=str.lower) if self.form.is_sorted else list(keys)
+        for key in reversed(order):
+            values = self._values(key, keys[key], root)
+            none, some = (self._add("keys", " | ".join(
+                [f"{self.literal(mark + key + before)} {rule} {some}" for before, rule in values]
+                + ([] if key in needed else [skip]))) for mark, skip in (
+                    (first, none), (then, some)))
+        return none
+
+    def _values(self, key: str, schema: Any, root: dict) -> list[tuple[str, str]]:
+        """What may stand behind a key: what is in front of a value, and the value's rule."""
+        form, schema, self.num_values = self.form, resolve(schema, root), self.num_values + 1
+        if self.num_values > MAX_VALUES:
+            raise ValueError(f"tools: their schemas have more than {MAX_VALUES:,} places for "
+                             "values: shorten them")
+        if parts := schema.get("anyOf", schema.get("oneOf")):
+            return [value for part in parts for value in self._values(key, part, root)]
+        kinds, found = kinds_of(schema, root), []
+        if not kinds or "string" in kinds:
+            found.append((form.text[0], self._text(key, schema)))
+        if not kinds or kinds - {"string"}:
+            if "enum" in schema:
+                rest = {"enum": [one for one in schema["enum"] if not isinstance(one, str)]}
+            else:
+                others = OTHERS if form.is_marked else OTHERS | {"object", "array"}
+                rest = schema | {"type": sorted(kinds - {"string"} or others)}
+            rule = self._marked(key, rest, root) if form.is_marked else self._json(rest, root)
+            found.append((form.value[0], f"{rule} {self.literal(form.value[1])}"))
+        return found
+
+    def _text(self, key: str, schema: dict) -> str:
+        """A text and the marker behind it."""
+        form = self.form
+        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if values:
+            write = str if form.is_raw else repr
+            texts = [write(one) + form.text[1] for one in values if isinstance(one, str)]
+            return f"({' | '.join(map(self.literal, texts))})"
+        if "pattern" in schema:
+            raise ValueError(f"tools: {key!r} has a pattern, which this model's format of calls "
+                             "has no grammar for: leave it out")
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        length = f"{{{least},{most}}}" if least or most != "" else "*"
+        if not form.is_raw:
+            return LITERAL % length + f" {self.literal(form.text[1])}"
+        return self._add("text", self._until(form.text[1], f"(?s:.){length}"))
+
+    def _marked(self, key: str, schema: dict, root: dict) -> str:
+        """A value with bare keys, and texts between markers."""
+        kinds, found = schema.get("type", ()), []
+        if "object" in kinds:
+            found.append(f'"{{" {self._object(schema, root, "", self.form.then)} "}}"')
+        if "array" in kinds:
+            before, items = len(self.form.value[0]), schema.get("items", {})
+            item = self._add("item", " | ".join(
+                f"{self.literal(mark[before:])} {rule}"
+                for mark, rule in self._values(key, items, root)))
+            found.append(f'"[" ({item} ("," {item})*)? "]"')
+        if rest := set(kinds) - {"object", "array"} or not kinds:
+            found.append(self._json(schema | ({"type": sorted(rest)} if kinds else {}), root))
+        return self._add("value", " | ".join(found))
+
+
+def resolve(schema: Any, root: dict) -> dict:
+    """What a reference leads to; a schema that is none is as it is."""
+    for _ in range(8):
+        if not isinstance(schema, dict):
+            return {}
+        if not isinstance(name := schema.get("$ref"), str):
+            return schema
+        schema = root
+        for key in name.split("/")[1:]:
+            schema = schema.get(key) if isinstance(schema, dict) else None
+    return {}

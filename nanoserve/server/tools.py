@@ -1,0 +1,486 @@
+"""Tool calls and thoughts in a model's text: their format is read from the chat template.
+
+Every family of models writes a call in a way of its own, and its chat template writes calls in just
+that way. So no parser is written for any family. A made-up call is rendered, and whatever stands
+around its name, its keys and its values is the format (as llama.cpp does it):
+
+    <tool_call>\\n{"name": "zq_tool", "arguments": {"zq_key": "zq_one"}}\\n</tool_call>
+    └──────── open ───────┘└─name─┘└──── after ────┘└─── arguments ───┘└──── close ────┘
+
+The arguments are one JSON object, or each stands between markers: texts as they are, other values
+as JSON. What a template writes around a thought (`reasoning_content`) is found in the same way.
+
+**Proof.** At start five calls are rendered, read back and compared (`Format.prove`). If one comes
+back changed, tools are refused, and the reason is said.
+
+A `Reader` follows one text as it comes. Text that may be the beginning of a marker is held back, as
+with stop strings, so a call is never shown as content; a call is told when it is whole.
+
+Not known here: HTTP, and the grammars that keep a model to the format (tool_grammar.py). Road not
+taken: a parser for each model's format, of which vLLM and SGLang have some thirty.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from os.path import commonprefix
+from typing import Any
+
+# Of the made-up conversation. No template writes these words by itself.
+NAME, OTHER, KEY, MORE = "zq_tool", "zq_other", "zq_key", "zq_more"
+ONE, TWO, ASKED, SAID, THOUGHT = "zq_one", "zq_two", "zq_asked", "zq_said", "zq_thought"
+PROPERTIES = {"text": {"type": "string"}, "more": {"type": "string"}, "count": {"type": "integer"},
+              "nested": {"type": "object"}}
+PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
+         {"text": " two\n  <b>lines</b>: é\\n ", "more": ""},
+         {"nested": {"list": [1, 2.5, "ü \"x\"", None, True, {}], "empty": {}}, "more": "5"}]
+WORDS = {"None": "null", "True": "true", "False": "false"}
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+         dict: "object", type(None): "null"}
+
+
+@dataclass
+class Call:
+    """arguments: JSON, as the model wrote it where its format is JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass
+class Piece:
+    """What is new in a text, by its kind."""
+
+    thought: str = ""
+    said: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass
+class Format:
+    """What stands around the parts of an assistant's turn. "": nothing does.
+
+    header: in front of every turn. A name that is written twice stands in `after` as `NAME`.
+    """
+
+    header: str
+    think: str = ""  # in front of a thought
+    thought: str = ""  # behind it; "": there are no thoughts
+    say: str = ""  # in front of an answer
+    gap: str = ""  # white space in front of `open`
+    open: str = ""  # in front of a call's name; "": there are no calls
+    after: str = ""  # behind its name
+    between: str = ""  # from a call's last argument to the next one's name; "": one call at most
+    close: str = ""
+    is_json: bool = True  # the arguments are one JSON object; else ...
+    first: str = ""  # ... in front of the first key, ...
+    then: str = ""  # ... of the next one, ...
+    text: tuple[str, str] = ("", "")  # ... around a text, and ...
+    value: tuple[str, str] = ("", "")  # ... around any other value
+    is_marked: bool = False  # nested texts are between markers, too, and keys are bare
+    is_sorted: bool = False  # keys come in their alphabet's order
+    is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
+    why: str = ""  # there are no calls
+
+    @property
+    def trigger(self) -> str:
+        """The beginning of `open` that nothing else begins with: its tag, or all of it."""
+        return (re.match(r"<[^<>\s]+>", self.open) or [self.open])[0]
+
+    @property
+    def literals(self) -> list[str]:
+        return [self.think, self.thought, self.say, self.open, self.after, self.between, self.close,
+                self.first, self.then, *self.text, *self.value]
+
+
+# ------------------------------------------------------- read from the template
+
+
+def derive(render: Callable[..., str], end_texts: list[str]) -> Format:
+    """The format of a template, proved. render: a conversation, and the template's options, to
+    text. end_texts: of the tokens that end a turn. `Format.why` says why there are no calls."""
+    probe = Probe(render, end_texts)
+    found = probe.thoughts()
+    try:
+        probe.calls(found)
+        try:
+            prove(found, render)
+        except ValueError:
+            if found.is_json or found.text == found.value:
+                raise
+            found = replace(found, text=found.value, is_raw=False)
+            prove(found, render)
+    except ValueError as error:
+        found.open, found.why = "", f"tools can't be used with this chat template: {error}"
+    return found
+
+
+class Probe:
+    """Renders made-up turns, and looks what the template puts around their parts."""
+
+    def __init__(self, render: Callable[..., str], end_texts: list[str]):
+        self.render, self.end_texts = render, end_texts
+        begun = self._render(add_generation_prompt=True)
+        turns = map(self._render, (
+            {"content": SAID}, {"content": SAID, "reasoning_content": THOUGHT}, _turn({KEY: ONE})))
+        self.start = len(_whole_tags(commonprefix([begun, *filter(None, turns)])))
+        self.header = begun[len(commonprefix([begun, self._render()])):self.start]
+        self.begun = begun[self.start:]  # of a turn, by the prompt
+
+    def _render(self, turn: dict | None = None, **options) -> str:
+        """"": the template refuses it."""
+        chat = [{"role": "user", "content": ASKED}]
+        if turn is not None:
+            chat.append({"role": "assistant", "content": ""} | turn)
+        try:
+            return self.render(chat, tools=_tools(NAME, OTHER), **options)
+        except Exception:
+            return ""
+
+    def turn(self, turn: dict) -> str:
+        """What is written behind the header."""
+        return self._render(turn)[self.start:]
+
+    def thoughts(self) -> Format:
+        """The markers of thoughts and answers."""
+        found = Format(self.header)
+        found.say, _, self.end = self.turn({"content": SAID}).partition(SAID)
+        name_at = self.turn(_turn({KEY: ONE})).partition(NAME)[0]
+        for turn, behind in (({"content": SAID}, SAID), (_turn({KEY: ONE}), name_at + NAME)):
+            text = self.turn({"reasoning_content": THOUGHT, "thinking": THOUGHT} | turn)
+            think, thought, rest = text.partition(THOUGHT)
+            if thought and behind in rest:
+                thought = rest.partition(behind)[0]
+                found.think, found.thought = think.strip(), thought.strip()
+                if found.think and not found.say.startswith(think):  # an answer has its own marker
+                    found.thought = thought.removesuffix(found.say).strip()
+                else:  # what looks like one is the end of an empty thought
+                    found.say = ""
+                return found
+        if tag := re.search(r"<(\w+)>\s*$", self.begun):  # the template drops thoughts, ...
+            found.think, found.thought = tag[0].strip(), f"</{tag[1]}>"  # ... the prompt begins one
+        found.say = found.say.strip()
+        return found
+
+    def calls(self, found: Format) -> None:
+        """The literals of calls. Raises `ValueError`."""
+        one = self.turn(_turn({KEY: ONE}))
+        before, name, rest = one.partition(NAME)
+        if not name:
+            raise ValueError("it does not write them")
+        if found.thought and found.thought in before:  # an empty thought
+            before = before.rpartition(found.thought)[2]
+        found.open = before.lstrip()
+        found.gap = before[:len(before) - len(found.open)]
+        at, end = _find_object(rest, {KEY: ONE})
+        found.is_json = at >= 0
+        if found.is_json:
+            found.after, found.close = rest[:at], self._cut(rest[end:])
+            behind = lambda text: text[_find_object(text, {KEY: ONE})[1]:]  # noqa: E731
+        else:
+            self._parameters(found)
+            behind = lambda text: text.partition(ONE + found.text[1])[2]  # noqa: E731
+        if not found.open or not (found.close or found.is_json):
+            raise ValueError("nothing marks where a call begins or ends")
+        two = self.turn(_turn({KEY: ONE}, {KEY: TWO}))
+        between, name, _ = behind(two.partition(NAME)[2]).partition(OTHER)
+        found.between = between if name else ""
+
+    def _parameters(self, found: Format) -> None:
+        """Keys and values between markers."""
+        none, one, two, value, values = (
+            self.turn(_turn(arguments)).partition(NAME)[2] for arguments in (
+                {}, {KEY: ONE}, {KEY: ONE, MORE: TWO}, {KEY: 7}, {KEY: 7, MORE: 8}))
+        first, _, behind = one.partition(KEY)
+        found.text, then, close = _around(behind, two.partition(KEY)[2], ONE)
+        found.value, *same = _around(value.partition(KEY)[2], values.partition(KEY)[2], "7")
+        if same != [then, close] or not found.text[0]:
+            raise ValueError("its arguments are neither JSON nor between markers")
+        found.then, found.close, found.after = then, self._cut(close), self._cut(
+            none).removesuffix(self._cut(close))
+        if not none.startswith(found.after) or not first.startswith(found.after):
+            raise ValueError("it writes a call without arguments in another way")
+        found.first = first.removeprefix(found.after)
+        two = self.turn(_turn({MORE: ONE, KEY: TWO}))
+        found.is_sorted = two.find(KEY) < two.find(MORE)
+        found.is_marked = _find_object(self.turn(_turn({KEY: {MORE: ONE}})), {MORE: ONE})[0] < 0
+
+    def _cut(self, text: str) -> str:
+        """Without what ends the turn."""
+        for end in filter(None, [self.end, *self.end_texts]):
+            text = text.partition(end)[0]
+        return text.rstrip("\n")
+
+
+def _around(one: str, two: str, value: str) -> tuple[tuple[str, str], str, str]:
+    """Behind a key, of one argument and of two -> what is around the value, what is in front of a
+    further key, and what ends the call."""
+    before, _, behind = one.partition(value)
+    after = two.partition(value)[2].partition(MORE)[0]
+    end = _whole_tags(commonprefix([behind, after]))
+    return (before, end), after[len(end):], behind[len(end):]
+
+
+def _whole_tags(text: str) -> str:
+    """Without the half of a tag at its end."""
+    return re.sub(r"<[^>\s]*$", "", text)
+
+
+def _find_object(text: str, wanted: dict) -> tuple[int, int]:
+    """Where this JSON object begins and ends; -1 where it isn't."""
+    for brace in re.finditer(r"\{", text):
+        try:
+            found, end = JSON.raw_decode(text, brace.start())
+        except ValueError:
+            continue
+        if found == wanted:
+            return brace.start(), end
+    return -1, -1
+
+
+def _turn(*calls: dict) -> dict:
+    """A turn that calls the made-up tools."""
+    return {"tool_calls": [{"id": f"call{i:05}", "type": "function", "function": dict(
+        name=name, arguments=arguments)} for i, (name, arguments) in enumerate(
+            zip((NAME, OTHER), calls, strict=False))]}
+
+
+def _tools(*names: str) -> list[dict]:
+    properties = {KEY: {"type": "string"}, MORE: {"type": "string"}} | PROPERTIES
+    return [{"type": "function", "function": dict(
+        name=name, description="A tool.", parameters=dict(
+            type="object", properties=properties, required=[]))} for name in names]
+
+
+def prove(found: Format, render: Callable[..., str]) -> None:
+    """Render five calls and read them back. Raises `ValueError`."""
+    probe = [{"role": "user", "content": ASKED}]
+    turns = [[arguments] for arguments in PROOF]
+    turns += [[PROOF[1], PROOF[4]]] if found.between else []
+    for calls in turns:
+        text = render([*probe, {"role": "assistant", "content": ""} | _turn(*calls)],
+                      tools=_tools(NAME, OTHER))
+        reader = Reader(found, {name: _tools(name)[0]["function"]["parameters"]
+                                for name in (NAME, OTHER)}, text[:text.rindex(ASKED)])
+        read = reader.feed(text.rpartition(ASKED)[2].removeprefix(found.header), "stop").calls
+        back = [(call.name, json.loads(call.arguments)) for call in read]
+        if back != list(zip((NAME, OTHER), calls, strict=False)):
+            raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+JSON = json.JSONDecoder(parse_constant=_no_number)
+
+
+# ----------------------------------------------------------------- read a text
+
+
+class Reader:
+    """Follows one text: `feed` it as it comes.
+
+    schemas: of each tool's arguments, by name. prompt: in front of it. one:
+    further calls are passed over. thinks: whether a thought is looked for.
+    """
+
+    def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False,
+                 thinks: bool = True):
+        self.form, self.schemas, self.one = form, schemas if form.open else {}, one
+        self.may_think = thinks and bool(form.thought)
+        self.state = "thinks" if self.may_think and not form.think else "says"
+        self.rest, self.num_calls = "", 0
+        self.is_next = False  # a call of several, behind the first
+        self.is_fresh = bool(self.may_think)  # white space in front of what comes is dropped
+        self.is_heard = not form.say  # text without a marker in front is an answer
+        # Only where this comes a call may have ended.
+        self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
+        names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
+        behind = "(?P=name)".join(map(_loose, form.after.split(NAME)))
+        self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
+                      for begin in (_loose(form.open), r"\s*")]
+        more = f"(?P<more>{_loose(form.between)})|" if form.between else ""
+        self.ends = re.compile(f"{more}(?P<close>{_loose(form.close)})")
+        if form.header and form.header in prompt:  # the prompt may have begun the turn
+            self.feed(prompt.rpartition(form.header)[2])
+        self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
+
+    @property
+    def is_thinking(self) -> bool:
+        return self.state == "thinks"
+
+    def feed(self, text: str, ended: str | None = None) -> Piece:
+        """What is new. ended: the text's `finish_reason`; nothing is held back then."""
+        piece = Piece()
+        self.rest += text
+        while step := getattr(self, "_" + self.state)(piece, text, ended):
+            self.state, text = step, self.rest
+        return piece
+
+    # Each state takes from `rest` what is clear, and names the state that follows, if one does.
+
+    def _thinks(self, piece: Piece, new: str, ended: str | None) -> str | None:
+        text = self.rest.lstrip() if self.is_fresh else self.rest
+        at = text.find(self.form.thought)
+        shown = len(text) if ended else _clear(text, [self.form.thought], True)
+        piece.thought += text[:at].rstrip() if at >= 0 else text[:shown]
+        self.is_fresh = self.is_fresh and not text[:shown]
+        if at < 0:
+            self.rest = text[shown:]
+            return None
+        self.rest, self.is_fresh, self.may_think = text[at + len(self.form.thought):], True, False
+        return "says"
+
+    def _says(self, piece: Piece, new: str, ended: str | None) -> str | None:
+        form, text = self.form, self.rest.lstrip() if self.is_fresh else self.rest
+        say = form.say.strip()
+        marks = {say: "says"} if say else {}
+        marks |= {form.trigger: "calls"} if self.schemas else {}
+        marks |= {form.think: "thinks"} if self.may_think else {}
+        found = [(text.find(mark), -len(mark), mark) for mark in marks if mark in text]
+        at, _, mark = min(found, default=(len(text), 0, ""))
+        if mark and not ended and any(one != mark and one.startswith(text[at:]) for one in marks):
+            mark = ""  # "to=" may become "to=user"
+        if not mark and ended != "stop":  # what a limit cuts may have become a call
+            at = _clear(text, list(marks), bool(self.schemas and not ended))
+        if self.is_heard:
+            piece.said += text[:at].rstrip() if mark else text[:at]
+        self.is_fresh = self.is_fresh and not text[:at]
+        self.rest = text[at:] if marks.get(mark) == "calls" else text[at + len(mark):]
+        self.is_heard |= mark == say != ""
+        self.is_fresh |= bool(mark)
+        return marks.get(mark)
+
+    def _calls(self, piece: Piece, new: str, ended: str | None) -> str | None:
+        if not ended and self.tip not in new:
+            return None
+        found = self._read(self.rest)
+        if ended == "stop" and (found is None or found[1] is None):  # what ends a turn is no text
+            found = self._read(self.rest + self.form.close) or found
+        if found is None or found[1] is None:
+            if ended == "stop":  # nothing that was written is lost
+                piece.said, self.rest = piece.said + self.rest, ""
+            elif ended and found:
+                self._tell(piece, found[0])
+            return None
+        call, end = found
+        self._tell(piece, call)
+        self.is_next = end.lastgroup == "more"
+        self.rest, self.is_fresh = self.rest[end.end():], True
+        return "calls" if self.is_next else "says"
+
+    def _tell(self, piece: Piece, call: Call) -> None:
+        if not (self.one and self.num_calls):
+            piece.calls.append(call)
+            self.num_calls += 1
+
+    # ------------------------------------------------------------- one call
+
+    def _read(self, text: str) -> tuple[Call, re.Match | None] | None:
+        """The call at the beginning of the text, as far as it came, and what ends it; None where
+        its name isn't whole."""
+        head = self.heads[self.is_next].match(text)
+        if head is None:
+            return None
+        name, at = head["name"], head.end()
+        if not self.form.is_json:
+            arguments, end = self._parameters(text, at, self.schemas[name])
+            written = json.dumps(arguments, ensure_ascii=False)
+            return Call(name, written if end else written[:-1]), end
+        try:
+            arguments, stop = JSON.raw_decode(text, at)
+            end = self.ends.match(text, stop) if isinstance(arguments, dict) else None
+        except (ValueError, RecursionError):
+            end = None
+        return Call(name, text[at:stop] if end else text[at:]), end
+
+    def _parameters(self, text: str, at: int, schema: dict) -> tuple[dict, re.Match | None]:
+        """Arguments between markers. A value ends where a further key or the call's end follows."""
+        form, found = self.form, {}
+        if end := self.ends.match(text, at):
+            return found, end
+        keys = schema.get("properties") or {}
+        names = "|".join(map(re.escape, keys)) or r"[^\s=:<>\"']+"
+        before = f"{re.escape(form.text[0])}|{re.escape(form.value[0])}"
+        a_key = f"(?P<key>{names})(?P<before>{before})"
+        key = re.compile(re.escape(form.first) + a_key).match(text, at)
+        while key:
+            is_text = key["before"] == form.text[0]
+            behind = re.escape((form.text if is_text else form.value)[1])
+            stop = re.compile(f"{behind}(?:{re.escape(form.then)}{a_key}|{self.ends.pattern})")
+            for end in stop.finditer(text, key.end()):
+                value = self._value(text[key.end():end.start()], schema, keys.get(key["key"], {}),
+                                    is_text)
+                if value is not None:
+                    found[key["key"]], = value
+                    break
+            else:
+                return found, None
+            if not end["key"]:
+                return found, end
+            key = end
+        return found, None
+
+    def _value(self, text: str, root: dict, schema: Any, is_text: bool) -> tuple | None:
+        """The value in a tuple, or None where the text is none of the schema's."""
+        kinds = kinds_of(schema, root)
+        if is_text and self.form.is_raw and (
+                self.form.text != self.form.value or kinds == {"string"}):
+            return (text,)
+        for read in (JSON.decode, ast.literal_eval, self._marked):
+            try:
+                value = read(text)
+                json.dumps(value)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+            kind = KINDS.get(type(value))
+            if not kinds or kind in kinds or kind == "integer" and "number" in kinds:
+                return (value,)
+        return (text,) if self.form.is_raw and (not kinds or "string" in kinds) else None
+
+    def _marked(self, text: str) -> Any:
+        """JSON whose keys are bare and whose texts stand between markers. Raises `ValueError`."""
+        parts = text.split(self.form.text[1] or "\0")
+        for i, part in enumerate(parts):
+            part = re.sub(r"\b(None|True|False)\b", lambda word: WORDS[word[0]], part)
+            parts[i] = json.dumps(parts[i]) if i % 2 else re.sub(
+                r"([{,])([^{}\[\],:]+):", r'\1"\2":', part)
+        return JSON.decode("".join(parts))
+
+
+def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
+    """The types that a schema allows; none: any, or who knows."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    if isinstance(name := schema.get("$ref"), str):
+        found: Any = root
+        for key in name.split("/")[1:]:
+            found = found.get(key) if isinstance(found, dict) else None
+        return kinds_of(found, root, depth - 1)
+    if "type" in schema:
+        given = schema["type"]
+        return set(given if isinstance(given, list) else [given])
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if values:
+        return {KINDS.get(type(value), "") for value in values}
+    parts = [kinds_of(one, root, depth - 1) for one in schema.get(
+        "anyOf", schema.get("oneOf", schema.get("allOf", ())))]
+    return set().union(*parts) if all(parts) else set()
+
+
+def _clear(text: str, marks: list[str], holds_space: bool) -> int:
+    """How much of the text is none of a marker's beginning, nor white space that may be in front of
+    one. Example: with "</think>" of "so </th" 2 characters are clear."""
+    longest = max(map(len, marks), default=1) - 1
+    at = next((at for at in range(max(0, len(text) - longest), len(text)) if any(
+        mark.startswith(text[at:]) for mark in marks)), len(text))
+    return len(text[:at].rstrip()) if holds_space else at
+
+
+def _loose(literal: str) -> str:
+    """A pattern for the literal with any white space where it has some."""
+    return "".join(r"\s*" if part.isspace() else re.escape(part)
+                   for part in re.split(r"(\s+)", literal))

@@ -1,0 +1,216 @@
+"""Tools and thoughts over HTTP: by OpenAI's own client, and by bodies that are wrong.
+
+The bundled model can't call a tool by itself: a grammar makes it. So what `auto` reads is told by
+an engine that has been given its words.
+"""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from chat_templates import TEMPLATES
+from jsonschema import validate
+
+from nanoserve.frontend.outputs import CompletionOutput, RequestOutput
+from nanoserve.server.answers import ChatAnswer
+from nanoserve.server.protocol import MAX_SCHEMAS, MAX_TOOLS, ChatBody
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+WEATHER = dict(type="object", properties=dict(
+    city=dict(type="string", maxLength=8), days=dict(type="integer", minimum=0, maximum=9)),
+    required=["city", "days"], additionalProperties=False)
+STOP = dict(type="object", properties={}, additionalProperties=False)
+SCHEMAS = dict(weather=WEATHER, stop=STOP)
+TOOLS = [dict(type="function", function=dict(name=name, description="A tool.", parameters=schema))
+         for name, schema in SCHEMAS.items()]
+CHAT = [{"role": "user", "content": "What is the weather in Paris?"}]
+BODY = dict(messages=CHAT, tools=TOOLS, max_tokens=120, temperature=1.0, seed=5)
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client.chat.completions
+
+
+def named(name: str) -> dict:
+    return dict(type="function", function=dict(name=name))
+
+
+@pytest.mark.parametrize("choice", ["required", named("stop"), named("weather")])
+def test_a_call_that_is_asked_for_is_always_valid(client, choice):
+    answer = client.create(model="tested", tool_choice=choice, n=3, **BODY)
+    for one in answer.choices:
+        assert one.finish_reason == "tool_calls" and one.message.content is None
+        for call in one.message.tool_calls:
+            assert isinstance(choice, str) or call.function.name == choice["function"]["name"]
+            validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    ids = [call.id for one in answer.choices for call in one.message.tool_calls]
+    assert len(set(ids)) == len(ids) and all(one.startswith("call_") for one in ids)
+
+
+def test_streamed_and_whole_are_the_same(client):
+    asked = dict(model="tested", tool_choice="required", **BODY)
+    whole = client.create(**asked).choices[0].message.tool_calls
+    with client.stream(**asked) as stream:
+        told = stream.get_final_completion().choices[0]
+    assert told.finish_reason == "tool_calls" and not told.message.content
+    assert [one.function.to_dict() | {"parsed_arguments": None} for one in whole] == [
+        one.function.to_dict() | {"parsed_arguments": None} for one in told.message.tool_calls]
+    pieces = [piece.choices[0].delta for piece in client.create(stream=True, **asked)]
+    assert not any(piece.content for piece in pieces)
+
+
+def test_pydantic_models_as_tools_and_as_forms(client):
+    from pydantic import BaseModel, Field
+
+    class Weather(BaseModel):
+        city: str = Field(max_length=8)
+        sunny: bool
+
+    tool = openai.pydantic_function_tool(Weather)
+    answer = client.parse(model="tested", tool_choice="required", **BODY | dict(tools=[tool]))
+    assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
+    answer = client.parse(model="tested", response_format=Weather, **BODY | dict(tools=[tool]))
+    message = answer.choices[0].message
+    assert isinstance(message.parsed, Weather) or message.tool_calls
+
+
+def test_one_call_where_only_one_is_wanted(client):
+    for seed in range(4):
+        asked = BODY | dict(seed=seed, tool_choice="required", parallel_tool_calls=False)
+        assert len(client.create(model="tested", **asked).choices[0].message.tool_calls) == 1
+
+
+def test_a_call_that_max_tokens_cuts_says_length(server):
+    for limit in (3, 14, 30, 36):
+        _, answer = server.ask(PATH, BODY | dict(tool_choice=named("weather"), max_tokens=limit))
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+        cut = "".join(call["function"]["arguments"] for call in choice["message"].get(
+            "tool_calls", ()))
+        assert '{"city": "'.startswith(cut[:10])
+
+
+def test_a_result_goes_back_through_the_template(server):
+    call = dict(id="call_1", type="function", function=dict(name="stop", arguments='{"x": 5}'))
+    chat = [*CHAT, dict(role="assistant", content=None, refusal=None, tool_calls=[call]),
+            dict(role="tool", tool_call_id="call_1", content="It was stopped.")]
+    status, read = server.ask("/tokenize", dict(messages=chat, tools=TOOLS))
+    text = server.llm.tokenizer.decode(read["tokens"])
+    assert status == 200 and '<tool_call>\n{"name": "stop", "arguments": {"x": 5}}' in text
+    assert "It was stopped." in text and '"name": "weather"' in text
+    _, read = server.ask("/tokenize", dict(messages=chat, tools=TOOLS, tool_choice="none"))
+    assert '"name": "weather"' not in server.llm.tokenizer.decode(read["tokens"])
+
+
+def test_none_and_auto_leave_the_answer_to_the_model(server):
+    for choice in ("none", "auto", None):
+        status, answer = server.ask(PATH, BODY | dict(tool_choice=choice, max_tokens=8))
+        [choice] = answer["choices"]
+        assert status == 200 and choice["message"]["content"]
+        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "length"
+
+
+def function(**more) -> dict:
+    return dict(type="function", function=dict(name="f") | more)
+
+
+@pytest.mark.parametrize(("wrong", "param", "said"), [
+    (dict(tools=[function(), function()]), "tools", "there twice"),
+    (dict(tools=[function(name="a b")]), "tools", "pattern"),
+    (dict(tools=[dict(type="web_search")]), "tools", "'function'"),
+    (dict(tools=[function(name=f"f{i}") for i in range(MAX_TOOLS + 1)]), "tools", "at most 128"),
+    (dict(tools=[function(parameters=dict(properties={"x" * (MAX_SCHEMAS - 20): {}}))]), "tools",
+     "are the most"),
+    (dict(tools=[function(parameters=dict(properties=5))]), "tools", "properties"),
+    (dict(tools=[function(parameters=dict(properties=dict(x=dict(type="spoon"))))]), "tools",
+     "spoon"),
+    (dict(tool_choice=named("unknown")), "tool_choice", "weather, stop"),
+    (dict(tool_choice="required", tools=None), "tool_choice", "there are none"),
+    (dict(tool_choice="sometimes"), "tool_choice", "required"),
+    (dict(structured_outputs=dict(regex="a+")), "structured_outputs", "only json"),
+    (dict(functions=[dict(name="f")]), "functions", "use tools"),
+])
+def test_what_is_wrong_is_said(server, wrong, param, said):
+    server.app.max_body_bytes, before = 10 ** 6, server.app.max_body_bytes
+    status, answer = server.ask(PATH, BODY | wrong)
+    server.app.max_body_bytes = before
+    assert status == 400 and said in answer["error"]["message"], answer
+    assert answer["error"]["param"] == param
+
+
+def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
+         stream: bool = False):
+    """What a client gets of a model that writes these words."""
+    from test_tools import FORMATS
+
+    from nanoserve.server.tools import Reader
+    request = SimpleNamespace(request_id="0", prompt_token_ids=[1], prompt="")
+    answer = ChatAnswer(body, [request], "model", "id")
+    answer.readers = [Reader(FORMATS[template], body.schemas(), "", body.parallel_tool_calls is
+                             False) for _ in range(body.num_samples)]
+
+    async def outputs():
+        for i, word in enumerate(words if body.stream else ["".join(words)]):
+            last = i == len(words) - 1 or not body.stream
+            yield RequestOutput("0", "", [1], None, [CompletionOutput(
+                0, word, [i], finish_reason=ended if last else None)], last)
+
+    async def events():
+        return [json.loads(piece[6:]) async for piece in answer.pieces(outputs())
+                if b"[DONE]" not in piece]
+    return asyncio.run(events() if body.stream else answer.whole(outputs()))
+
+
+WORDS = list("I will look.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+             "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function="
+             "stop>\n</function>\n</tool_call>")
+CALLS = [("weather", dict(city="Rome", days=2)), ("stop", {})]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thought_answer_and_calls_of_one_text(stream):
+    body = ChatBody(**BODY, stream=stream)
+    words = ["It ", "asks.\n</thi", "nk>\n", "\n", *WORDS]
+    got = told(body, "Qwen3.5", words)
+    if stream:
+        choices = [event["choices"][0] for event in got]
+        deltas = [choice["delta"] for choice in choices]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [call.pop("index") for call in calls] == [0, 1]
+        message = {key: "".join(delta.get(key) or "" for delta in deltas)
+                   for key in ("content", "reasoning_content")}
+    else:
+        choices, message = got["choices"], got["choices"][0]["message"]
+        calls = message["tool_calls"]
+    assert message["content"] == "I will look." and message["reasoning_content"] == "It asks."
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in calls] == CALLS
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_thought_may_be_left_out_and_may_never_end():
+    body = ChatBody(**BODY, include_reasoning=False)
+    message = told(body, "Qwen3.5", ["Hm.</think>Yes."])["choices"][0]["message"]
+    assert message == dict(role="assistant", refusal=None, content="Yes.")
+    choice = told(ChatBody(**BODY), "Qwen3.5", ["Hm. Hm."], "length")["choices"][0]
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning_content"] == "Hm. Hm."
+
+
+def test_of_calls_that_nobody_wants_the_first_stays():
+    body = ChatBody(**BODY, parallel_tool_calls=False)
+    message = told(body, "Qwen3.5", ["</think>", *WORDS])["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
+
+
+def test_a_template_without_calls_has_its_tools_refused(server):
+    from nanoserve.server.tool_grammar import Turns
+    turns = Turns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert "does not write them" in turns.form.why
+    assert Turns(server.llm, TEMPLATES["Qwen3"]).form.why == ""

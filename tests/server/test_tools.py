@@ -1,0 +1,199 @@
+"""The format of calls and thoughts, derived from a template, and what is read with it.
+
+Oracles: the template itself (what it writes must come back equal), and texts written by hand.
+"""
+
+import json
+from functools import partial
+
+import pytest
+from chat_templates import ENDS, TEMPLATES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from nanoserve.frontend.messages import render_messages
+from nanoserve.server.tools import Call, Piece, Reader, derive
+
+ASKED = [{"role": "user", "content": "What now?"}]
+TYPES = {"string": st.text(max_size=12) | st.sampled_from(
+    ["</tool_call>", 'a "b" \'c\'', "\n\n x ", "</think>", "\\n", "日本, ü)]", "{'a': 1}", "5",
+     "null"]),
+    "integer": st.integers(-10**6, 10**6), "boolean": st.booleans(),
+    "number": st.floats(-1e6, 1e6).filter(lambda x: x % 1)}
+NESTED = st.recursive(st.none() | st.booleans() | st.integers(-99, 99) | TYPES["string"],
+                      lambda inner: st.lists(inner, max_size=2) | st.dictionaries(
+                          st.text("abc_", min_size=1, max_size=4), inner, max_size=2), max_leaves=5)
+
+
+def renderer(template: str):
+    def once(messages, **options):
+        return render_jinja_template([messages], chat_template=template, bos_token="<s>",
+                                     **options)[0][0]
+    return lambda messages, **options: render_messages(messages, partial(once, **options))
+
+
+FORMATS = {name: derive(renderer(template), list(ENDS)) for name, template in TEMPLATES.items()}
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def written(name: str, tools: list = (), **turn) -> tuple[str, str]:
+    """The prompt, and what the template writes behind it, up to the token that ends it."""
+    render = renderer(TEMPLATES[name])
+    whole = render([*ASKED, {"role": "assistant", "content": ""} | turn], tools=tools)
+    header = FORMATS[name].header
+    at = whole.index(header, whole.index("now?") + 4) + len(header or "[/INST]")
+    prompt, text = whole[:at], whole[at:]
+    for end in ENDS:
+        text = text.partition(end)[0]
+    return prompt, text
+
+
+def tool(name: str, schema: dict) -> dict:
+    return {"type": "function", "function": dict(name=name, parameters=schema)}
+
+
+def calls_of(*calls: tuple[str, dict]) -> list[dict]:
+    return [{"id": f"call{i:05}", "type": "function", "function": dict(
+        name=name, arguments=arguments)} for i, (name, arguments) in enumerate(calls)]
+
+
+def read(reader: Reader, text: str, cuts: list[int] = (), ended: str = "stop") -> Piece:
+    """The text in pieces, joined again."""
+    whole, ends = Piece(), [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    for i, piece in enumerate(pieces):
+        news = reader.feed(piece, ended if i == len(pieces) - 1 else None)
+        whole = Piece(whole.thought + news.thought, whole.said + news.said,
+                      whole.calls + news.calls)
+    return whole
+
+
+@st.composite
+def called(draw) -> tuple[dict, dict]:
+    """A schema, and arguments that it allows."""
+    names = draw(st.lists(st.text("abc_xyz", min_size=1, max_size=6), max_size=3, unique=True))
+    kinds = {name: draw(st.sampled_from([*TYPES, "object", "array"])) for name in names}
+    arguments = {}
+    for name, kind in kinds.items():
+        if draw(st.booleans()):
+            values = TYPES.get(kind) or (st.dictionaries(
+                st.text("abc_", min_size=1, max_size=4), NESTED, max_size=2) if kind == "object"
+                else st.lists(NESTED, max_size=2))
+            arguments[name] = draw(values)
+    return dict(type="object", properties={name: dict(type=kind) for name, kind in kinds.items()},
+                required=list(arguments)), arguments
+
+
+def is_plain(name: str, value) -> bool:
+    """Whether the format has an unambiguous way to write the value. Between markers a text can't
+    hold the marker; Python's lists are not JSON's in LFM's."""
+    form, text = FORMATS[name], json.dumps(value, ensure_ascii=False)
+    if form.is_json:
+        return True
+    held = [mark.strip() for mark in (form.close, form.text[1], form.value[1], *(
+        ["<|\"|>"] if form.is_marked else []))]
+    if any(mark and mark in text for mark in held) or "\r" in text or "\\u" in text:
+        return False
+    if name.startswith("LFM") and isinstance(value, (list, float, bool)):
+        return not any(mark in text for mark in "'\"") and "\\" not in text
+    return name != "LFM2.5" or not isinstance(value, str) or not set(value) & set("'=,)")
+
+
+@every_format
+def test_every_template_of_today_is_derived_and_proved(name):
+    assert FORMATS[name].why == ""
+    assert bool(FORMATS[name].between) == (name not in ("gpt-oss", "Llama 3.1"))
+
+
+@every_format
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_calls_come_back_as_the_template_wrote_them(name, data):
+    many = 1 if not FORMATS[name].between else data.draw(st.integers(1, 2))
+    drawn = [data.draw(called()) for _ in range(many)]
+    for _, arguments in drawn:
+        for key in [key for key, value in arguments.items() if not is_plain(name, value)]:
+            del arguments[key]
+    names = ["get_it", "get"][:many]
+    schemas = {name: schema for name, (schema, _) in zip(names, drawn, strict=True)}
+    calls = [(name, arguments) for name, (_, arguments) in zip(names, drawn, strict=True)]
+    prompt, text = written(name, [tool(*one) for one in schemas.items()],
+                           tool_calls=calls_of(*calls))
+    cuts = data.draw(st.lists(st.integers(0, 500), max_size=9))
+    piece = read(Reader(FORMATS[name], schemas, prompt), text, cuts)
+    assert [(call.name, json.loads(call.arguments)) for call in piece.calls] == calls
+    assert piece.said.strip() == ""
+
+
+@every_format
+@settings(max_examples=25, deadline=None)
+@given(text=st.text("ab <>\n{[t/", min_size=1, max_size=20).map(lambda text: f"x{text}x"),
+       thought=st.text("ab <>\n{[t/", max_size=20).map(lambda text: f"y{text}y"),
+       cuts=st.lists(st.integers(0, 99), max_size=9), with_tools=st.booleans())
+def test_thoughts_and_answers_come_back(name, text, thought, cuts, with_tools):
+    form = FORMATS[name]
+    prompt, whole = written(name, content=text, reasoning_content=thought)
+    piece = read(Reader(form, {"get": {}} if with_tools else {}, prompt), whole, cuts)
+    assert piece == Piece(thought if form.thought else "", text, [])
+
+
+def test_a_call_is_never_shown_and_text_around_it_is():
+    reader = Reader(FORMATS["Qwen2.5"], {"add": {}}, "")
+    told = [reader.feed(character) for character in
+            'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"x": "</tool_call>"}}\n'
+            '</tool_call>\n<tool_call> {"name":"add","arguments":{}} </tool_call>\nDone < 5']
+    told.append(reader.feed("", "stop"))
+    assert "".join(piece.said for piece in told) == "Let me see.Done < 5"
+    assert [call for piece in told for call in piece.calls] == [
+        Call("add", '{"x": "</tool_call>"}'), Call("add", "{}")]
+
+
+def test_what_turns_out_to_be_no_call_is_an_answer():
+    for text in ("<tool_call>\nnot at all", '<tool_call>\n{"name": "unknown", "arguments": {}}\n'
+                 "</tool_call>", "a <tool_ca", '<tool_call>\n{"name": "add", "arguments": [5]}\n'
+                 '</tool_call>', '<tool_call>\n{"name": "add", "arguments": {"x": NaN}}\n'):
+        assert read(Reader(FORMATS["Qwen2.5"], {"add": {}}, ""), text, [3, 9]) == Piece("", text)
+
+
+def test_a_call_that_is_cut_shows_its_arguments_as_far_as_they_came():
+    begun = '<tool_call>\n{"name": "add", "arguments": {"x": "ab'
+    form, xml = FORMATS["Qwen2.5"], FORMATS["Qwen3.5"]
+    assert read(Reader(form, {"add": {}}, ""), begun, [5], "length") == Piece(
+        calls=[Call("add", '{"x": "ab')])
+    assert read(Reader(form, {"add": {}}, ""), begun[:25], [5], "length") == Piece()
+    schema = dict(properties=dict(x=dict(type="integer"), y=dict(type="string")))
+    text = ("</think>\n\n<tool_call>\n<function=add>\n<parameter=x>\n5\n</parameter>\n<parameter=y>"
+            "\nab")
+    assert read(Reader(xml, {"add": schema}, ""), text, [5], "length") == Piece(
+        calls=[Call("add", '{"x": 5')])
+
+
+def test_a_turn_ends_by_a_token_that_the_text_does_not_show():
+    text = ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.add"
+            '<|channel|>commentary json<|message|>{"x": 1}')
+    assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), text, [40]) == Piece(
+        "Hm.", "", [Call("add", '{"x": 1}')])
+
+
+def test_the_prompt_may_have_begun_or_ended_the_thought():
+    form, header = FORMATS["Qwen3.5"], "<|im_start|>assistant\n<think>\n"
+    assert read(Reader(form, {}, header), "Hm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
+    assert read(Reader(form, {}, header), "Hm. Hm.", ended="length") == Piece("Hm. Hm.")
+    assert read(Reader(form, {}, header + "\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
+    form, header = FORMATS["Qwen3"], "<|im_start|>assistant\n"
+    assert read(Reader(form, {}, header), "<think>\nHm.\n</think>\n\nYes.") == Piece("Hm.", "Yes.")
+    assert read(Reader(form, {}, header + "<think>\n\n</think>\n\n"), "Yes.") == Piece("", "Yes.")
+    assert read(Reader(form, {}, header), "Yes.") == Piece("", "Yes.")
+
+
+@pytest.mark.parametrize(("template", "why"), [
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not write them"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+     "{{ c.function.name }} {{ c.function.arguments | tojson | upper }}</call>{% endfor %}\n"
+     "{% endfor %}", "neither JSON nor between markers"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
+     "{{ c.function.name }}{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v | trim }}"
+     "</>{% endfor %}</call>{% endfor %}\n{% endfor %}", "does not come back")])
+def test_a_template_that_loses_something_is_refused_with_the_reason(template, why):
+    assert why in derive(renderer(template), []).why
