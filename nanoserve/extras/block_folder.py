@@ -61,16 +61,10 @@ def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes
     for folder in folders:
         for path in sorted(folder.iterdir()):
             if path.suffix in WEIGHTS or path.name == "config.json":
-                digest.update(path.name.encode() + _hash_file(path))
+                with open(path, "rb") as file:
+                    content = hashlib.file_digest(file, xxhash.xxh3_128).digest()
+                digest.update(path.name.encode() + content)
     return digest.digest()
-
-
-def _hash_file(path: Path) -> bytes:
-    content = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while chunk := file.read(2 ** 24):
-            content.update(chunk)
-    return content.digest()
 
 
 def make_folder(name: str | Path) -> Path:

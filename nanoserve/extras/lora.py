@@ -26,6 +26,7 @@ own adapter (Punica, S-LoRA), which would be one more function in every twin.
 import hashlib
 import json
 import math
+import re
 import weakref
 from collections import OrderedDict
 from dataclasses import MISSING, dataclass, field, replace
@@ -304,25 +305,23 @@ def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[AdaptedPro
 
 
 def _read_settings(folder: Path) -> dict:
+    file = folder / "adapter_config.json"
     try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / 'adapter_config.json'} can't be read: {error}") from error
+        raise ValueError(f"{file} can't be read: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type", "LORA") != "LORA":
-        raise ValueError(f"{folder / 'adapter_config.json'}: peft_type must be LORA")
+        raise ValueError(f"{file}: peft_type must be LORA")
     for name, nothing in REFUSED.items():
         if settings.get(name, nothing) not in (nothing, None, [], {}):
-            raise ValueError(f"{folder / 'adapter_config.json'}: {name}={settings[name]!r} is not "
-                             "supported: merge the adapter (peft's merge_and_unload) and load "
-                             "the merged folder")
-    if settings.get("use_rslora") not in (True, False, None):
-        raise ValueError(f"{folder / 'adapter_config.json'}: use_rslora="
-                         f"{settings['use_rslora']!r} must be true or false")
+            raise ValueError(f"{file}: {name}={settings[name]!r} is not supported: merge the "
+                             "adapter (peft's merge_and_unload) and load the merged folder")
+    if (scaled := settings.get("use_rslora")) not in (True, False, None):
+        raise ValueError(f"{file}: use_rslora={scaled!r} must be true or false")
     if (beginning := settings.get("init_lora_weights", True)) not in BEGINNINGS:
-        raise ValueError(f"{folder / 'adapter_config.json'}: init_lora_weights={beginning!r} is "
-                         "not supported: it changes the model's own weights as well; save the "
-                         "adapter converted (peft's path_initial_model_for_weight_conversion), or "
-                         "merge it")
+        raise ValueError(f"{file}: init_lora_weights={beginning!r} is not supported: it changes "
+                         "the model's own weights as well; save the adapter converted (peft's "
+                         "path_initial_model_for_weight_conversion), or merge it")
     return settings
 
 
@@ -356,8 +355,6 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
 def _of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
     """What a pattern of PEFT's says for a module: the first key that matches the end of its path,
     whole names only, and may be a regular expression. Raises `ValueError` for anything else."""
-    import re  # here: most adapters have no patterns
-
     value = default
     try:
         for key, of_key in (settings.get(name) or {}).items():

@@ -136,7 +136,13 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        self.library, self.vocab_size = _import_library(), vocab_size
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ValueError('structured_outputs needs the library llguidance: pip install '
+                             '"nanoserve[structured]", or pip install "llguidance>=1.9,<2"'
+                             ) from error
+        self.library, self.vocab_size = llguidance, vocab_size
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and this engine has none: name "
                              "one with tokenizer= (and without skip_tokenizer_init)")
@@ -190,9 +196,10 @@ class Grammars:
             probe.compute_bitmask()
             probe.try_consume_tokens(probe.compute_ff_tokens()[:NUM_PROBED])
             probe.compute_bitmask()
-        if probe.is_error():  # which may repeat the whole grammar
-            raise ValueError("structured_outputs: llguidance refuses this: "
-                             f"{_in_words(probe.get_error()):.500}")
+        if probe.is_error():  # whose words may repeat the whole grammar
+            words = probe.get_error()
+            words = "no text at all matches it" if words.startswith("NoExtension") else words
+            raise ValueError(f"structured_outputs: llguidance refuses this: {words:.500}")
         return matcher
 
     def _translate(self, asked: StructuredOutputsParams) -> str:
@@ -231,10 +238,6 @@ class Grammars:
         return matcher.get_error().startswith("NoExtension")
 
 
-def _in_words(error: str) -> str:
-    return "no text at all matches it" if error.startswith("NoExtension") else error
-
-
 def _to_lark(grammar: str) -> str:
     """EBNF as llama.cpp and xgrammar write it. Raises `ValueError`."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -265,15 +268,6 @@ def _num_remainders(multiple: str) -> int:
         return 1
     number = int("".join(map(str, digits))) or 1
     return number * 10 ** min(max(exponent, 0), 20) if number > 1 else 1
-
-
-def _import_library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ValueError('structured_outputs needs the library llguidance: pip install '
-                         '"nanoserve[structured]", or pip install "llguidance>=1.9,<2"') from error
-    return llguidance
 
 
 # ---------------------------------------------------------------- one text's parser
