@@ -7,12 +7,10 @@ point z. With numbers q in [0, 15], which with s and z take about 5 bits a weigh
     kept                15     0    6 ...     weight ~ (q - z) * s, within s / 2
 
 A checkpoint that has 4 bits in groups (GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023) keeps its
-numbers: nothing is rounded a second time. Any other checkpoint is rounded *online*, as in
-quantized_linear.py: as soon as a matrix's last tensor has come, to the nearest, in groups of 32.
-
-Some matrices become int8 by row instead: an LM head that is rounded here, matrices that a 4-bit
-checkpoint left plain on purpose, and 4 bits that don't fit: groups of "act-order", whose inputs are
-no neighbours, groups whose size is no multiple of 8, q beside k and v of another format.
+numbers: nothing is rounded a second time. Any other is rounded *online*, as in quantized_linear.py.
+Some matrices become int8 by row instead: an LM head that is rounded here, what a 4-bit checkpoint
+left plain on purpose, and 4 bits that don't fit: groups of "act-order", whose inputs are no
+neighbours, groups whose size is no multiple of 8, q beside k and v of another format.
 
 Invariant: a product is that of `Grouped`'s weights, up to the rounding of activations, on every
 device. There are three kinds, as of int8: `GroupedPanels` for the compiled twin, a Triton kernel

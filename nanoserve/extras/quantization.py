@@ -14,15 +14,13 @@ matrix is transposed:
 
 `assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
 one weight in float32 and forgets the rest, so the loader still checks that every weight comes
-exactly once. The checkpoint's own names decide which matrices are quantised: a plain `weight` stays
-as it is. `quantization="dequantize"` is this file alone, on every device and with ranks; no
-memory is saved. `"int8"` and `"fp8"` round what comes out of here once more: see
-quantized_linear.py and fp8_linear.py. For `"int4"` a matrix of 4 bits in groups is handed on as it
-is: see int4_linear.py.
+exactly once. `quantization="dequantize"` is this file alone, and saves no memory. `"int8"` and
+`"fp8"` round what comes out of here once more (quantized_linear.py, fp8_linear.py). For `"int4"` a
+matrix of 4 bits in groups is handed on as it is (int4_linear.py).
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
 matrix of which a part is missing. Not known here: layers, shares of ranks. Road not taken: to read
-`ignore` and `targets`, the formats' patterns for modules' names, which say the same once more.
+`ignore` and `targets`, patterns for modules' names. The names of the tensors say the same.
 """
 
 from collections.abc import Callable, Iterator

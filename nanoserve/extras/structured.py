@@ -9,20 +9,19 @@ token. All others get a logit of -inf (controls.py), so every text that ends by 
     may come next     ` ` and nothing else, then 0 to 9 and `-`, then digits, `.` and `}`, ...
     the model         chooses among these; its probabilities are renormalised over them
 
-**Where only one text is possible** (`{"hero": "` at the beginning of an object) the mask allows the
-tokens that the tokenizer writes it with. The model has nothing to choose there, so these tokens are
-proposed as drafts (see speculative.py), and one step checks all of them. Two ideas in one: jump-
-forward decoding (Zheng et al. 2023, "SGLang"), and drafts that are always right. The road not taken
-is to append them without asking the model: another path for tokens to get into a sequence.
+**Where only one text is possible** (`{"hero": "` at the beginning of an object) the model has
+nothing to choose, so these tokens are proposed as drafts (see speculative.py), and one step checks
+all of them. Two ideas in one: jump-forward decoding (Zheng et al. 2023, "SGLang"), and drafts that
+are always right. The road not taken is to append them without asking the model: another path for
+tokens to get into a sequence.
 
 Invariant: **what a parser has read follows from the sequence's tokens.** A draft is read to make
 the masks behind it, and then rolled back; after an interruption all tokens are read again.
 
 How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
 Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
-hold, unless they leave nothing that the grammar allows: then they are ignored. `max_tokens`,
-stop strings and stop tokens that the grammar allows may cut a text anywhere; `finish_reason` and
-`stop_reason` say which did.
+hold, unless they leave nothing that the grammar allows. `max_tokens`, stop strings and stop tokens
+may cut a text anywhere; `finish_reason` and `stop_reason` say which did.
 
 Not known here: logits, blocks, steps. Known limit: a model that thinks before it answers
 (`<think>`) must follow the grammar from its first token, and so doesn't think.
