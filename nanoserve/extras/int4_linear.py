@@ -29,13 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.device.memory import zeros
-from nanoserve.extras.quantized_linear import (
-    PANEL,
-    Int8Linear,
-    library,
-    multiply_rows,
-    portions,
-)
+from nanoserve.extras.quantized_linear import PANEL, Int8Linear, library, multiply_rows, portions
 from nanoserve.layers import Placement, Span
 
 LARGEST = 15
@@ -62,11 +56,19 @@ class Grouped:
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         """(n, inputs), in float32"""
-        return widened(self.values[rows], self.zeros[rows], self.scales[rows], self.size)
+        return self.some(rows).widened()
 
     def some(self, rows: slice) -> "Grouped":
         return replace(self, values=self.values[rows], zeros=self.zeros[rows],
                        scales=self.scales[rows])
+
+    def widened(self) -> torch.Tensor:
+        """(outputs, inputs), in float32"""
+        zeros, scales = self.zeros, self.scales
+        if scales.shape[1] > 1:
+            zeros, scales = (each.repeat_interleave(self.size, 1)[:, :self.shape[1]]
+                             for each in (zeros, scales))
+        return (self.values.float() - zeros) * scales
 
     def regrouped(self, size: int) -> "Grouped":
         """The same in smaller groups, each with the scale of its old group. size: a divisor."""
@@ -90,17 +92,6 @@ class Grouped:
         mine = slice(rows.start, rows.stop)
         return Grouped(here.values[mine, columns.start:columns.stop].clone(),
                        here.zeros[mine, groups], here.scales[mine, groups], here.size)
-
-
-def widened(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
-            size: int) -> torch.Tensor:
-    """(values - zeros) * scales, in float32."""
-    def spread(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.repeat_interleave(size, 1)[:, :values.shape[1]]
-
-    if scales.shape[1] > 1:
-        zeros, scales = spread(zeros), spread(scales)
-    return (values.float() - zeros) * scales
 
 
 def join(pieces: list[Grouped]) -> Grouped | None:
@@ -210,7 +201,7 @@ class GroupedRows(NamedTuple):
         """(n, inputs), in float32"""
         pairs = self.memory[some]
         values = torch.stack((pairs & LARGEST, pairs >> 4), 2).flatten(1)[:, :self.inputs]
-        return widened(values, self.zeros[some], self.scales[some], self.size)
+        return Grouped(values, self.zeros[some], self.scales[some], self.size).widened()
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return multiply_rows(x, (len(self.memory), self.inputs), self.rows, bias)

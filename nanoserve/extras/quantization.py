@@ -228,11 +228,12 @@ def blocks(name: str, value: Any, count: int) -> list[int]:
     return list(sizes)
 
 
-def objects(name: str, values: list) -> list[dict]:
-    for value in values:
-        if not isinstance(value, dict):
-            refuse(name, value, "it must be an object")
-    return values
+def section(entry: dict, name: str) -> dict:
+    """The entry `name`, an object; empty where there is none."""
+    value = entry.get(name) or {}
+    if not isinstance(value, dict):
+        refuse(name, value, "it must be an object")
+    return value
 
 
 def read_fp8(entry: dict) -> Format:
@@ -251,21 +252,21 @@ def read_compressed(entry: dict) -> Format:
     """compressed-tensors: llm-compressor's. `config_groups` may be many, if they are alike."""
     form = allow(entry, "format", ("float-quantized", "int-quantized", "pack-quantized"))
     for name in ("transform_config", "sparsity_config"):
-        if entry.get(name) and objects(name, [entry[name]])[0].get("format") != "dense":
-            refuse(name, entry[name], "weights are neither rotated nor sparse here")
-    [named] = objects("config_groups", [entry.get("config_groups") or {}])
-    groups = objects("config_groups", [*named.values()])
+        if (asked := section(entry, name)) and asked.get("format") != "dense":
+            refuse(name, asked, "weights are neither rotated nor sparse here")
+    named = section(entry, "config_groups")
+    groups = [section(named, name) for name in named]
     if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
         refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
                "same weights")
     for group in groups:
         allow(group, "format", (form, None))
         allow(group, "output_activations", (None, {}))
-        [inputs] = objects("input_activations", [group.get("input_activations") or {}])
+        inputs = section(group, "input_activations")
         if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") is not True):
             refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
                    "checkpoint whose weights alone are quantised")
-    [weights] = objects("weights", [groups[0].get("weights") or {}])
+    weights = section(groups[0], "weights")
     block = partial_block(weights)
     allow(weights, "dynamic", (False, None))
     zeros = () if weights.get("symmetric", True) else ("weight_zero_point",)
