@@ -228,7 +228,7 @@ REFUSED = [
     (compressed("pack-quantized", strategy="group", num_bits=4),
      "group_size=None.*a whole number above 0"),
     (compressed("int-quantized") | dict(config_groups=[1]), "config_groups=\\[1\\].*an object"),
-    (compressed("int-quantized") | dict(config_groups=dict(group_0=3)), "config_groups=3"),
+    (compressed("int-quantized") | dict(config_groups=dict(group_0=3)), "group_0=3"),
     (compressed("int-quantized") | dict(config_groups=dict(group_0=dict(weights=[8]))),
      "weights=\\[8\\].*an object"),
 ]
