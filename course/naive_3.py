@@ -16,7 +16,7 @@ def generate(model, requests):
 
 def generate_batch(model, requests):
     width, most = max(len(prompt) for prompt, _ in requests), max(n for _, n in requests)
-    pads = torch.tensor([width - len(prompt) for prompt, _ in requests])[:, None, None]
+    pads = torch.tensor([width - len(prompt) for prompt, _ in requests])[:, None, None, None]
     texts = [[PADDING] * (width - len(prompt)) + prompt for prompt, _ in requests]
     cache = model.new_kv(len(requests), width + most)
     model.hold(len(requests) * (width + most))
@@ -26,7 +26,7 @@ def generate_batch(model, requests):
         q, k, v = (x.unflatten(0, (len(requests), -1)) for x in (q, k, v))
         keys, values = (x[:, :end] for x in cache[layer])
         keys[:, start:], values[:, start:] = k, v
-        at, key = torch.arange(start, end)[None, :, None], torch.arange(end)
+        at, key = torch.arange(start, end)[:, None], torch.arange(end)
         visible = (key <= at) & (key >= pads) | (key == at)
         return attention(q, keys, values, visible).flatten(0, 1)
 

@@ -4,11 +4,10 @@
 
 Everything that a program can't change is here. What it decides is which tokens to hand over, and
 `attend`: where a layer's keys and values (its KV) are kept, and which of them a query sees.
-
-The model counts what it is asked for. The same numbers, whoever asks, are the table of the page.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,7 @@ PADDING = -1  # in place of a token id: computed for nothing
 ROWS = 4  # how many texts the later programs write at the same time
 BEGINNING = ("Once upon a time there was an old king who lived in a castle by the sea, and he had "
              "a daughter who was so clever that she could talk with the birds and the fishes. ")
-REQUESTS = [("One day the king said to her,", 24), ("But she was sad, for", 5),
+REQUESTS = [("One day the king said to her,", 24), ("But she was sad, for", 5),  # tokens to write
             ("In the castle lived a cat, which", 8), ("Every morning she went", 4),
             ("Now it happened that a wolf", 6), ("One night", 20),
             ("The birds told her of a poor fisherman, who", 5), ("She had a ring of gold, and", 8)]
@@ -42,8 +41,7 @@ class Answer:
 
 
 class Storyteller:
-    """The weights, and counters: calls (`steps`), `tokens`, those of them that were `padding`, the
-    `largest` step, and for how many tokens KV was `held` at the same time."""
+    """The weights; and it counts what it is asked for."""
 
     def __init__(self):
         config = json.loads((BUNDLED_MODEL / "config.json").read_text())
@@ -53,14 +51,11 @@ class Storyteller:
         weights = load_file(BUNDLED_MODEL / "model.safetensors")
         self.weights = {name.removesuffix(".weight").removeprefix("model."): tensor.float()
                         for name, tensor in weights.items()}
-        self.reset()
-
-    def reset(self) -> None:
-        self.steps = self.tokens = self.padding = self.largest = self.held = 0
+        self.counts = Counter()
 
     def hold(self, num_tokens: int) -> None:
         """Note that there is KV memory for so many tokens now."""
-        self.held = max(self.held, num_tokens)
+        self.counts["held"] = max(self.counts["held"], num_tokens)
 
     def new_kv(self, *shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Empty keys and values of each layer, both (*shape, KV heads, size of a head)."""
@@ -71,26 +66,24 @@ class Storyteller:
     def __call__(self, ids, positions, attend) -> torch.Tensor:
         """Scores for what follows each token: (num_tokens, vocabulary). attend: (layer, q, k, v),
         each (num_tokens, heads, size), to q's shape."""
-        self.steps, self.tokens = self.steps + 1, self.tokens + len(ids)
-        self.padding += sum(token == PADDING for token in ids)
-        self.largest = max(self.largest, len(ids))
-        hidden = self.weights["embed_tokens"][torch.tensor(ids).clamp(min=0)]
-        half = torch.arange(self.kv_shape[1] // 2) * 2 / self.kv_shape[1]
-        angles = torch.tensor(positions)[:, None] / self.theta ** half
+        self.counts.update(steps=1, tokens=len(ids), padding=list(ids).count(PADDING))
+        self.counts["largest"] = max(self.counts["largest"], len(ids))
+        size = self.kv_shape[1]
+        angles = torch.tensor(positions)[:, None] / self.theta ** (torch.arange(0, size, 2) / size)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
 
         def rope(x):  # position becomes an angle
             a, b = x.chunk(2, -1)
             return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
+        hidden = self.weights["embed_tokens"][torch.tensor(ids).clamp(min=0)]
         for layer in range(self.num_layers):
-            w = {name.removeprefix(f"layers.{layer}."): one for name, one in self.weights.items()
-                 if name.startswith(f"layers.{layer}.")}
+            w = {name.removeprefix(f"layers.{layer}."): one for name, one in self.weights.items()}
             x = rms_norm(hidden, w["input_layernorm"], self.eps)
-            q, k, v = (F.linear(x, w[f"self_attn.{name}_proj"]).unflatten(-1, (
-                -1, self.kv_shape[1])) for name in "qkv")
-            q, k = (rope(rms_norm(one, w[f"self_attn.{name}_norm"], self.eps))
-                    for one, name in ((q, "q"), (k, "k")))
+            q, k, v = (F.linear(x, w[f"self_attn.{name}_proj"]).unflatten(-1, (-1, size))
+                       for name in "qkv")
+            q = rope(rms_norm(q, w["self_attn.q_norm"], self.eps))
+            k = rope(rms_norm(k, w["self_attn.k_norm"], self.eps))
             hidden = hidden + F.linear(attend(layer, q, k, v).flatten(1), w["self_attn.o_proj"])
             x = rms_norm(hidden, w["post_attention_layernorm"], self.eps)
             x = F.silu(F.linear(x, w["mlp.gate_proj"])) * F.linear(x, w["mlp.up_proj"])
@@ -101,11 +94,9 @@ class Storyteller:
 
 def attention(q, k, v, visible=None) -> torch.Tensor:
     """softmax(q k^T) v. (queries, heads, size) and (keys, KV heads, size), or a batch of such.
-    visible: (queries, keys); without it the queries are the last of the keys, and each one sees
-    itself and all keys before it."""
+    visible: (batch, 1, queries, keys); without it the queries are the last of the keys, and each
+    sees itself and all keys before it."""
     if visible is None:
         visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    if visible.dim() == 3:
-        visible = visible[:, None]  # the same for all heads
     return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(-3, -2)

@@ -13,6 +13,7 @@ import pytest
 from helpers import sequence
 
 from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.sequence import Step
 
 pytestmark = pytest.mark.floor
 DEFAULTS = dict(
@@ -191,6 +192,19 @@ def test_sequences_are_equal_only_to_themselves():
     """Two requests with the same id and tokens are two keys of a step's dict."""
     one, other = (sequence("7", [1], SamplingParams()) for _ in range(2))
     assert one != other and len({one: 1, other: 2}) == 2
+
+
+@pytest.mark.parametrize("drafts, sampled, stops, expected", [
+    ([5, 6, 7], [5, 6, 9, 4], (), [5, 6, 9]), ([5, 6, 7], [5, 6, 7, 4], (), [5, 6, 7, 4]),
+    ([5, 6, 7], [1, 6, 7, 4], (), [1]), ([5], [5, 5], (), [5, 5]),
+    ([5, 6, 7], [5, 6, 7, 4], (6,), [5, 6]), ([5, 6, 7], [5, 6, 7, 4], (4,), [5, 6, 7, 4]),
+    ([5, 6, 7], [8, 6, 7, 4], (8,), [8])])
+def test_what_a_row_with_drafts_comes_to(drafts, sampled, stops, expected):
+    """The drafts that came out, and one token more. The other row has no drafts."""
+    seq, other = (sequence("0", [1], SamplingParams(), stop_ids=frozenset(stops)) for _ in "ab")
+    step = Step(0, {other: 1, seq: 1 + len(drafts)}, [0, 0], [other, seq], {seq: drafts})
+    assert step.outcome([3, *sampled]) == {other: [3], seq: expected}
+    assert step.samples() == [other] + [seq] * (1 + len(drafts))
 
 
 @pytest.mark.parametrize(("n", "index", "name"), [(1, 0, "7"), (3, 2, "7.2")])

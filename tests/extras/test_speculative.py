@@ -22,21 +22,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.extras.speculative import NgramGuesser, NgramIndex, Speculation
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Step
 
 # -------------------------------------------------------------------- the rules
-
-
-@pytest.mark.parametrize("drafts, sampled, stops, expected", [
-    ([5, 6, 7], [5, 6, 9, 4], (), [5, 6, 9]), ([5, 6, 7], [5, 6, 7, 4], (), [5, 6, 7, 4]),
-    ([5, 6, 7], [1, 6, 7, 4], (), [1]), ([5], [5, 5], (), [5, 5]),
-    ([5, 6, 7], [5, 6, 7, 4], (6,), [5, 6]), ([5, 6, 7], [5, 6, 7, 4], (4,), [5, 6, 7, 4]),
-    ([5, 6, 7], [8, 6, 7, 4], (8,), [8])])
-def test_what_a_row_with_drafts_comes_to(drafts, sampled, stops, expected):
-    seq, other = (sequence("0", [1], SamplingParams(), stop_ids=frozenset(stops)) for _ in "ab")
-    step = Step(0, {other: 1, seq: 1 + len(drafts)}, [0, 0], [other, seq], {seq: drafts})
-    assert step.outcome([3, *sampled]) == {other: [3], seq: expected}
-    assert step.samples() == [other] + [seq] * (1 + len(drafts))
 
 
 def test_the_index_finds_what_a_search_finds():

@@ -1,0 +1,102 @@
+"""Runs some of the project's tests, and shows one failure: `python -m course.check TESTS`.
+
+A failure is what a learner reads next, so there is one, and all that is known about it: the test's
+name and docstring, the sentence of the assertion or of the audit, where it happened, and the steps
+that the scheduler had planned up to there.
+"""
+
+import os
+import re
+import signal
+import sys
+import traceback
+from textwrap import dedent, indent
+
+import pytest
+
+SECONDS = 15  # of one test: more is taken for a loop without an end
+NUM_STEPS = 12  # of the trace, the last ones
+
+
+class OneFailure:
+    """A plugin of pytest, in place of its own terminal."""
+
+    def __init__(self):
+        self.num_passed, self.failed, self.steps = 0, False, []
+        self.out = open(os.dup(1), "w", encoding="utf-8")  # pytest takes what tests print
+
+    def pytest_collection_finish(self, session):
+        """Keep the steps of the newest scheduler. By now the tests have imported it."""
+        if (module := sys.modules.get("nanoserve.scheduler")) is None:
+            return
+        begin, schedule = module.Scheduler.__init__, module.Scheduler.schedule
+
+        def watched_begin(scheduler, *args, **kinds):
+            self.steps.clear()
+            begin(scheduler, *args, **kinds)
+
+        def watched_schedule(scheduler):
+            step = schedule(scheduler)
+            self.steps.append(str(step))
+            return step
+        module.Scheduler.__init__, module.Scheduler.schedule = watched_begin, watched_schedule
+
+    def pytest_collectreport(self, report):
+        if report.failed and not self.failed:
+            self.failed = True
+            print(f"A file can't be read:\n\n{report.longrepr}", file=self.out, flush=True)
+
+    def pytest_runtest_setup(self, item):
+        self.item = item
+        self.steps.clear()
+        if hasattr(signal, "setitimer"):  # not on Windows
+            signal.signal(signal.SIGALRM, self.does_not_end)
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        self.num_passed += report.passed and call.when == "call"
+        if report.failed and not self.failed:
+            self.failed, error = True, call.excinfo.value
+            said = f"{type(error).__name__}: {error}".splitlines()[:12]
+            self.show("\n".join(said), traceback.extract_tb(call.excinfo.tb))
+        return report
+
+    def does_not_end(self, number, frame):
+        self.show(f"It did not end within {SECONDS} seconds. Is there a loop without an end?",
+                  traceback.extract_stack(frame))
+        os._exit(1)  # a loop may catch what is raised
+
+    def show(self, what: str, frames: traceback.StackSummary) -> None:
+        name, doc = self.item.name, self.item.function.__doc__
+        words = re.sub(r"^test_|\[.*", "", name).replace("_", " ")
+        parts = {self.item.nodeid: f"{words}\n\n{dedent('    ' + doc.strip())}" if doc else words,
+                 "What went wrong": what, "Where": ""}
+        here = os.getcwd() + os.sep
+        for folder in ("tests", "nanoserve"):  # in each the innermost line
+            for frame in [one for one in frames if one.filename.startswith(here + folder)][-1:]:
+                parts["Where"] += f"{frame.filename[len(here):]}:{frame.lineno}    {frame.line}\n"
+        if self.steps:
+            parts["The steps up to there"] = "\n".join(self.steps[-NUM_STEPS:])
+        for head, body in parts.items():
+            print(f"{head}\n\n{indent(body.rstrip(), '    ')}\n", file=self.out, flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """pytest's status. Its settings are not pyproject's: one process, no terminal, and hypothesis
+    shows the first example that fails, without a search for a smaller one."""
+    from hypothesis import Phase, settings
+
+    settings.register_profile("course", phases=[Phase.explicit, Phase.generate], derandomize=True)
+    settings.load_profile("course")
+    plugin = OneFailure()
+    options = "-o addopts= --import-mode=importlib -p no:terminal -p no:cacheprovider -x".split()
+    status = pytest.main([*options, *arguments], plugins=[plugin])
+    if status == 0:
+        print(f"{plugin.num_passed} tests pass.")
+    return int(status)  # 1: a test failed; 4 or 5: there are no such tests
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

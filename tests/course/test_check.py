@@ -1,0 +1,76 @@
+"""The check of the course: it finds what is missing or wrong, shows one failure, and passes what is
+right. Each check is a run of pytest in a copy of the project.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from pages import ROOT
+from scratch_copies import applied, check, needs_time
+
+from course.scratch import tasks
+
+EXERCISES, BUGS = tasks("exercise"), tasks("bug")
+BUGS_IN_CI = ["2", "11", "12"]
+
+
+@pytest.mark.parametrize("number", ["1", "2", *(pytest.param(n, marks=needs_time)
+                                                for n in list(EXERCISES)[2:])])
+def test_a_check_fails_at_what_is_not_written_and_passes_with_what_is(number, copy):
+    """Without the bodies it shows one failure, which names one of them; with the project's own
+    bodies, which are the solution, all is green."""
+    task = EXERCISES[number]
+    with applied(task, copy):
+        status, said = check(task, copy)
+    assert status == 1 and said.count("What went wrong") == 1
+    assert any(f"exercise {number}: write {name}" in said for name in task.names)
+    status, said = check(task, copy)
+    assert status == 0, said
+    assert re.fullmatch(r"\d+ tests pass\.", said.strip())
+
+
+def test_a_failure_tells_the_test_the_audit_and_the_steps(copy):
+    """A body that forgets something: the sentence of the audit and the steps up to there."""
+    task = EXERCISES["5"]
+    path = copy / task.file
+    whole = path.read_text(encoding="utf-8")
+    broken = whole.replace("            seq.num_inflight_tokens -= num_done\n", "")
+    assert broken != whole
+    path.write_text(broken, encoding="utf-8")
+    try:
+        status, said = check(task, copy)
+    finally:
+        path.write_text(whole, encoding="utf-8")
+    assert status == 1
+    for words in ("tests/test_scheduler.py::", "the picture of the docstring",
+                  "Budget 8, prompts of 5, 9 and 4 tokens",
+                  "AssertionError: sequence A has computed 10 tokens in blocks for 8",
+                  "nanoserve/block_manager.py:", "The steps up to there",
+                  "step 0: 8 tokens | A 0..5 ↦ | B 0..3"):
+        assert words in said, said
+
+
+def test_a_check_says_when_a_test_does_not_end(tmp_path):
+    (tmp_path / "test_loop.py").write_text("def test_a_loop():\n    while True:\n        pass\n")
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from course import check
+check.SECONDS = 0.5
+sys.exit(check.main(["test_loop.py"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert done.returncode == 1 and "did not end within 0.5 seconds" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("number", [*BUGS_IN_CI, *(pytest.param(n, marks=needs_time)
+                                              for n in BUGS if n not in BUGS_IN_CI)])
+def test_a_planted_bug_is_caught(number, copy):
+    bug = BUGS[number]
+    with applied(bug, copy):
+        status, said = check(bug, copy)
+    assert status == 1, f"a hole: {bug.checks} passes with bug {number}\n{said}"
+    assert bug.checks[0] in said
