@@ -136,7 +136,7 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) - num_held
 
     def share(self, seq: Sequence, hits: list[CacheEntry]) -> None:
-        """Start `seq`'s table with the blocks of a found prefix."""
+        """Start `seq`'s table with the blocks of a found prefix, which are committed already."""
         assert not seq.block_table, f"sequence {seq.name} already has blocks: free them first"
         for entry in hits:
             if self.ref_counts[entry.block_id] == 0:
@@ -147,7 +147,8 @@ class BlockManager:
         seq.cache_entry = hits[-1] if hits else None
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out."""
+        """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out. A
+        block loses its cache entry before its new owner can write to it."""
         num_missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
         if num_missing > len(self.free_blocks):
             return False
@@ -205,16 +206,17 @@ class BlockManager:
         """Give back all blocks of `seq`. Cached ones stay findable until they are reused.
 
         Last block first, so that a chain is forgotten from its tail: a tail without its head could
-        not be found.
+        not be found. The sequence gets a new table, so an observer that kept the old one can tell.
         """
         for block_id in reversed(seq.block_table[seq.num_released_blocks:]):
             self._dereference(block_id)
         seq.num_released_blocks = 0
-        seq.block_table = []  # a new list: an observer that kept the old one can tell
+        seq.block_table = []
         seq.num_committed_blocks = 0
         seq.cache_entry = None
 
     def _dereference(self, block_id: int) -> None:
+        """The last reference gone, it is free: reused last, or first if it is blank."""
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
             self.free_blocks[block_id] = None
@@ -222,7 +224,7 @@ class BlockManager:
                 self.free_blocks.move_to_end(block_id, last=False)
 
     def _forget(self, block_id: int) -> None:
-        """Drop the block's cache entry, if it has one."""
+        """Drop the block's cache entry, if it has one; a free block is blank then."""
         entry = self.entry_of[block_id]
         if entry is not None:
             self.entry_of[block_id] = None
