@@ -22,24 +22,22 @@ class OneFailure:
     """A plugin of pytest, in place of its own terminal."""
 
     def __init__(self):
-        self.num_passed, self.failed, self.steps = 0, False, []
+        self.num_passed, self.failed, self.steps, self.scheduler = 0, False, [], None
         self.out = open(os.dup(1), "w", encoding="utf-8")  # pytest takes what tests print
 
     def pytest_collection_finish(self, session):
         """Keep the steps of the newest scheduler. By now the tests have imported it."""
         if (module := sys.modules.get("nanoserve.scheduler")) is None:
             return
-        begin, schedule = module.Scheduler.__init__, module.Scheduler.schedule
+        schedule = module.Scheduler.schedule
 
-        def watched_begin(scheduler, *args, **kinds):
-            self.steps.clear()
-            begin(scheduler, *args, **kinds)
-
-        def watched_schedule(scheduler):
+        def watched(scheduler):
+            if scheduler is not self.scheduler:
+                self.scheduler, self.steps = scheduler, []
             step = schedule(scheduler)
             self.steps.append(str(step))
             return step
-        module.Scheduler.__init__, module.Scheduler.schedule = watched_begin, watched_schedule
+        module.Scheduler.schedule = watched
 
     def pytest_collectreport(self, report):
         if report.failed and not self.failed:
@@ -47,8 +45,7 @@ class OneFailure:
             print(f"A file can't be read:\n\n{report.longrepr}", file=self.out, flush=True)
 
     def pytest_runtest_setup(self, item):
-        self.item = item
-        self.steps.clear()
+        self.item, self.steps = item, []
         if hasattr(signal, "setitimer"):  # not on Windows
             signal.signal(signal.SIGALRM, self.does_not_end)
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
@@ -59,8 +56,8 @@ class OneFailure:
         self.num_passed += report.passed and call.when == "call"
         if report.failed and not self.failed:
             self.failed, error = True, call.excinfo.value
-            said = f"{type(error).__name__}: {error}".splitlines()[:12]
-            self.show("\n".join(said), traceback.extract_tb(call.excinfo.tb))
+            said = f"{type(error).__name__}: {error}".replace("Use -v to get more diff", "")
+            self.show("\n".join(said.splitlines()[:12]), traceback.extract_tb(call.excinfo.tb))
         return report
 
     def does_not_end(self, number, frame):
@@ -84,8 +81,7 @@ class OneFailure:
 
 
 def main(arguments: list[str]) -> int:
-    """pytest's status. Its settings are not pyproject's: one process, no terminal, and hypothesis
-    shows the first example that fails, without a search for a smaller one."""
+    """pytest's status. One process, no terminal; hypothesis looks for no smaller example."""
     from hypothesis import Phase, settings
 
     settings.register_profile("course", phases=[Phase.explicit, Phase.generate], derandomize=True)
@@ -94,7 +90,7 @@ def main(arguments: list[str]) -> int:
     options = "-o addopts= --import-mode=importlib -p no:terminal -p no:cacheprovider -x".split()
     status = pytest.main([*options, *arguments], plugins=[plugin])
     if status == 0:
-        print(f"{plugin.num_passed} tests pass.")
+        print(f"{plugin.num_passed} tests pass.", flush=True)
     return int(status)  # 1: a test failed; 4 or 5: there are no such tests
 
 

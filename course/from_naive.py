@@ -21,10 +21,9 @@ def table() -> str:
     blocks, engine, model = llm.scheduler.blocks, Counter(), Storyteller()
 
     def note(step):
-        held = blocks.block_size * (blocks.num_blocks - blocks.num_free_blocks)
         engine.update(steps=1, tokens=step.num_tokens)
         engine["largest"] = max(engine["largest"], step.num_tokens)
-        engine["held"] = max(engine["held"], held)
+        engine["held"] = max(engine["held"], blocks.block_size * (99 - blocks.num_free_blocks))
     llm.before_launch.append(note)
     requests = [(llm.tokenizer.encode(BEGINNING + prompt), count) for prompt, count in REQUESTS]
     params = [SamplingParams(temperature=0, max_tokens=count) for _, count in requests]

@@ -2,10 +2,8 @@
 
 Exercises and bugs stand on two pages, exercises.md and museum.md, as a learner reads them; here
 they are read. Functions are found by name and lines by their text, never by number, so both survive
-changes elsewhere in a file. Where one no longer applies, a test says so.
-
-In an exercise's copy git knows the original: `git diff` is the solution. In a bug's copy git knows
-only the bug.
+changes elsewhere in a file. Where one no longer applies, a test says so. In an exercise's copy git
+knows the original: `git diff` is the solution. In a bug's copy git knows only the bug.
 """
 
 import ast
@@ -35,10 +33,6 @@ class Task:
     checks: list[str]  # pytest's arguments
     old: str = ""  # the bug: these lines ...
     new: str = ""  # ... become these
-
-    @property
-    def place(self) -> Path:
-        return ROOT / "scratch" / f"{self.kind}-{self.number}"
 
     def apply(self, root: Path) -> None:
         """Change the file. Raises `ValueError` if a function is not there, or the bug's lines are

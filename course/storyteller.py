@@ -41,20 +41,18 @@ class Answer:
 
 
 class Storyteller:
-    """The weights; and it counts what it is asked for."""
+    """The weights. It counts what it is asked for, and the tokens whose KV a program holds."""
 
     def __init__(self):
         config = json.loads((BUNDLED_MODEL / "config.json").read_text())
         self.eps, self.num_layers = config["rms_norm_eps"], config["num_hidden_layers"]
         self.kv_shape = config["num_key_value_heads"], config["head_dim"]
         self.theta = config["rope_parameters"]["rope_theta"]
-        weights = load_file(BUNDLED_MODEL / "model.safetensors")
         self.weights = {name.removesuffix(".weight").removeprefix("model."): tensor.float()
-                        for name, tensor in weights.items()}
+                        for name, tensor in load_file(BUNDLED_MODEL / "model.safetensors").items()}
         self.counts = Counter()
 
     def hold(self, num_tokens: int) -> None:
-        """Note that there is KV memory for so many tokens now."""
         self.counts["held"] = max(self.counts["held"], num_tokens)
 
     def new_kv(self, *shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,6 +7,7 @@ import re
 
 from course.scratch import HERE
 from nanoserve import LLM, SamplingParams
+from nanoserve.frontend.metrics import Observer
 
 PAGE = HERE / "walk.md"
 IN_BATCH = ["input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables",
@@ -15,7 +16,7 @@ IN_SEQUENCE = ["num_tokens", "num_computed_tokens", "num_inflight_tokens", "num_
                "block_table", "num_committed_blocks"]
 
 
-class Walk:
+class Walk(Observer):
     """An observer of an engine that runs request B beside A, from step 1 on. It keeps as text what
     there is to see, by name."""
 
@@ -56,8 +57,6 @@ class Walk:
 
     def updated(self, step, grown):
         self.note_sequence(f"update {step.index}")
-
-    def ended(self, sequences): pass
 
 
 def fill(page: str) -> str:

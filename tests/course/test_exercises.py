@@ -64,7 +64,7 @@ def test_hints_come_in_three_steps(capsys):
 
 
 def test_a_copy_that_is_there_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("course.scratch.ROOT", tmp_path)
+    monkeypatch.setattr(course, "ROOT", tmp_path)
     (tmp_path / "scratch/exercise-1").mkdir(parents=True)
     with pytest.raises(ValueError, match="is there already"):
         course.main(["1"])
