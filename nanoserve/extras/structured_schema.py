@@ -24,13 +24,13 @@ Of alternatives each gets its own lid, unless they stand behind a reference.
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import or_
+
+Speakers = list[dict]  # schemas that say something of one object's keys
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by their names
 HELD = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains")
 EITHER = ("anyOf", "oneOf")
+SPEAKS = {"properties", "patternProperties", "required", "additionalProperties"}  # of keys
 MOST_KEYS = 100_000  # that are listed for all lids: a schema that needs more stays open
 
 
@@ -50,29 +50,6 @@ def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]],
     return schema
 
 
-@dataclass
-class Listed:
-    """What some parts say of an object's keys."""
-
-    num_parts: int = 0  # that say anything
-    keys: dict[str, dict] = field(default_factory=dict)  # in order; the values are {}
-    patterns: dict[str, dict] = field(default_factory=dict)
-    required: set[str] = field(default_factory=set)
-    is_open: bool = False  # one has `additionalProperties`, and so speaks of all keys
-
-    def __or__(self, other: "Listed") -> "Listed":
-        return Listed(self.num_parts + other.num_parts, self.keys | other.keys,
-                      self.patterns | other.patterns, self.required | other.required,
-                      self.is_open or other.is_open)
-
-    def lid(self) -> dict | None:
-        """None where nothing is listed, or not all that must be there."""
-        if self.is_open or not (self.patterns or self.keys and self.keys.keys() >= self.required):
-            return None
-        return {"properties": self.keys, "patternProperties": self.patterns,
-                "additionalProperties": False}
-
-
 class Closer:
     """Closes the objects of one schema."""
 
@@ -87,53 +64,66 @@ class Closer:
         refs = [one["$ref"] for one in _everything(self.root) if "$ref" in one]
         if any(self._find(ref) is None for ref in refs):
             return self.original
-        while self.places and self.num_keys <= MOST_KEYS:
-            schema = self.places.pop()
-            self.places += _inside(schema)
-            self._close(schema, Listed())
-        return self.original if self.num_keys > MOST_KEYS else self.root
+        try:
+            while self.places:
+                schema = self.places.pop()
+                self.places += _inside(schema)
+                self._close(schema, [])
+        except OverflowError:
+            return self.original
+        return self.root
 
-    def _close(self, schema: dict, beside: Listed) -> None:
+    def _count(self, number: int) -> None:  # which ends what a client could make long
+        self.num_keys += number
+        if self.num_keys > MOST_KEYS:
+            raise OverflowError
+
+    def _close(self, schema: dict, beside: list[Speakers]) -> None:
         """Forbid what neither the parts of this schema list nor those beside it."""
-        here, parts = beside | self._list(schema, False), list(_parts(schema))
-        either = [_dicts(part.get(key)) for part in parts for key in EITHER if key in part]
-        theirs = [self._list({"anyOf": some}, True) for some in either]
-        if any(one.num_parts for one in theirs):
+        parts = list(_parts(schema))
+        here = [*beside, *([part] for part in parts if SPEAKS & part.keys()), *filter(None, (
+            self._speakers(self._find(part["$ref"])) for part in parts if "$ref" in part))]
+        either = [_dicts(part.get(key)) for part in parts for key in EITHER]
+        theirs = [self._speakers({"anyOf": some}) for some in either]
+        if any(theirs):
             self._open(parts)
             for some, own in zip(either, theirs, strict=True):
-                if self.num_keys > MOST_KEYS:
-                    return
-                around = reduce(or_, (one for one in theirs if one is not own), here)
-                self.num_keys += len(around.keys) * (len(some) + len(theirs))
+                self._count(len(theirs))
+                around = here + [one for one in theirs if one and one is not own]
                 for alternative in some:
                     self._close(alternative, around)
-        elif here.num_parts > 1 or beside.num_parts:
+        elif beside or len(here) > 1:
             self._open(parts)
-            if lid := here.lid():
+            if lid := self._lid(here):
                 schema["allOf"] = [*schema.get("allOf", ()), lid]
-        elif here.lid():  # of one part, which is here, or a definition
+        elif self._lid(here):  # one part speaks, here or in a definition, which is closed there
             for part in parts:
-                if "properties" in part or "patternProperties" in part:
+                if SPEAKS & part.keys():
                     part["additionalProperties"] = False
 
-    def _list(self, schema: dict, everywhere: bool, seen: frozenset = frozenset()) -> Listed:
-        """What the parts of a schema list. everywhere: those of alternatives, too."""
-        required = schema.get("required")
-        found = Listed(0, dict.fromkeys(_named(schema, "properties"), {}),
-                       dict.fromkeys(_named(schema, "patternProperties"), {}),
-                       set(required) if isinstance(required, list) else set(),
-                       "additionalProperties" in schema)
-        found.num_parts = int(found != Listed())
-        self.num_keys += 1 + len(found.keys)
-        if self.num_keys > MOST_KEYS:
-            return found
-        if "$ref" in schema and (ref := schema["$ref"]) not in seen:
-            there = self._list(self._find(ref), True, seen | {ref})
-            found |= replace(there, num_parts=min(there.num_parts, 1))  # it is closed by itself
-        for key in ("allOf", *EITHER) if everywhere else ("allOf",):
-            for part in _dicts(schema.get(key)):
-                found |= self._list(part, everywhere, seen)
+    def _speakers(self, schema: dict, seen: frozenset = frozenset()) -> Speakers:
+        """Those of its parts, alternatives and definitions that speak of keys."""
+        found = []
+        for part in _parts(schema, EITHER):
+            self._count(1 + len(_named(part, "properties")))
+            if SPEAKS & part.keys():
+                found.append(part)
+            if "$ref" in part and part["$ref"] not in seen:
+                found += self._speakers(self._find(part["$ref"]), seen | {part["$ref"]})
         return found
+
+    def _lid(self, here: list[Speakers]) -> dict | None:
+        """None where nothing is listed, or not all that must be there, or where a part has
+        `additionalProperties`, and so speaks of all keys."""
+        parts = [part for speakers in here for part in speakers]
+        keys, patterns = ({key: {} for part in parts for key in _named(part, name)}
+                          for name in ("properties", "patternProperties"))
+        required = {key for part in parts for key in part.get("required", ())}
+        self._count(len(parts) + len(keys))
+        if any("additionalProperties" in part for part in parts) or not (
+                patterns or keys and keys.keys() >= required):
+            return None
+        return dict(properties=keys, patternProperties=patterns, additionalProperties=False)
 
     def _open(self, parts: list[dict]) -> None:
         """Let the parts refer to twins that stay open."""
