@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's endpoints over an `AsyncLLM`, as a FastAPI application.
 
     POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
+    POST /v1/responses  /v1/messages                 a chat in other languages (translate.py)
     POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
     POST /tokenize  /detokenize                      GET /tokenizer_info
     GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
@@ -60,6 +61,7 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer, page
+from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
 
 GONE = 499  # nginx's status for a client that has closed the connection
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
@@ -189,7 +191,23 @@ class Server:
         except EngineGenerateError as error:
             yield event(error_body(str(error), 500))
 
+    async def translate(self, body: Language) -> Awaitable[dict] | Response:
+        """A chat in another language."""
+        answer = await self.generate(body.chat())
+        if isinstance(answer, EventStream):
+            answer.body_iterator = body.events(answer.body_iterator)
+            return answer
+        return self._translated(body, answer)
+
+    async def _translated(self, body: Language, answer: Awaitable[dict]) -> dict:
+        return body.answer(await answer)
+
     # --------------------------------------------------------------- tokens
+
+    async def count_tokens(self, body: CountBody) -> Response:
+        """Raises `ValueError`."""
+        prompt = await self.engine.tokenize(self._render, body.chat())
+        return AsciiResponse(dict(input_tokens=len(prompt["prompt_token_ids"])))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         return AsciiResponse(await self.engine.tokenize(self._tokens, body))
@@ -274,6 +292,9 @@ def pooled(endpoint: Callable) -> Callable:
 SCORE, RERANK = (ScoreBody, pooled(pooling.score)), (RerankBody, pooled(pooling.rerank))
 POSTS = {"/v1/completions": (CompletionBody, Server.generate),
          "/v1/chat/completions": (ChatBody, Server.generate),
+         "/v1/responses": (ResponsesBody, Server.translate),
+         "/v1/messages": (MessagesBody, Server.translate),
+         "/v1/messages/count_tokens": (CountBody, Server.count_tokens),
          "/v1/embeddings": (EmbeddingBody, pooled(pooling.embeddings)),
          "/classify": (InputBody, pooled(pooling.classify)),
          "/pooling": (TaskBody, pooled(pooling.task)), "/score": SCORE, "/v1/score": SCORE,

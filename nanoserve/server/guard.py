@@ -111,6 +111,8 @@ class Guard:
 
     def is_known(self, headers: dict[bytes, bytes]) -> bool:
         """Digests are compared, which all have one length."""
+        if b"x-api-key" in headers:  # Anthropic's header
+            headers = {b"authorization": b"Bearer " + headers[b"x-api-key"]} | headers
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = sha256(key.strip()).digest()
         found = [hmac.compare_digest(given, digest) for digest in self.digests]

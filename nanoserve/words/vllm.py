@@ -183,7 +183,10 @@ TABLE = (
     # be kept; a prediction, or a key for the prompt cache, is about speed.
     Row("body", "user metadata store service_tier safety_identifier prompt_cache_key "
         "prompt_cache_retention prediction parallel_tool_calls request_id session_id "
-        "include_reasoning"),
+        "include_reasoning include context_management output_config"),
+    Row("body", "previous_response_id conversation background prompt", "nothing is kept here: send "
+        "the whole conversation, and wait for its answer"),
+    Row("body", "truncation max_tool_calls container mcp_servers", "leave it out", ("disabled",)),
     Row("body", "functions function_call", "use tools and tool_choice", ([], "none", "auto")),
     Row("body", "tools tool_choice", "calls are a chat's: use /v1/chat/completions",
         ([], "none", "auto")),

@@ -346,7 +346,7 @@ def test_an_unknown_model_or_path_is_a_404(server):
     error = refusal(server, COMPLETIONS, dict(prompt="x", model="gpt-\ud800"), 404)
     assert error["code"] == "model_not_found" and error["param"] == "model"
     assert server.ask(COMPLETIONS, dict(prompt="x", model="other-name", max_tokens=1))[0] == 200
-    refusal(server, "/v1/responses", {}, 404)
+    refusal(server, "/v1/files", {}, 404)
     refusal(server, COMPLETIONS, None, 405)
 
 
@@ -411,7 +411,7 @@ def test_the_server_says_what_it_is(server):
         COMPLETIONS, CHATS, "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score",
         "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
         "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
-        "/trace"}
+        "/trace", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
 
 
 def test_the_step_trace_is_a_page_without_anybodys_words(server):

@@ -1,0 +1,407 @@
+"""`/v1/responses` and `/v1/messages`: two more languages for a chat, in which agents speak.
+
+    Responses (OpenAI's agents, Codex)  ─┐                 ┌─ a response of items     , its events
+                                         ├─ ChatBody, chat ┤
+    Messages (Anthropic's, Claude Code) ─┘                 └─ a message of blocks     , its events
+
+A body becomes a `ChatBody`, a chat's answer becomes the answer, and its pieces become events. So
+both have all that a chat has, and nothing of their own. An answer is a list of parts: thoughts,
+texts and calls, in the order in which the model wrote them. A stream tells of each part that it
+begins, how it grows, and that it has ended.
+
+Nothing is kept: what refers to an earlier answer, or to something that a provider hosts, is refused
+in words. Not known here: the engine, templates, formats. Road not taken: endpoints of their own
+over the engine, as in vLLM; the two would have to learn each new field of a chat.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import Field, ValidationError
+
+from nanoserve.server.answers import DONE
+from nanoserve.server.protocol import BadRequest, Body, ChatBody
+
+OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
+STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+@dataclass
+class Part:
+    """Of an answer. kind: "thought", "said" or "call"; text: of a call its arguments."""
+
+    kind: str
+    text: str = ""
+    name: str = ""
+    id: str = ""
+
+
+def parts_of(message: dict) -> list[Part]:
+    """Of a chat's message, or of a piece of one."""
+    thought, said = message.get("reasoning_content"), message.get("content")
+    return [Part(kind, text) for kind, text in (("thought", thought), ("said", said)) if text] + [
+        Part("call", call["function"]["arguments"], call["function"]["name"], call["id"])
+        for call in message.get("tool_calls", ())]
+
+
+class Language(Body):
+    """A body that becomes a chat's, and an answer in the same language."""
+
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    def chat(self) -> ChatBody:
+        """Raises `ValueError`."""
+        options = dict(include_usage=True, continuous_usage_stats=True) if self.stream else None
+        try:
+            return ChatBody(**self.as_chat(), model=self.model, temperature=self.temperature,
+                            top_p=self.top_p, stream=self.stream, stream_options=options)
+        except ValidationError as error:
+            first, *_ = error.errors()
+            if isinstance(told := first.get("ctx", {}).get("error"), BadRequest):
+                raise told from error
+            where = ".".join(map(str, first["loc"]))
+            raise BadRequest(f"{where}: {first['msg']}", str(first["loc"][0])) from error
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BadRequest("a part of the body has another shape than it must have: "
+                             f"{error!s:.200}") from error
+
+    def answer(self, chat: dict) -> dict:
+        """A whole one."""
+        [choice] = chat["choices"]
+        return self.whole(uuid4().hex, chat, parts_of(choice["message"]), choice)
+
+    async def events(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The events of a chat's pieces."""
+        name, parts, last, chat = uuid4().hex, [], {}, {}
+        number = 0
+        async for piece in pieces:
+            if piece == DONE:
+                break
+            piece = json.loads(piece.removeprefix(b"data: "))
+            told: list[dict] = []
+            if "error" in piece:
+                told.append(dict(type="error", **piece, message=piece["error"]["message"]))
+            elif not chat:
+                told += self.begun(name, piece)
+            chat = piece
+            for choice in piece.get("choices", ()):
+                last = choice if choice["finish_reason"] else last
+                for part in parts_of(choice["delta"]):
+                    told += self._grow(parts, part)
+            for one in told:
+                yield self.event(one, number)
+                number += 1
+        if last:
+            ends = [*(self.ended(len(parts) - 1, parts[-1]) if parts else ()),
+                    *self.over(name, chat, parts, last)]
+            for one in ends:
+                yield self.event(one, number)
+                number += 1
+
+    def _grow(self, parts: list[Part], part: Part) -> Iterator[dict]:
+        """A text goes on, or another part begins."""
+        if not parts or parts[-1].kind != part.kind or part.kind == "call":
+            if parts:
+                yield from self.ended(len(parts) - 1, parts[-1])
+            parts.append(Part(part.kind, "", part.name, part.id or uuid4().hex))
+            yield from self.opened(len(parts) - 1, parts[-1])
+        parts[-1].text += part.text
+        yield from self.grown(len(parts) - 1, parts[-1], part.text)
+
+    @staticmethod
+    def event(data: dict, number: int) -> bytes:
+        if data["type"].startswith("response."):
+            data["sequence_number"] = number
+        return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def join(messages: list[dict], turn: dict) -> None:
+    """Parts of one turn come as several items."""
+    if messages and turn["role"] == "assistant" == messages[-1]["role"]:
+        for key in turn.keys() - {"role"}:
+            messages[-1][key] = messages[-1].get(key, type(turn[key])()) + turn[key]
+    else:
+        messages.append(turn)
+
+
+def texts(content: Any) -> Any:
+    """Content as a chat has it: parts, of which those that are no text are refused later."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return [part | {"type": OURS.get(part.get("type"), part.get("type"))}
+            if isinstance(part, dict) else part
+            for part in (content if isinstance(content, (list, type(None))) else [content]) or ()]
+
+
+def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
+    if not isinstance(name, str):
+        raise BadRequest(f"a call must name its function, got name={name!r:.80}")
+    return [dict(id=id_, type="function", function=dict(name=name, arguments=arguments))]
+
+
+def tool(is_function: bool, one: dict, schema: str) -> dict:
+    """A chat's tool. schema: the key of its parameters."""
+    if not is_function:
+        raise BadRequest(f"tools: {one.get('type')!r:.80} is no function with a schema: leave out "
+                         "what a provider hosts, and give the rest as functions", "tools")
+    shown = dict(name=one.get("name"), description=one.get("description"),
+                 parameters=one.get(schema))
+    return dict(type="function", function={
+        key: value for key, value in shown.items() if value is not None})
+
+
+# -------------------------------------------------------------------- Responses
+
+
+class ResponsesBody(Language):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+
+    def as_chat(self) -> dict:
+        choice, form = self.tool_choice, (self.text or {}).get("format")
+        if isinstance(choice, dict) and "function" not in choice:
+            choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
+        if form is not None and form.get("type") == "json_schema":
+            form = dict(type="json_schema", json_schema=form)
+        effort = (self.reasoning or {}).get("effort")
+        return dict(
+            messages=self._messages(), parallel_tool_calls=self.parallel_tool_calls,
+            tools=[tool(one.get("type", "function") == "function", one, "parameters")
+                   for one, _ in self._functions()],
+            tool_choice=choice, max_completion_tokens=self.max_output_tokens, response_format=form,
+            chat_template_kwargs=dict(reasoning_effort=effort) if effort else None)
+
+    def _functions(self) -> list[tuple[dict, str | None]]:
+        """Each with its namespace: Codex shows its tools in groups."""
+        return [(one, group["name"] if one is not group else None) for group in self.tools or ()
+                for one in (group.get("tools", ()) if group.get("type") == "namespace"
+                            else [group])]
+
+    def _messages(self) -> list[dict]:
+        found: list[dict] = []
+        if self.instructions:
+            found.append(dict(role="system", content=self.instructions))
+        items = self.input
+        for item in [dict(role="user", content=items)] if isinstance(items, str) else items:
+            kind = item.get("type", "message")
+            if kind == "message":
+                join(found, dict(role=item.get("role"), content=texts(item.get("content"))))
+            elif kind == "function_call":
+                join(found, dict(role="assistant", content=[], tool_calls=called(
+                    item.get("call_id"), item.get("name"), item.get("arguments"))))
+            elif kind == "function_call_output":
+                found.append(dict(role="tool", tool_call_id=item.get("call_id"),
+                                  content=texts(item.get("output"))))
+            elif kind == "reasoning":
+                thought = texts(item.get("content")) or texts(item.get("summary"))
+                join(found, dict(role="assistant", content=[], reasoning_content="".join(
+                    one.get("text", "") for one in thought)))
+            else:
+                raise BadRequest(f"input: an item of type {kind!r:.80} is not supported, because "
+                                 "nothing is kept or hosted here: send its text", "input")
+        return found
+
+    # ------------------------------------------------------------ its answer
+
+    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict | None) -> dict:
+        """choice: the end of a chat's; None: it goes on."""
+        cut = choice is not None and choice["finish_reason"] == "length"
+        status = "in_progress" if choice is None else "incomplete" if cut else "completed"
+        usage = chat.get("usage") if choice is not None else None
+        return dict(
+            id=f"resp_{name}", object="response", created_at=chat["created"], status=status,
+            completed_at=int(time.time()) if status == "completed" else None, error=None,
+            incomplete_details=dict(reason="max_output_tokens") if cut else None,
+            model=chat["model"], output=[self._item(part, status) for part in parts],
+            instructions=self.instructions, tools=self.tools or [], store=False, metadata={},
+            tool_choice=self.tool_choice or "auto", temperature=self.temperature,
+            parallel_tool_calls=self.parallel_tool_calls is not False, top_p=self.top_p,
+            max_output_tokens=self.max_output_tokens, previous_response_id=None,
+            text=self.text or dict(format=dict(type="text")), reasoning=self.reasoning,
+            usage=usage and dict(
+                input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],
+                total_tokens=usage["total_tokens"], output_tokens_details=dict(reasoning_tokens=0),
+                input_tokens_details=usage["prompt_tokens_details"]))
+
+    def _item(self, part: Part, status: str = "completed") -> dict:
+        if part.kind == "call":
+            where = {one.get("name"): group for one, group in self._functions() if group}
+            group = dict(namespace=where[part.name]) if part.name in where else {}
+            return dict(type="function_call", id=f"fc_{part.id}", call_id=part.id, name=part.name,
+                        arguments=part.text, status=status, **group)
+        part.id = part.id or uuid4().hex
+        if part.kind == "thought":
+            return dict(type="reasoning", id=f"rs_{part.id}", summary=[], status=status,
+                        content=[self._content(part)] if part.text else [])
+        return dict(type="message", id=f"msg_{part.id}", role="assistant", status=status,
+                    content=[self._content(part)] if part.text else [])
+
+    def _content(self, part: Part) -> dict:
+        if part.kind == "thought":
+            return dict(type="reasoning_text", text=part.text)
+        return dict(type="output_text", text=part.text, annotations=[], logprobs=[])
+
+    def begun(self, name: str, chat: dict) -> list[dict]:
+        response = self.whole(name, chat, [], None)
+        return [dict(type=f"response.{kind}", response=response)
+                for kind in ("created", "in_progress")]
+
+    def _at(self, index: int, one: Part, kind: str, **more) -> dict:
+        where = {} if one.kind == "call" else dict(content_index=0)
+        return dict(type=f"response.{kind}", output_index=index, **where, **more,
+                    item_id=self._item(one)["id"])
+
+    def opened(self, index: int, part: Part) -> list[dict]:
+        told = [dict(type="response.output_item.added", output_index=index,
+                     item=self._item(part, "in_progress"))]
+        if part.kind != "call":
+            told.append(self._at(index, part, "content_part.added", part=self._content(part)))
+        return told
+
+    def grown(self, index: int, part: Part, text: str) -> list[dict]:
+        logprobs = dict(logprobs=[]) if part.kind == "said" else {}
+        return [self._at(index, part, f"{WRITTEN[part.kind]}.delta", delta=text, **logprobs)]
+
+    def ended(self, index: int, part: Part) -> list[dict]:
+        done = f"{WRITTEN[part.kind]}.done"
+        item = dict(type="response.output_item.done", output_index=index, item=self._item(part))
+        if part.kind == "call":
+            return [self._at(index, part, done, arguments=part.text, name=part.name), item]
+        logprobs = dict(logprobs=[]) if part.kind == "said" else {}
+        return [self._at(index, part, done, text=part.text, **logprobs), self._at(
+            index, part, "content_part.done", part=self._content(part)), item]
+
+    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
+        response = self.whole(name, chat, parts, choice)
+        return [dict(type=f"response.{response['status']}", response=response)]
+
+
+WRITTEN = dict(thought="reasoning_text", said="output_text", call="function_call_arguments")
+
+
+# --------------------------------------------------------------------- Messages
+
+
+class CountBody(Language):
+    """`POST /v1/messages/count_tokens`: how many tokens the prompt would have."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+    def as_chat(self) -> dict:
+        choice = self.tool_choice or {}
+        named = dict(type="function", function=dict(name=choice.get("name")))
+        found = dict(auto="auto", any="required", none="none", tool=named)
+        thinks = dict(enabled=True, disabled=False).get((self.thinking or {}).get("type"))
+        if choice and choice.get("type") not in found:
+            raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
+        return dict(
+            messages=self._messages(), tool_choice=found.get(choice.get("type")),
+            tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
+                   for one in self.tools or ()],
+            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+            chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
+
+    def _messages(self) -> list[dict]:
+        found = [dict(role="system", content=texts(self.system))] if self.system else []
+        for message in self.messages:
+            role, rest = message.get("role"), []
+            for block in texts(message.get("content")):
+                kind = block.get("type") if isinstance(block, dict) else None
+                if kind == "tool_result":
+                    found.append(dict(role="tool", tool_call_id=block.get("tool_use_id"),
+                                      content=texts(block.get("content"))))
+                elif kind == "tool_use":
+                    join(found, dict(role=role, content=rest, tool_calls=called(
+                        block.get("id"), block.get("name"), block.get("input"))))
+                    rest = []
+                elif kind == "thinking":
+                    join(found, dict(role=role, content=[], reasoning_content=block.get(
+                        "thinking")))
+                elif kind != "redacted_thinking":
+                    rest.append(block)
+            if rest:
+                join(found, dict(role=role, content=rest))
+        return found
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+
+    def as_chat(self) -> dict:
+        return super().as_chat() | dict(max_tokens=self.max_tokens, top_k=self.top_k,
+                                        stop=self.stop_sequences)
+
+    # ------------------------------------------------------------ its answer
+
+    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict) -> dict:
+        return dict(id=f"msg_{name}", type="message", role="assistant", model=chat["model"],
+                    content=[self._block(part) for part in parts], **self._stop(choice),
+                    usage=self._usage(chat))
+
+    def _usage(self, chat: dict) -> dict:
+        usage = chat["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return dict(input_tokens=usage["prompt_tokens"] - cached, cache_read_input_tokens=cached,
+                    cache_creation_input_tokens=0, output_tokens=usage["completion_tokens"])
+
+    def _stop(self, choice: dict) -> dict:
+        reason, stop = choice["finish_reason"], choice["stop_reason"]
+        if reason == "stop" and isinstance(stop, str):
+            return dict(stop_reason="stop_sequence", stop_sequence=stop)
+        return dict(stop_reason=reason and STOPS.get(reason, "end_turn"), stop_sequence=None)
+
+    def _block(self, part: Part, is_empty: bool = False) -> dict:
+        if part.kind == "call":
+            try:
+                given = {} if is_empty else json.loads(part.text)
+            except ValueError:  # cut by max_tokens
+                given = {}
+            return dict(type="tool_use", id=part.id, name=part.name, input=given)
+        if part.kind == "thought":
+            return dict(type="thinking", thinking="" if is_empty else part.text, signature="")
+        return dict(type="text", text="" if is_empty else part.text)
+
+    def begun(self, name: str, chat: dict) -> list[dict]:
+        none = dict(finish_reason=None, stop_reason=None)
+        return [dict(type="message_start", message=self.whole(name, chat, [], none))]
+
+    def opened(self, index: int, part: Part) -> list[dict]:
+        return [dict(type="content_block_start", index=index,
+                     content_block=self._block(part, is_empty=True))]
+
+    def grown(self, index: int, part: Part, text: str) -> list[dict]:
+        kind, key = DELTAS[part.kind]
+        return [dict(type="content_block_delta", index=index, delta={"type": kind, key: text})]
+
+    def ended(self, index: int, part: Part) -> list[dict]:
+        return [dict(type="content_block_stop", index=index)]
+
+    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
+        return [dict(type="message_delta", delta=self._stop(choice), usage=self._usage(chat)),
+                dict(type="message_stop")]
+
+
+DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
+              call=("input_json_delta", "partial_json"))
