@@ -107,14 +107,9 @@ class AdaptedProducts:
         self.adapters = weakref.proxy(adapters)
         self.inputs, self.matrices = layer.inputs, layer.matrices
         self.sees_wanted = sees_wanted  # behind the last attention only the wanted tokens are left
-        width, start = adapters.num_columns, 0
+        width, self.sizes = adapters.num_columns, [rows.size for rows in layer.matrices.values()]
         self.a = adapters.zeros(len(layer.matrices), width, layer.inputs.size)
-        self.b: dict[str, torch.Tensor] = {}
-        self.outputs: list[slice] = []
-        for name, rows in layer.matrices.items():
-            self.b[name] = adapters.zeros(rows.size, width)
-            self.outputs.append(slice(start, start + rows.size))
-            start += rows.size
+        self.b = {name: adapters.zeros(rows.size, width) for name, rows in layer.matrices.items()}
         self.pack()
 
     def pack(self) -> None:
@@ -126,8 +121,8 @@ class AdaptedProducts:
         mask, linear = self.adapters.mask(self.sees_wanted), self.adapters.ops.linear
         if mask is not None:
             low = linear(x, self.packed_a).unflatten(1, (-1, mask.shape[1])) * mask[:, None]
-            for i, (rows, b) in enumerate(zip(self.outputs, self.packed_b, strict=True)):
-                out[:, rows] += linear(low[:, i], b)  # low: (tokens, n, max_loras * rank)
+            for i, part in enumerate(out.split(self.sizes, 1)):
+                part += linear(low[:, i], self.packed_b[i])  # low: (tokens, n, max_loras * rank)
         return out
 
     def fill(self, name: str, columns: slice, pair: tuple[torch.Tensor, torch.Tensor] | None,

@@ -275,10 +275,6 @@ class PoolingInputs(InputProcessor):
 
     # ------------------------------------------------------ offline batches
 
-    @staticmethod
-    def _params(given: object, count: int, task: str) -> list[PoolingParams]:
-        return [_with_task(one, task) for one in one_for_each(given, count, "pooling_params")]
-
     @takes_vllms_words("encode()", "call")
     def encode(self, llm, prompts: Prompt | list[Prompt],
                pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
@@ -296,7 +292,7 @@ class PoolingInputs(InputProcessor):
             raise ValueError("encode() needs pooling_task: choose one of "
                              f"{', '.join(self.pooler.tasks)}")
         prompts = as_list(prompts)
-        params = self._params(pooling_params, len(prompts), pooling_task)
+        params = _with_task(pooling_params, len(prompts), pooling_task)
         requests = llm.make_requests(prompts, params, priority, lora_request)
         results = {}
         with closing(llm.drive(requests)) as outputs, prompts_bar(
@@ -312,7 +308,7 @@ class PoolingInputs(InputProcessor):
         texts begin with, of the names in config_sentence_transformers.json."""
         prompts = as_list(prompts)
         params = [replace(one, prompt_name=prompt_name or one.prompt_name) for one in
-                  self._params(pooling_params, len(prompts), "embed")]
+                  _with_task(pooling_params, len(prompts), "embed")]
         outputs = self.encode(llm, prompts, params, pooling_task="embed", **options)
         return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
 
@@ -396,11 +392,14 @@ def _converted(outputs: list[PoolingRequestOutput], kind: Callable) -> list[Pool
             replace(output, outputs=kind(output.outputs.data)) for output in outputs]
 
 
-def _with_task(params: PoolingParams | None, task: str) -> PoolingParams:
-    params = PoolingParams() if params is None else params
-    if not isinstance(params, PoolingParams):
-        raise ValueError(f"pooling_params must be PoolingParams, got {params!r}")
-    if params.task not in (None, task):
-        raise ValueError(f"pooling_params has task={params.task!r}, which is not pooling_task="
-                         f"{task!r}: leave one of them out")
-    return replace(params, task=task)
+def _with_task(given: object, count: int, task: str) -> list[PoolingParams]:
+    """For each of so many prompts. Raises `ValueError`."""
+    params = [PoolingParams() if one is None else one
+              for one in one_for_each(given, count, "pooling_params")]
+    for one in params:
+        if not isinstance(one, PoolingParams):
+            raise ValueError(f"pooling_params must be PoolingParams, got {one!r}")
+        if one.task not in (None, task):
+            raise ValueError(f"pooling_params has task={one.task!r}, which is not pooling_task="
+                             f"{task!r}: leave one of them out")
+    return [replace(one, task=task) for one in params]
