@@ -237,8 +237,8 @@ class BlockStore(Extra, Observer):
         self.unsaved = later
         return [(entry.block_id, host_id) for host_id, entry in moves.saves.values()]
 
-    def finished(self, step: Step) -> None:
-        """A step's saves can be found from now on."""
+    def updated(self, step: Step, grown: dict[Sequence, list[int]] | None = None) -> None:
+        """A step has finished: its saves can be found from now on."""
         moves = self.in_flight.pop(step, None)
         if moves is None:
             return
@@ -274,7 +274,7 @@ class BlockStore(Extra, Observer):
                     self.runner.fetch(self.runner.launch(step))
             except RuntimeError:
                 return self.dropped(step)
-            self.finished(step)
+            self.updated(step)
 
     def reset(self) -> None:
         """Forget everything, and delete the folder's blocks. Saves that are under way have an older
@@ -351,9 +351,6 @@ class BlockStore(Extra, Observer):
         self.prefetcher.begin(sequences, [
             (digests[i], parents[i], seq.token_ids[i * size:(i + 1) * size])
             for i in range(len(self.blocks.find_prefix(seq)), self.blocks.max_hits(seq))])
-
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        self.finished(step)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:

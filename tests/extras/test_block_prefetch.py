@@ -46,7 +46,7 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     assert store.is_reading(seq)
     by_hand.reads[0].set_result(bytearray(b"12345678"))
     store.plan(second)  # with overlap, before the first one has finished
-    store.finished(first)
+    store.updated(first)
     store.check()
     assert not store.is_reading(seq)
     seq = sequence("1", [1] * 5, SamplingParams())

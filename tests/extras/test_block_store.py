@@ -107,7 +107,7 @@ def test_two_chains_whose_keys_collide_are_two_chains_here(monkeypatch):
     assert len(store.unsaved) == 4
     step = Step(0)
     store.plan(step)
-    store.finished(step)
+    store.updated(step)
     seqs = [sequence("0", tokens + child + [5], SamplingParams())
             for tokens in (first.tokens, second.tokens, [3] * 4)]
     assert [store.find(Step(1), seq, 0) for seq in seqs] == [2, 2, 0]
@@ -122,14 +122,14 @@ def test_what_is_loaded_keeps_its_host_block_until_the_step_has_finished():
     store.want_saved(CacheEntry(b"a", 0, [1] * 4, None))
     first, second = Step(0), Step(1)
     store.plan(first)
-    store.finished(first)
+    store.updated(first)
     seq = sequence("0", [1] * 5, SamplingParams(), block_table=[2, 3])
     assert store.find(second, seq, 0) == 1
     second.num_loaded[seq] = 4
     store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
     store.plan(second)
     assert second.block_moves == [(2, -1 - 0)] and store.num_lost == 1
-    store.finished(second)
+    store.updated(second)
     third = Step(2)
     store.want_saved(CacheEntry(b"b", 1, [2] * 4, None))
     store.plan(third)
@@ -149,10 +149,10 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     steps = Step(0), Step(1)
     store.plan(steps[0])
     assert [*store.unsaved.values()] == [new] and store.num_lost == 1
-    store.finished(steps[0])
+    store.updated(steps[0])
     store.plan(steps[1])
     assert steps[1].block_moves == [(0, 0)] and not store.unsaved
-    store.finished(steps[1])
+    store.updated(steps[1])
     store.check()
 
 
@@ -162,7 +162,7 @@ def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later()
     step = Step(0)
     store.plan(step)
     store.reset()
-    store.finished(step)
+    store.updated(step)
     store.check()
     assert store.find(Step(1), sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
@@ -187,7 +187,7 @@ def test_behind_a_slow_disk_a_step_looks_for_a_slot_once_and_not_for_each_block(
         store.want_saved(entry)
     step = Step(0)
     store.plan(step)
-    store.finished(step)
+    store.updated(step)
     store.host_blocks.pins = Watched(store.host_blocks.by_digest.values())
     for entry in entries[50:]:
         blocks.entry_of[entry.block_id % 100] = entry
