@@ -15,9 +15,8 @@ their way, the request sits out that step, and others go on.
 first block that host memory lacks? If the thread then brings nothing for `PATIENCE` seconds, nobody
 waits for it any more: what has arrived is loaded, and the rest is computed.
 
-Not known here: what the KV cache has, and how a step loads a block. Road not taken: to read while
-the step runs, and to wait before each layer for that layer's bytes (vLLM's `wait_for_layer_load`).
-This hides more time, but a slow disk then stops all requests of the batch.
+Not known here: what the KV cache has. Road not taken: to read while the step runs, and to wait
+before each layer for its bytes (vLLM's `wait_for_layer_load`): a slow disk then stops the batch.
 """
 
 import time

@@ -16,9 +16,9 @@ what it does not find (always the last tokens: fewer than a block), and goes on.
 leases, because the folder owns its copy, and no time-outs: a first engine that hangs is waited for.
 
 Not known here: blocks, keys, devices. Known limits: two copies through host memory take the place
-of one from GPU to GPU; and two engines on one CPU share its cores, so there it saves no time and
-only shows the idea. Road not taken: NIXL and similar libraries, which move blocks between machines'
-GPUs, and then must agree on who may free which block, and when.
+of one from GPU to GPU; two engines on one CPU share its cores, and only show the idea. Road not
+taken: NIXL and similar libraries, which move blocks between GPUs, and then must agree on who may
+free which block, and when.
 """
 
 import argparse

@@ -10,15 +10,14 @@ without padding, and each attends to itself.
                 CLS ─► the class's own pooler and classifier             a cross-encoder
 
 Invariant: a prompt is whole in its step, because its first token depends on its last one. So chunks
-and the prefix cache are off, whatever was asked for; the start-up line says so. A prompt's numbers
-are the same alone and batched, and equal transformers': at load the network runs once with its own
-attention and once with ours, and the results must agree.
+and the prefix cache are off, whatever was asked for. A prompt's numbers are the same alone and
+batched, and equal transformers': at load the network runs once with its own attention and once with
+ours, and the results must agree.
 
 Known limits: blocks are counted, but hold nothing; the cache is one nominal layer. Where a
 tokenizer tells a pair's texts apart (token types), the second begins behind the first separator, so
-a text must not contain one. Heads
-are known for the classes of `class_head`; others are refused. Not known here: requests, blocks.
-Road not taken: padding and sorting by length, which concatenation makes unnecessary.
+a text must not contain one. Not known here: requests, blocks. Road not taken: padding and sorting
+by length, which concatenation makes unnecessary.
 """
 
 from collections.abc import Iterator
