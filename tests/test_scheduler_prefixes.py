@@ -71,6 +71,15 @@ def test_who_passes_must_fit_whole_into_the_step():
     assert rows(steps[1]) == {"A": 1, "B": 1, "C": 10}
 
 
+def test_no_step_searches_a_long_queue_that_begins_alike():
+    """3 rows, and 50 requests that begin like A: two sit out, and the others are not even asked."""
+    scheduler = make(num_blocks=200, seqs=3)
+    seqs = [add(scheduler, [*range(8), 100 + i]) for i in range(51)]
+    step = run_step(scheduler)
+    assert rows(step) == {"A": 9} and list(step.sitting_out) == seqs[1:3]
+    run(scheduler)
+
+
 def test_nobody_waits_for_the_block_that_must_be_computed_anyway():
     """The last token is always computed, so a prompt of exactly one block has nothing to gain from
     another one's: it starts at once."""

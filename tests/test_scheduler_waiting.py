@@ -181,20 +181,23 @@ def test_one_that_is_in_flight_leaves_when_its_step_is_back():
 
 
 def test_who_waits_for_a_block_that_is_being_computed_interrupts_nobody():
-    """C starts like B, whose prompt is in the making: it sits that out, and hits it afterwards."""
-    scheduler = make(num_blocks=6, seqs=3, budget=9, scheduling_policy="priority")
-    prompt = list(range(12))
-    add(scheduler, 4, 5, priority=5), add(scheduler, prompt, 2, priority=0)
-    step = scheduler.schedule()
-    assert rows(step) == {"A": 4, "B": 5} or rows(step) == {"B": 9}
+    """A decodes, and B's prompt is in the making. C is more urgent than A and starts like B: it
+    sits that out, and hits it afterwards. Until then A keeps its row, and its share of each step.
+    """
+    scheduler = make(seqs=2, budget=9, scheduling_policy="priority")
+    decoding, prompt = add(scheduler, 4, 9, priority=5), list(range(12))
+    run_step(scheduler)
+    add(scheduler, prompt, 2, priority=0)
+    steps = [scheduler.schedule()]
     urgent = add(scheduler, prompt, 2, priority=1)
-    assert not scheduler.schedule().preempted
-    finish_step(scheduler, step)
-    while scheduler.in_flight:
-        finish_step(scheduler, scheduler.in_flight[0])
+    steps.append(scheduler.schedule())
+    assert [rows(step) for step in steps] == [{"A": 1, "B": 8}, {"A": 1, "B": 4}]
+    assert not any(step.preempted for step in steps)
+    for step in steps:
+        finish_step(scheduler, step)
     run(scheduler)
-    assert urgent.num_cached_tokens and urgent.output_token_ids == alone(urgent)
-
+    assert urgent.num_cached_tokens == 8 and decoding.num_preemptions == 1
+    assert all(seq.output_token_ids == alone(seq) for seq in (decoding, urgent))
 
 def test_a_stream_of_urgent_ones_holds_the_others_up_and_changes_no_token():
     """What is urgent waits for nobody: every one of them has its first token in the step after its
