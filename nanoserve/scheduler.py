@@ -329,10 +329,11 @@ class Scheduler:
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
         for seq in grown:
             request, token_id = seq.request, seq.token_ids[-1]
-            stops = token_id in request.stop_ids
-            if stops and not any(ask(seq) for ask in self.gave_up):
-                self.finish(seq, "stop", None if token_id in request.eos_ids else token_id)
-            elif stops or len(seq.token_ids) >= request.max_num_tokens:
+            if token_id in request.stop_ids:
+                whole = not any(ask(seq) for ask in self.gave_up)
+                own = whole and token_id not in request.eos_ids  # EOS is no reason of its own
+                self.finish(seq, "stop" if whole else "length", token_id if own else None)
+            elif len(seq.token_ids) >= request.max_num_tokens:
                 self.finish(seq, "length")
         return grown
 
