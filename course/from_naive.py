@@ -1,7 +1,6 @@
 """Counts what each of the five programs wastes, and the engine: `python -m course.from_naive`.
 
-All get the same requests and must write the same tokens. Nothing is timed, so the numbers are the
-same on every machine.
+All get the same requests and must write the same tokens. Nothing is timed: any machine will do.
 """
 
 from collections import Counter

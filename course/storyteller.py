@@ -42,7 +42,6 @@ class Answer:
 
 class Storyteller:
     """The weights. It counts what it is asked for, and the tokens whose KV a program holds."""
-
     def __init__(self):
         config = json.loads((BUNDLED_MODEL / "config.json").read_text())
         self.eps, self.num_layers = config["rms_norm_eps"], config["num_hidden_layers"]
