@@ -108,7 +108,7 @@ def _call(call: dict, as_text: bool) -> dict:
     given = (function.get("arguments") or {}) if isinstance(function, dict) else None
     try:
         arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ValueError("a message's tool_calls must be a list of functions, each with a name and "

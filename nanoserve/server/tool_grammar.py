@@ -43,7 +43,8 @@ class Turns:
             return
         ends = {*llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
         self.form = derive(lambda chat, **more: llm.inputs.render_chat(chat, **options, **more)[
-            "prompt"], [tokenizer.decode([token_id]) for token_id in ends])
+            "prompt"], [tokenizer.decode([token_id]) for token_id in ends],
+            None if chat_template else getattr(tokenizer, "response_template", None))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {one.content: token_id for token_id, one in added.items()
                         if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
@@ -53,22 +54,23 @@ class Turns:
         schemas = body.schemas()
         if not schemas and not self.form.thought:
             return None
-        return Reader(self.form, schemas, prompt or "", one=body.parallel_tool_calls is False)
+        return self.form.reader(schemas, prompt or "", body.parallel_tool_calls is False)
 
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
         """With the grammar that the body's tools need. Raises `ValueError`."""
         schemas, start = body.schemas(), self.reader(body, prompt)
-        if schemas and not self.form.open:
+        asked, needed = params.structured_outputs, body.tool_choice not in (None, "auto", "none")
+        if schemas and not self.form.open and (needed or not self.form.template):
             raise BadRequest(self.form.why, "tools")
         if start is None:
             return params
         if any(token in text for text in self.form.literals for token in self.special):
             params = replace(params, skip_special_tokens=False)
-        asked, needed = params.structured_outputs, body.tool_choice not in (None, "auto", "none")
         thinks = start.is_thinking or start.may_think
         if not schemas and (asked is None or not thinks):
             return params
-        if not needed and asked is None and find_spec("llguidance") is None:
+        if not needed and asked is None and (
+                not self.form.open or find_spec("llguidance") is None):
             return params  # then calls are only read
         answer = None
         if asked is not None and not needed:

@@ -25,6 +25,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
@@ -36,6 +37,8 @@ PROPERTIES = {"text": {"type": "string"}, "more": {"type": "string"}, "count": {
 PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
          {"text": " two\n  <b>lines</b>: é\\n ", "more": ""},
          {"nested": {"list": [1, 2.5, "ü \"x\"", None, True, {}], "empty": {}}, "more": "5"}]
+THOUGHTS = ("reasoning_content", "thinking")  # keys of a message
+MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
 WORDS = {"None": "null", "True": "true", "False": "false"}
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
          dict: "object", type(None): "null"}
@@ -83,6 +86,10 @@ class Format:
     is_sorted: bool = False  # keys come in their alphabet's order
     is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
     why: str = ""  # there are no calls
+    template: dict | None = None  # the tokenizer's `response_template`, which is read with then
+
+    def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False) -> "Reader":
+        return (TemplateReader if self.template else Reader)(self, schemas, prompt, one)
 
     @property
     def trigger(self) -> str:
@@ -98,9 +105,11 @@ class Format:
 # ------------------------------------------------------- read from the template
 
 
-def derive(render: Callable[..., str], end_texts: list[str]) -> Format:
+def derive(render: Callable[..., str], end_texts: list[str],
+           template: dict | None = None) -> Format:
     """The format of a template, proved. render: a conversation, and the template's options, to
-    text. end_texts: of the tokens that end a turn. `Format.why` says why there are no calls."""
+    text. end_texts: of the tokens that end a turn. template: the tokenizer's `response_template`.
+    `Format.why` says why there are no calls."""
     probe = Probe(render, end_texts)
     found = probe.thoughts()
     try:
@@ -114,7 +123,12 @@ def derive(render: Callable[..., str], end_texts: list[str]) -> Format:
             prove(found, render)
     except ValueError as error:
         found.open, found.why = "", f"tools can't be used with this chat template: {error}"
-    return found
+    try:
+        own = replace(found, template=template)
+        prove(own, render)
+    except ValueError:
+        return found  # what is derived reads better, or nothing reads it
+    return own
 
 
 class Probe:
@@ -262,9 +276,10 @@ def prove(found: Format, render: Callable[..., str]) -> None:
     for calls in turns:
         text = render([*probe, {"role": "assistant", "content": ""} | _turn(*calls)],
                       tools=_tools(NAME, OTHER))
-        reader = Reader(found, {name: _tools(name)[0]["function"]["parameters"]
-                                for name in (NAME, OTHER)}, text[:text.rindex(ASKED)])
-        read = reader.feed(text.rpartition(ASKED)[2].removeprefix(found.header), "stop").calls
+        prompt, _, turn = text.partition(found.header) if found.header else ("", "", text)
+        reader = found.reader({name: _tools(name)[0]["function"]["parameters"]
+                               for name in (NAME, OTHER)}, prompt + found.header)
+        read = reader.feed(turn, "stop").calls
         back = [(call.name, json.loads(call.arguments)) for call in read]
         if back != list(zip((NAME, OTHER), calls, strict=False)):
             raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
@@ -411,7 +426,7 @@ class Reader:
             is_text = key["before"] == form.text[0]
             behind = re.escape((form.text if is_text else form.value)[1])
             stop = re.compile(f"{behind}(?:{re.escape(form.then)}{a_key}|{self.ends.pattern})")
-            for end in stop.finditer(text, key.end()):
+            for end in islice(stop.finditer(text, key.end()), MAX_TRIES):
                 value = self._value(text[key.end():end.start()], schema, keys.get(key["key"], {}),
                                     is_text)
                 if value is not None:
@@ -449,6 +464,38 @@ class Reader:
             parts[i] = json.dumps(parts[i]) if i % 2 else re.sub(
                 r"([{,])([^{}\[\],:]+):", r'\1"\2":', part)
         return JSON.decode("".join(parts))
+
+
+class TemplateReader(Reader):
+    """Reads with transformers' parser, which a `response_template` describes a format to."""
+
+    def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False):
+        super().__init__(form, schemas, prompt, one)
+        from transformers.utils.chat_parsing import ResponseParser
+        self.schemas = schemas
+        self.parser = ResponseParser(form.template, prefix=prompt, tools=[dict(
+            type="function", function=dict(name=name, parameters=schema))
+            for name, schema in schemas.items()])
+
+    def feed(self, text: str, ended: str | None = None) -> Piece:
+        if not hasattr(self, "parser"):  # the prompt's end, which the parser reads by itself
+            return super().feed(text, ended)
+        piece, events = Piece(), self.parser.feed(text)
+        try:
+            events += self.parser.finalize()[1] if ended else []
+        except ValueError:  # a call that is cut
+            pass
+        for event in events:
+            if event["type"] == "region_chunk" and event["field"] == "content":
+                piece.said += event["text"]
+            elif event["type"] == "region_chunk" and event["field"] in THOUGHTS:
+                piece.thought += event["text"]
+            elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                call = event["value"]["function"]
+                if call["name"] in self.schemas:
+                    self._tell(piece, Call(call["name"], json.dumps(
+                        call["arguments"], ensure_ascii=False)))
+        return piece
 
 
 def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:

@@ -143,6 +143,7 @@ def test_texts_that_a_template_changes_are_not_missed():
     (dict(role=["user"], content="x"), "needs a 'role'"),
     (dict(role="assistant", tool_calls=[call("{")]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[call("[1]")]), "arguments that are a JSON object"),
+    (dict(role="assistant", tool_calls=[call("[" * 10 ** 6)]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[5]), "tool_calls must be a list of functions"),
     (dict(role="assistant", tool_calls=5), "tool_calls must be a list of functions"),
     (dict(role="assistant", tool_calls=[dict(function="f")]), "must be a list of functions"),

@@ -77,10 +77,9 @@ def called(draw) -> tuple[dict, dict]:
     arguments = {}
     for name, kind in kinds.items():
         if draw(st.booleans()):
-            values = TYPES.get(kind) or (st.dictionaries(
-                st.text("abc_", min_size=1, max_size=4), NESTED, max_size=2) if kind == "object"
-                else st.lists(NESTED, max_size=2))
-            arguments[name] = draw(values)
+            arguments[name] = draw({**TYPES, "array": st.lists(NESTED, max_size=2),
+                                    "object": st.dictionaries(st.text(
+                                        "abc_", min_size=1, max_size=4), NESTED, max_size=2)}[kind])
     return dict(type="object", properties={name: dict(type=kind) for name, kind in kinds.items()},
                 required=list(arguments)), arguments
 
@@ -197,3 +196,24 @@ def test_the_prompt_may_have_begun_or_ended_the_thought():
      "</>{% endfor %}</call>{% endfor %}\n{% endfor %}", "does not come back")])
 def test_a_template_that_loses_something_is_refused_with_the_reason(template, why):
     assert why in derive(renderer(template), []).why
+
+
+ANCHOR = "<|im_start|>assistant\n"
+RESPONSE = dict(defaults=dict(role="assistant"), start_anchor=ANCHOR, fields=dict(
+    reasoning_content=dict(open="<think>\n", close_pattern=r"\n</think>\s*", content="text"),
+    tool_calls=dict(open="<tool_call>", close_pattern=r"</tool_call>\s*", repeats=True,
+                    content="json", transform=dict(type="function", function="{content}")),
+    content=dict(content="text")))
+
+
+def test_the_tokenizers_own_description_is_read_with_if_it_proves_right():
+    form = derive(renderer(TEMPLATES["Qwen3"]), list(ENDS), RESPONSE)
+    assert form.template == RESPONSE and form.open == FORMATS["Qwen3"].open  # for the grammar
+    text = '<think>\nHm.\n</think>\n\nSo.<tool_call>\n{"name": "add", "arguments": {"x": 5}}\n' \
+           "</tool_call>"
+    for cuts in ([], [4, 9, 30, 60], range(len(text))):
+        reader = form.reader({"add": {}}, ANCHOR)
+        assert read(reader, text, cuts) == Piece("Hm.", "So.", [Call("add", '{"x": 5}')])
+    wrong = RESPONSE | dict(fields=RESPONSE["fields"] | dict(tool_calls=dict(
+        open="<call>", close="</call>", repeats=True, content="json")))
+    assert derive(renderer(TEMPLATES["Qwen3"]), list(ENDS), wrong).template is None
