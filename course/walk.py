@@ -1,6 +1,6 @@
-"""Fills walk.md with the integers of a real run: `python -m course.walk` writes the page.
+"""Fills walk.md and walk.zh.md with the integers of a real run: `python -m course.walk`.
 
-The page is written by hand, but for the fenced blocks behind a marker `<!-- walk: NAME -->`.
+The pages are written by hand, but for the blocks behind a marker `<!-- walk: NAME -->`.
 """
 
 import re
@@ -9,7 +9,6 @@ from course.scratch import HERE
 from nanoserve import LLM, SamplingParams
 from nanoserve.frontend.metrics import Observer
 
-PAGE = HERE / "walk.md"
 IN_BATCH = ["input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables",
             "logits_indices"]
 IN_SEQUENCE = ["num_tokens", "num_computed_tokens", "num_inflight_tokens", "num_unknown_tokens",
@@ -68,4 +67,5 @@ def fill(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (HERE / "walk.md", HERE / "walk.zh.md"):
+        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

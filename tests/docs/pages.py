@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(
+PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md", *sorted(
     f"{path.parent.name}/{path.name}" for folder in ("docs", "course")
     for path in (ROOT / folder).glob("*.md"))]
 
