@@ -407,10 +407,10 @@ class Reader:
             return Call(name, written if end else written[:-1]), end
         try:
             arguments, stop = JSON.raw_decode(text, at)
-            end = self.ends.match(text, stop) if isinstance(arguments, dict) else None
         except (ValueError, RecursionError):
-            end = None
-        return Call(name, text[at:stop] if end else text[at:]), end
+            return Call(name, text[at:]), None
+        end = self.ends.match(text, stop) if isinstance(arguments, dict) else None
+        return Call(name, text[at:stop]), end
 
     def _parameters(self, text: str, at: int, schema: dict) -> tuple[dict, re.Match | None]:
         """Arguments between markers. A value ends where a further key or the call's end follows."""

@@ -44,10 +44,9 @@ def test_verify_prints_what_is_shown():
         page, "<!-- printed by: python -m nanoserve verify -->")
 
 
-def test_openais_client_prints_what_is_shown():
+def test_openais_client_and_the_agent_print_what_is_shown():
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")
-    page = read("docs/server.md")
     process = subprocess.Popen([sys.executable, "-m", "nanoserve", "serve", "--dtype", "float32",
                                 "--port", "0"],
                                stderr=subprocess.PIPE, text=True, cwd=ROOT,
@@ -55,9 +54,11 @@ def test_openais_client_prints_what_is_shown():
     try:
         line = next(line for line in process.stderr if "nanoserve: serving" in line)
         address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
-        code = block_after(page, "<!-- client -->").replace("http://127.0.0.1:8000", address)
-        shown = block_after(page, "<!-- printed by the client -->")
-        assert run("-c", code).strip() == shown.strip()
+        for name, who in (("server", "client"), ("agents", "agent")):
+            page = read(f"docs/{name}.md")
+            code = block_after(page, f"<!-- {who} -->").replace("http://127.0.0.1:8000", address)
+            shown = block_after(page, f"<!-- printed by the {who} -->")
+            assert run("-c", code).strip() == shown.strip()
     finally:
         process.terminate()
         process.communicate()

@@ -214,3 +214,40 @@ def test_a_template_without_calls_has_its_tools_refused(server):
     turns = Turns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")
     assert "does not write them" in turns.form.why
     assert Turns(server.llm, TEMPLATES["Qwen3"]).form.why == ""
+
+
+def test_offline_tools_are_shown_to_the_template_and_calls_are_read(server):
+    from nanoserve import SamplingParams
+    from nanoserve.server.tool_grammar import Turns
+    llm, text = server.llm, '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+    params = SamplingParams(max_tokens=60, structured_outputs=dict(choice=[text]))
+    [output] = llm.chat(CHAT, params, use_tqdm=False, tools=TOOLS)
+    assert output.prompt == llm.tokenizer.apply_chat_template(
+        CHAT, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+    [sample] = output.outputs
+    piece = Turns(llm).form.reader(SCHEMAS, output.prompt).feed(sample.text, sample.finish_reason)
+    assert [call.name for call in piece.calls] == ["stop"] and piece.said == ""
+
+
+def test_calls_survive_overlap_drafts_and_preemption():
+    """The same seed gives the same call, whatever runs beside it."""
+    from nanoserve import LLM, SamplingParams
+    from nanoserve.server.tool_grammar import Turns
+    body = ChatBody(**BODY | dict(tool_choice="required", parallel_tool_calls=False))
+    told = []
+    for options in ({}, dict(async_scheduling=True), dict(num_gpu_blocks_override=30),
+                    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))):
+        with LLM(dtype="float32", max_num_seqs=4, **dict(num_gpu_blocks_override=200) | options
+                 ) as llm:
+            turns = Turns(llm)
+            prompt = llm.inputs.render_chat(CHAT, **body.template_options())
+            params = [turns.params(body, SamplingParams(max_tokens=110, seed=i, temperature=0),
+                                   prompt["prompt"]) for i in range(4)]
+            outputs = llm.generate([prompt] * 4, params, use_tqdm=False)
+            told.append([output.outputs[0].text for output in outputs])
+            for [text] in zip(told[-1], strict=True):
+                [call] = turns.form.reader(body.schemas(), "").feed(text, "stop").calls
+                validate(json.loads(call.arguments), SCHEMAS[call.name])
+            if "num_gpu_blocks_override" in options:
+                assert sum(output.metrics.num_preemptions for output in outputs)
+    assert told[1:] == told[:1] * 3

@@ -161,6 +161,8 @@ def test_a_call_that_is_cut_shows_its_arguments_as_far_as_they_came():
     assert read(Reader(form, {"add": {}}, ""), begun, [5], "length") == Piece(
         calls=[Call("add", '{"x": "ab')])
     assert read(Reader(form, {"add": {}}, ""), begun[:25], [5], "length") == Piece()
+    assert read(Reader(form, {"add": {}}, ""), begun + '"}}\n</to', [5], "length") == Piece(
+        calls=[Call("add", '{"x": "ab"}')])
     schema = dict(properties=dict(x=dict(type="integer"), y=dict(type="string")))
     text = ("</think>\n\n<tool_call>\n<function=add>\n<parameter=x>\n5\n</parameter>\n<parameter=y>"
             "\nab")
