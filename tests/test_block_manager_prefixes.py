@@ -272,11 +272,14 @@ def test_reset_forgets_everything_or_nothing():
     assert len(hits(blocks, compute(blocks, range(9)).token_ids)) == 2, "and it serves on"
 
 
-def test_each_forgotten_key_is_reported_once_when_it_is_forgotten():
-    blocks, told = BlockManager(4, SIZE), []
+def test_each_key_is_reported_once_when_it_comes_and_when_it_is_forgotten():
+    blocks, told, new = BlockManager(4, SIZE), [], []
     blocks.on_evict.append(lambda entry: told.append(entry.key))
+    blocks.on_commit.append(lambda entry: new.append(entry.key))
     seq = compute(blocks, range(16))
     keys = list(blocks.keys(seq))
+    blocks.commit(seq)
+    assert new == keys
     blocks.free(seq)
     assert told == [], "freed is not forgotten"
     taker = sequence(range(20, 28))
