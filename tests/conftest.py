@@ -213,3 +213,18 @@ def say(llm, monkeypatch):
             return SamplerOutput(tokens)
         monkeypatch.setattr(llm.runner, "launch", spoken)
     return script
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """hub(folder) puts this folder on the hub, under any name. Returns what will be asked for:
+    names, revisions and patterns of files."""
+    import huggingface_hub
+
+    def fill(folder: Path) -> list[tuple[str, str | None, list[str]]]:
+        asked = []
+        monkeypatch.setattr(
+            huggingface_hub, "snapshot_download", lambda repo_id, revision, allow_patterns: (
+                asked.append((repo_id, revision, allow_patterns)) or str(folder)))
+        return asked
+    return fill

@@ -67,17 +67,11 @@ def test_a_pointer_of_git_lfs_is_no_file(checkpoints, tmp_path, file):
         LLM(folder)
 
 
-def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, monkeypatch):
-    asked = []
-
-    def snapshot_download(repo_id, revision, allow_patterns):
-        asked.append((repo_id, allow_patterns))
-        return str(checkpoints["qwen3-sharded"])
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, hub):
+    asked = hub(checkpoints["qwen3-sharded"])
     llm = LLM("somebody/a-model", num_gpu_blocks_override=16)
     assert greedy(llm) == references("qwen3", list(range(20)), 8)[0]
-    ((repo_id, patterns),) = asked
+    ((repo_id, _, patterns),) = asked
     assert repo_id == "somebody/a-model"
     # Everything that is read, and none of the pickled copies that a repository may also hold.
     needed = [file.name for file in checkpoints["qwen3-sharded"].iterdir()]
@@ -91,19 +85,15 @@ def test_a_hub_id_loads_from_where_the_hub_put_it(checkpoints, references, monke
     (dict(trust_remote_code=True), {"model.safetensors", "tokenization_own.py"},
      {"tokenization_own.py"}),
 ])
-def test_from_the_hub_comes_what_is_needed(checkpoints, monkeypatch, options, model, tokenizer):
+def test_from_the_hub_comes_what_is_needed(checkpoints, hub, options, model, tokenizer):
     """A tokenizer alone, or random weights, brought gigabytes that nobody read; and the code that
     `trust_remote_code` is about was left there."""
-    asked = {}
-
-    def snapshot_download(repo_id, revision, allow_patterns):
-        asked[repo_id] = {name for name in ("model.safetensors", "tokenization_own.py")
-                          if any(Path(name).match(pattern) for pattern in allow_patterns)}
-        return str(checkpoints["qwen3-sharded"])
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    asked = hub(checkpoints["qwen3-sharded"])
     draft = dict(method="draft_model", model="somebody/a-draft", num_speculative_tokens=2)
     LLM("somebody/a-model", tokenizer="somebody/a-tokenizer", num_gpu_blocks_override=16,
         speculative_config=draft, **options)
-    assert asked == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer,
-                     "somebody/a-draft": model}
+    brought = {repo_id: {name for name in ("model.safetensors", "tokenization_own.py")
+                         if any(Path(name).match(pattern) for pattern in patterns)}
+               for repo_id, _, patterns in asked}
+    assert brought == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer,
+                       "somebody/a-draft": model}

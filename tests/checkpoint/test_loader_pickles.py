@@ -139,19 +139,13 @@ def test_another_programs_pickle_is_refused(copy_of, content):
         load(folder)
 
 
-def test_pickles_are_fetched_only_where_there_is_nothing_else(checkpoints, copy_of, monkeypatch):
-    import huggingface_hub
-
-    with_safetensors, folder, asked = checkpoints["qwen3"], pickled(copy_of("qwen3")), []
-
-    def snapshot_download(repo_id, revision, allow_patterns):
-        asked.append(allow_patterns)
-        return str(with_safetensors if repo_id == "some/safe" else folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+def test_pickles_are_fetched_only_where_there_is_nothing_else(checkpoints, copy_of, hub):
+    asked = hub(checkpoints["qwen3"])
     find_model("some/safe")
-    assert len(asked) == 1 and "*.safetensors" in asked[0]
+    (_, _, patterns), = asked
+    assert "*.safetensors" in patterns
+    asked = hub(pickled(copy_of("qwen3")))
     find_model("some/old")
-    assert len(asked) == 3 and asked[2] == ["pytorch_model*.bin"]
+    assert len(asked) == 2 and asked[1][2] == ["pytorch_model*.bin"]
     find_model("some/old", weights=False)
-    assert len(asked) == 4
+    assert len(asked) == 3

@@ -1,7 +1,11 @@
 """Vectors of an engine, and of transformers, which is the oracle."""
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
 import torch
-from helpers import poisoned
+from helpers import poisoned, write_json
 from transformers import AutoModelForSequenceClassification
 
 from nanoserve import LLM
@@ -44,3 +48,12 @@ def pooled(hidden: torch.Tensor, pooling_type: str) -> torch.Tensor:
 def class_logits(folder, prompts) -> list[torch.Tensor]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def write_modules(folder: Path, kinds: Iterable[str], **pooling) -> None:
+    """What sentence-transformers says of a model's modules, of which the second pools so."""
+    (folder / "modules.json").write_text(json.dumps([
+        dict(idx=i, name=str(i), path=f"{i}_{kind}" if i else "",
+             type=f"sentence_transformers.models.{kind}") for i, kind in enumerate(kinds)]))
+    (folder / "1_Pooling").mkdir()
+    write_json(folder / "1_Pooling" / "config.json", word_embedding_dimension=64, **pooling)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import SIZES
 from encoders import ENCODERS, PAD, classes_of, hidden_of, make
-from pooled import assert_close, data, normalised, pooled, start, vectors
+from pooled import assert_close, data, normalised, pooled, start, vectors, write_modules
 from safetensors.torch import save_file
 from small_engine import assert_idle
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, MPNetConfig
@@ -209,13 +209,8 @@ def test_a_pair_loses_tokens_of_its_longer_text(tmp_path, template, count):
 def sentence_transformer(folder, pooling: str, dense: bool, normalize: bool, **text) -> None:
     """The files that sentence-transformers writes beside a model."""
     kinds = ["Transformer", "Pooling", *["Dense"] * dense, *["Normalize"] * normalize]
-    (folder / "modules.json").write_text(json.dumps([
-        dict(idx=i, name=str(i), path=f"{i}_{kind}" if i else "",
-             type=f"sentence_transformers.models.{kind}") for i, kind in enumerate(kinds)]))
+    write_modules(folder, kinds, **{f"pooling_mode_{pooling}": True})
     (folder / "sentence_bert_config.json").write_text(json.dumps(dict(text, do_lower_case=False)))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({
-        "word_embedding_dimension": 32, f"pooling_mode_{pooling}": True}))
     if dense:
         (folder / "2_Dense").mkdir()
         (folder / "2_Dense" / "config.json").write_text(json.dumps(dict(

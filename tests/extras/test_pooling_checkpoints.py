@@ -1,12 +1,11 @@
 """What checkpoints say about pooling, and what is refused before any work starts."""
 
-import json
 
 import pytest
 import torch
 from checkpoints import CHECKPOINTS, byte_tokenizer, save
 from helpers import write_json
-from pooled import assert_close, class_logits, pooled, start, vectors
+from pooled import assert_close, class_logits, pooled, start, vectors, write_modules
 from small_engine import assert_idle
 from transformers import AutoModel
 
@@ -21,14 +20,9 @@ def sentence_transformer(qwen3, folder, mode: str, modules=("Transformer", "Pool
     model.save_pretrained(folder)  # tensors without "model." in front, no LM head
     byte_tokenizer().save_pretrained(folder)
     write_json(folder / "config.json", architectures=["Qwen3ForCausalLM"])
-    (folder / "modules.json").write_text(json.dumps([
-        dict(idx=i, name=str(i), path="" if i == 0 else f"{i}_{kind}",
-             type=f"sentence_transformers.models.{kind}") for i, kind in enumerate(modules)]))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({
-        "word_embedding_dimension": 64, "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": False, "pooling_mode_max_tokens": False,
-        "pooling_mode_lasttoken": False, "include_prompt": True} | {mode: True}))
+    write_modules(folder, modules, **dict.fromkeys((
+        "pooling_mode_cls_token", "pooling_mode_mean_tokens", "pooling_mode_max_tokens",
+        "pooling_mode_lasttoken"), False) | {"include_prompt": True, mode: True})
     return folder
 
 
