@@ -40,6 +40,14 @@ def test_a_prompt_that_turns_off_inside_a_block_shares_only_what_lies_before(cha
     assert hits(blocks, other) == seq.block_table[:num_hits]
 
 
+def test_what_grows_behind_a_hit_is_found_too():
+    """The turns of a conversation: each one hits all that was computed for the turns before."""
+    blocks = BlockManager(8, SIZE)
+    for num_tokens, num_hits in ((8, 0), (16, 2), (24, 4)):
+        assert len(hits(blocks, range(num_tokens))) == num_hits
+        blocks.free(compute(blocks, range(num_tokens)))
+
+
 def test_only_computed_tokens_are_findable():
     """A block was entered before its tokens were verified. Here 12 tokens are known but only 7
     computed: one block; with 8 computed, two; a block is never entered for tokens to come."""
