@@ -187,12 +187,11 @@ def ladder(found: dict) -> str:
                      f"{row['ttft']['mean']:.2f}", f"{1e3 * row['inter_token']['mean']:.0f}",
                      f"{1e3 * row['inter_token']['p99']:.0f}"])
     limits = {name: [found["machine"][name] / 1e9] for name in ("bandwidth", "matrix_rate")}
-    return (f"What each idea brings, switched on one after the other, {on(found, limits)}, "
-            f"{found['model']['name']}'s shapes, {found['model']['dtype']}: {load['num_requests']} "
+    return (f"What each idea brings, switched on one after the other ({on(found, limits)}; "
+            f"{found['model']['name']}'s shapes, {found['model']['dtype']}; {load['num_requests']} "
             f"requests, {load['num_prompt_tokens']:,} prompt and {load['num_output_tokens']:,} "
-            f"output tokens, most prompts with a common beginning and some long; rows in turns, of "
-            f"{found['rounds']} runs the one in the middle. All rows but the last run the plain "
-            f"operators of `ops`, which are written to be read:\n\n{table(rows)}")
+            f"output tokens, many with a common beginning; middle of {found['rounds']} rounds). "
+            f"All rows but the last run plain `ops`:\n\n{table(rows)}")
 
 
 def on(found: dict, limits: dict[str, list[float]]) -> str:
