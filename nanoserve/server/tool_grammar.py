@@ -22,9 +22,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanoserve.config import SamplingParams
-from nanoserve.llm import LLM
+from nanoserve.llm import EXTRAS, LLM
 from nanoserve.server.protocol import BadRequest, ChatBody
-from nanoserve.server.tools import NAME, Format, Reader, derive, kinds_of
+from nanoserve.server.tools import NAME, Format, Reader, derive, kinds_of, resolve
 
 TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
@@ -52,40 +52,41 @@ class Turns:
     def reader(self, body: ChatBody, prompt: str | None) -> Reader | None:
         """None: nothing in an answer's text is anything but an answer."""
         schemas = body.schemas()
-        if not schemas and not self.form.thought:
+        is_free = not {"regex", "choice", "grammar"} & (body.structured_outputs or {}).keys()
+        if not schemas and not (self.form.thought and is_free):
             return None
         return self.form.reader(schemas, prompt or "", body.parallel_tool_calls is False)
 
     def params(self, body: ChatBody, params: SamplingParams, prompt: str) -> SamplingParams:
         """With the grammar that the body's tools need. Raises `ValueError`."""
-        schemas, start = body.schemas(), self.reader(body, prompt)
-        asked, needed = params.structured_outputs, body.tool_choice not in (None, "auto", "none")
+        schemas, start, asked = body.schemas(), self.reader(body, prompt), params.structured_outputs
+        needed = body.tool_choice not in (None, "auto", "none")
         if schemas and not self.form.open and (needed or not self.form.template):
             raise BadRequest(self.form.why, "tools")
         if start is None:
             return params
         if any(token in text for text in self.form.literals for token in self.special):
             params = replace(params, skip_special_tokens=False)
-        thinks = start.is_thinking or start.may_think
-        if not schemas and (asked is None or not thinks):
+        if asked is None and not needed:
+            can_constrain = (EXTRAS / "structured.py").exists() and find_spec("llguidance")
+            if not schemas or not self.form.open or not can_constrain:
+                return params  # calls are only read
+        elif not schemas and not start.may_think:
             return params
-        if not needed and asked is None and (
-                not self.form.open or find_spec("llguidance") is None):
-            return params  # then calls are only read
-        answer = None
-        if asked is not None and not needed:
-            from nanoserve.extras.structured import StructuredOutputsParams
-            asked = StructuredOutputsParams.of(asked)
-            answer = {"type": "object"} if asked.json_object else asked.json
-            answer = json.loads(answer) if isinstance(answer, str) else answer
-            if answer is None and not schemas:
-                return params
-            if answer is None:
-                raise BadRequest("structured_outputs: with tools only json is possible: leave one "
-                                 "of them out", "structured_outputs")
+        answer = None if asked is None or needed else self._schema_of(asked)
         grammar = ToolGrammar(self.form, schemas, self.special)
         return replace(params, structured_outputs=dict(grammar=grammar.text(
             start, needed, start.one, answer)))
+
+    def _schema_of(self, asked: Any) -> dict:
+        """Of an answer that must be JSON. Raises `ValueError`."""
+        from nanoserve.extras.structured import StructuredOutputsParams  # here: it may be deleted
+        asked = StructuredOutputsParams.of(asked)
+        schema = {"type": "object"} if asked.json_object else asked.json
+        if schema is None:
+            raise BadRequest("structured_outputs: with tools only json is possible: leave one of "
+                             "them out", "structured_outputs")
+        return json.loads(schema) if isinstance(schema, str) else schema
 
 
 class ToolGrammar:
@@ -101,9 +102,9 @@ class ToolGrammar:
         answer: a JSON schema for what is no call. Raises `ValueError`."""
         form, literal = self.form, self.literal
         thought, gap = "", "" if start.began else form.gap
-        if start.is_thinking or start.may_think:
+        if start.may_think:
             thought = self._add("thought", self._until(form.thought))
-            if not start.is_thinking:
+            if start.state != "thinks":
                 thought = rf"(/[ \n]{{0,2}}/ {literal(form.think)} {thought})?"
             gap = form.gap
         calls, said = "", self._add("said", f"{literal(form.say)} {TEXT}")
@@ -232,16 +233,3 @@ class ToolGrammar:
         if rest := set(kinds) - {"object", "array"} or not kinds:
             found.append(self._json(schema | ({"type": sorted(rest)} if kinds else {}), root))
         return self._add("value", " | ".join(found))
-
-
-def resolve(schema: Any, root: dict) -> dict:
-    """What a reference leads to; a schema that is none is as it is."""
-    for _ in range(8):
-        if not isinstance(schema, dict):
-            return {}
-        if not isinstance(name := schema.get("$ref"), str):
-            return schema
-        schema = root
-        for key in name.split("/")[1:]:
-            schema = schema.get(key) if isinstance(schema, dict) else None
-    return {}

@@ -24,6 +24,7 @@ import ast
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from os.path import commonprefix
@@ -32,8 +33,12 @@ from typing import Any
 # Of the made-up conversation. No template writes these words by itself.
 NAME, OTHER, KEY, MORE = "zq_tool", "zq_other", "zq_key", "zq_more"
 ONE, TWO, ASKED, SAID, THOUGHT = "zq_one", "zq_two", "zq_asked", "zq_said", "zq_thought"
-PROPERTIES = {"text": {"type": "string"}, "more": {"type": "string"}, "count": {"type": "integer"},
-              "nested": {"type": "object"}}
+KINDS_OF_KEYS = dict(text="string", more="string", count="integer", nested="object") | {
+    KEY: "string", MORE: "string"}
+SCHEMA = dict(type="object", required=[], properties={
+    key: dict(type=kind) for key, kind in KINDS_OF_KEYS.items()})
+TOOLS = [dict(type="function", function=dict(name=name, description="A tool.", parameters=SCHEMA))
+         for name in (NAME, OTHER)]
 PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
          {"text": " two\n  <b>lines</b>: é\\n ", "more": ""},
          {"nested": {"list": [1, 2.5, "ü \"x\"", None, True, {}], "empty": {}}, "more": "5"}]
@@ -115,20 +120,20 @@ def derive(render: Callable[..., str], end_texts: list[str],
     try:
         probe.calls(found)
         try:
-            prove(found, render)
+            probe.prove(found)
         except ValueError:
             if found.is_json or found.text == found.value:
                 raise
             found = replace(found, text=found.value, is_raw=False)
-            prove(found, render)
+            probe.prove(found)
     except ValueError as error:
         found.open, found.why = "", f"tools can't be used with this chat template: {error}"
-    try:
+    if template is not None:
         own = replace(found, template=template)
-        prove(own, render)
-    except ValueError:
-        return found  # what is derived reads better, or nothing reads it
-    return own
+        with suppress(ValueError):  # else what is derived reads better, or nothing reads it
+            probe.prove(own)
+            return own
+    return found
 
 
 class Probe:
@@ -149,7 +154,7 @@ class Probe:
         if turn is not None:
             chat.append({"role": "assistant", "content": ""} | turn)
         try:
-            return self.render(chat, tools=_tools(NAME, OTHER), **options)
+            return self.render(chat, tools=TOOLS, **options)
         except Exception:
             return ""
 
@@ -221,6 +226,16 @@ class Probe:
         found.is_sorted = two.find(KEY) < two.find(MORE)
         found.is_marked = _find_object(self.turn(_turn({KEY: {MORE: ONE}})), {MORE: ONE})[0] < 0
 
+    def prove(self, found: Format) -> None:
+        """Render five calls, and two at once, and read them back. Raises `ValueError`."""
+        two = [[PROOF[1], PROOF[4]]] if found.between else []
+        for calls in [*([arguments] for arguments in PROOF), *two]:
+            reader = found.reader({NAME: SCHEMA, OTHER: SCHEMA}, found.header)
+            read = reader.feed(self.turn(_turn(*calls)), "stop").calls
+            back = [(call.name, json.loads(call.arguments)) for call in read]
+            if back != list(zip((NAME, OTHER), calls, strict=False)):
+                raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
+
     def _cut(self, text: str) -> str:
         """Without what ends the turn."""
         for end in filter(None, [self.end, *self.end_texts]):
@@ -261,30 +276,6 @@ def _turn(*calls: dict) -> dict:
             zip((NAME, OTHER), calls, strict=False))]}
 
 
-def _tools(*names: str) -> list[dict]:
-    properties = {KEY: {"type": "string"}, MORE: {"type": "string"}} | PROPERTIES
-    return [{"type": "function", "function": dict(
-        name=name, description="A tool.", parameters=dict(
-            type="object", properties=properties, required=[]))} for name in names]
-
-
-def prove(found: Format, render: Callable[..., str]) -> None:
-    """Render five calls and read them back. Raises `ValueError`."""
-    probe = [{"role": "user", "content": ASKED}]
-    turns = [[arguments] for arguments in PROOF]
-    turns += [[PROOF[1], PROOF[4]]] if found.between else []
-    for calls in turns:
-        text = render([*probe, {"role": "assistant", "content": ""} | _turn(*calls)],
-                      tools=_tools(NAME, OTHER))
-        prompt, _, turn = text.partition(found.header) if found.header else ("", "", text)
-        reader = found.reader({name: _tools(name)[0]["function"]["parameters"]
-                               for name in (NAME, OTHER)}, prompt + found.header)
-        read = reader.feed(turn, "stop").calls
-        back = [(call.name, json.loads(call.arguments)) for call in read]
-        if back != list(zip((NAME, OTHER), calls, strict=False)):
-            raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
-
-
 def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
 
@@ -299,17 +290,16 @@ class Reader:
     """Follows one text: `feed` it as it comes.
 
     schemas: of each tool's arguments, by name. prompt: in front of it. one:
-    further calls are passed over. thinks: whether a thought is looked for.
+    further calls are passed over.
     """
 
-    def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False,
-                 thinks: bool = True):
+    def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False):
         self.form, self.schemas, self.one = form, schemas if form.open else {}, one
-        self.may_think = thinks and bool(form.thought)
+        self.may_think = bool(form.thought)
         self.state = "thinks" if self.may_think and not form.think else "says"
         self.rest, self.num_calls = "", 0
         self.is_next = False  # a call of several, behind the first
-        self.is_fresh = bool(self.may_think)  # white space in front of what comes is dropped
+        self.is_fresh = self.may_think  # white space in front of what comes is dropped
         self.is_heard = not form.say  # text without a marker in front is an answer
         # Only where this comes a call may have ended.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
@@ -322,10 +312,6 @@ class Reader:
         if form.header and form.header in prompt:  # the prompt may have begun the turn
             self.feed(prompt.rpartition(form.header)[2])
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
-
-    @property
-    def is_thinking(self) -> bool:
-        return self.state == "thinks"
 
     def feed(self, text: str, ended: str | None = None) -> Piece:
         """What is new. ended: the text's `finish_reason`; nothing is held back then."""
@@ -481,10 +467,8 @@ class TemplateReader(Reader):
         if not hasattr(self, "parser"):  # the prompt's end, which the parser reads by itself
             return super().feed(text, ended)
         piece, events = Piece(), self.parser.feed(text)
-        try:
+        with suppress(ValueError):  # of a call that is cut
             events += self.parser.finalize()[1] if ended else []
-        except ValueError:  # a call that is cut
-            pass
         for event in events:
             if event["type"] == "region_chunk" and event["field"] == "content":
                 piece.said += event["text"]
@@ -500,13 +484,7 @@ class TemplateReader(Reader):
 
 def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
     """The types that a schema allows; none: any, or who knows."""
-    if not isinstance(schema, dict) or not depth:
-        return set()
-    if isinstance(name := schema.get("$ref"), str):
-        found: Any = root
-        for key in name.split("/")[1:]:
-            found = found.get(key) if isinstance(found, dict) else None
-        return kinds_of(found, root, depth - 1)
+    schema = resolve(schema, root) if depth else {}
     if "type" in schema:
         given = schema["type"]
         return set(given if isinstance(given, list) else [given])
@@ -516,6 +494,19 @@ def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
     parts = [kinds_of(one, root, depth - 1) for one in schema.get(
         "anyOf", schema.get("oneOf", schema.get("allOf", ())))]
     return set().union(*parts) if all(parts) else set()
+
+
+def resolve(schema: Any, root: dict) -> dict:
+    """What a reference leads to; a schema that is none is as it is."""
+    for _ in range(8):
+        if not isinstance(schema, dict):
+            return {}
+        if not isinstance(name := schema.get("$ref"), str):
+            return schema
+        schema = root
+        for key in name.split("/")[1:]:
+            schema = schema.get(key) if isinstance(schema, dict) else None
+    return {}
 
 
 def _clear(text: str, marks: list[str], holds_space: bool) -> int:

@@ -15,7 +15,6 @@ over the engine, as in vLLM; the two would have to learn each new field of a cha
 """
 
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -78,31 +77,32 @@ class Language(Body):
 
     async def events(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The events of a chat's pieces."""
-        name, parts, last, chat = uuid4().hex, [], {}, {}
         number = 0
+        async for told in self._told(pieces):
+            if told["type"].startswith("response."):
+                told["sequence_number"] = number
+            number += 1
+            yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
+
+    async def _told(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[dict]:
+        name, parts, chat, last = uuid4().hex, [], {}, {}
         async for piece in pieces:
             if piece == DONE:
                 break
-            piece = json.loads(piece.removeprefix(b"data: "))
-            told: list[dict] = []
-            if "error" in piece:
-                told.append(dict(type="error", **piece, message=piece["error"]["message"]))
-            elif not chat:
-                told += self.begun(name, piece)
-            chat = piece
-            for choice in piece.get("choices", ()):
+            is_first, chat = not chat, json.loads(piece.removeprefix(b"data: "))
+            if "error" in chat:
+                yield dict(type="error", **chat, message=chat["error"]["message"])
+                return
+            for told in self.begun(name, chat) if is_first else ():
+                yield told
+            for choice in chat["choices"]:
                 last = choice if choice["finish_reason"] else last
                 for part in parts_of(choice["delta"]):
-                    told += self._grow(parts, part)
-            for one in told:
-                yield self.event(one, number)
-                number += 1
-        if last:
-            ends = [*(self.ended(len(parts) - 1, parts[-1]) if parts else ()),
-                    *self.over(name, chat, parts, last)]
-            for one in ends:
-                yield self.event(one, number)
-                number += 1
+                    for told in self._grow(parts, part):
+                        yield told
+        ended = self.ended(len(parts) - 1, parts[-1]) if parts else []
+        for told in (*ended, *self.over(name, chat, parts, last)):
+            yield told
 
     def _grow(self, parts: list[Part], part: Part) -> Iterator[dict]:
         """A text goes on, or another part begins."""
@@ -113,12 +113,6 @@ class Language(Body):
             yield from self.opened(len(parts) - 1, parts[-1])
         parts[-1].text += part.text
         yield from self.grown(len(parts) - 1, parts[-1], part.text)
-
-    @staticmethod
-    def event(data: dict, number: int) -> bytes:
-        if data["type"].startswith("response."):
-            data["sequence_number"] = number
-        return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 def join(messages: list[dict], turn: dict) -> None:
@@ -224,13 +218,11 @@ class ResponsesBody(Language):
         usage = chat.get("usage") if choice is not None else None
         return dict(
             id=f"resp_{name}", object="response", created_at=chat["created"], status=status,
-            completed_at=int(time.time()) if status == "completed" else None, error=None,
+            error=None, model=chat["model"], output=[self._item(part, status) for part in parts],
             incomplete_details=dict(reason="max_output_tokens") if cut else None,
-            model=chat["model"], output=[self._item(part, status) for part in parts],
-            instructions=self.instructions, tools=self.tools or [], store=False, metadata={},
-            tool_choice=self.tool_choice or "auto", temperature=self.temperature,
-            parallel_tool_calls=self.parallel_tool_calls is not False, top_p=self.top_p,
-            max_output_tokens=self.max_output_tokens, previous_response_id=None,
+            instructions=self.instructions, tools=self.tools or [], metadata={}, store=False,
+            tool_choice=self.tool_choice or "auto", temperature=self.temperature, top_p=self.top_p,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
             text=self.text or dict(format=dict(type="text")), reasoning=self.reasoning,
             usage=usage and dict(
                 input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],

@@ -209,6 +209,37 @@ def test_of_calls_that_nobody_wants_the_first_stays():
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
 
 
+def test_what_a_thinking_model_is_kept_to(server):
+    """JSON comes behind the thought; what is no JSON begins at once, and is all answer."""
+    from nanoserve import SamplingParams
+    from nanoserve.server.tool_grammar import Turns
+    turns, header = Turns(server.llm, TEMPLATES["Qwen3.5"]), "<|im_start|>assistant\n<think>\n"
+    for form, thinks in ((dict(json_object=True), True), (dict(json='{"type": "object"}'), True),
+                         (dict(regex="a+"), False), (dict(choice=["a"]), False)):
+        body = ChatBody(messages=CHAT, structured_outputs=form)
+        params = turns.params(body, SamplingParams(structured_outputs=form), header)
+        assert ("grammar" in params.structured_outputs) == thinks
+        assert (turns.reader(body, header) is not None) == thinks
+    free = turns.params(ChatBody(messages=CHAT), SamplingParams(), header)
+    assert free.structured_outputs is None
+
+
+def test_without_the_library_auto_is_read_and_required_is_refused(server, monkeypatch):
+    from nanoserve.extras import structured
+    from nanoserve.server import tool_grammar
+
+    def missing():
+        raise ValueError("structured_outputs needs the library llguidance: pip install it")
+    monkeypatch.setattr(tool_grammar, "find_spec", lambda name: None)
+    status, _ = server.ask(PATH, BODY | dict(max_tokens=3))
+    assert status == 200
+    monkeypatch.setattr(structured.Grammars, "compile", lambda *_: missing())
+    assert server.ask(PATH, BODY | dict(max_tokens=3))[0] == 200
+    status, answer = server.ask(PATH, BODY | dict(tool_choice="required"))
+    assert status == 400 and "pip install" in answer["error"]["message"]
+    assert answer["error"]["param"] == "tools"
+
+
 def test_a_template_without_calls_has_its_tools_refused(server):
     from nanoserve.server.tool_grammar import Turns
     turns = Turns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")

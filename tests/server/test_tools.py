@@ -106,7 +106,7 @@ def test_every_template_of_today_is_derived_and_proved(name):
 
 
 @every_format
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_calls_come_back_as_the_template_wrote_them(name, data):
     many = 1 if not FORMATS[name].between else data.draw(st.integers(1, 2))
@@ -126,7 +126,7 @@ def test_calls_come_back_as_the_template_wrote_them(name, data):
 
 
 @every_format
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(text=st.text("ab <>\n{[t/", min_size=1, max_size=20).map(lambda text: f"x{text}x"),
        thought=st.text("ab <>\n{[t/", max_size=20).map(lambda text: f"y{text}y"),
        cuts=st.lists(st.integers(0, 99), max_size=9), with_tools=st.booleans())

@@ -171,3 +171,14 @@ def test_what_is_wrong_is_said(server, path, wrong, said):
     right = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=5)
     status, answer = server.ask(path, right | wrong)
     assert status == 400 and said in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_a_client_that_goes_away_aborts_its_request(server, path):
+    from serving import send
+    body = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=1500)
+    with server.connection() as connection:
+        send(connection, path, body | dict(stream=True, temperature=0))
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline().startswith(b"event: ")
+    server.wait_for_rest()
