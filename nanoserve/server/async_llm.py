@@ -4,7 +4,7 @@
     generate ─► tokenise, in a thread
              ─► posted: submit ───────► done between two steps
                                         step, step, step ...
-    `yield`  ◄── Reader, one output ◄── Inbox.append(output): merged into what waits there
+    `yield`  ◄── Reader, one output ◄── Reader.append(output): merged into what waits there
     cancelled ► posted: abort  ───────► done between two steps
 
 A step may take long, above all a long prompt's on a CPU, so the event loop never waits for a step.
@@ -29,7 +29,6 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -69,7 +68,7 @@ class AsyncLLM:
         # On a CPU the event loop and the readers take cores away from the steps.
         self.pace = pace or (1000 if llm.config.device == "cpu" else 10_000)
         self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.readers: dict[Reader, list[Request]] = {}  # seen by the thread of steps alone
+        self.readers: set[Reader] = set()  # seen by the thread of steps alone
         self.num_failures = 0  # steps that failed since the last one that did not
         self.stopping = False
         self.dead: BaseException | None = None  # why the engine takes no more requests
@@ -101,13 +100,10 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
-    async def encode(self, prompt: Prompt, pooling_params: Any, request_id: str = "",
-                     priority: int = 0, lora_request: Any = None) -> AsyncIterator[Any]:
+    def encode(self, prompt: Prompt, pooling_params: Any, request_id: str = "", priority: int = 0,
+               lora_request: Any = None) -> AsyncIterator[Any]:
         """Yield what a pooling model makes of a prompt: one `PoolingRequestOutput`."""
-        request = await self.prepare(prompt, pooling_params, request_id, priority, lora_request)
-        async with aclosing(self.outputs([request])) as outputs:
-            async for output in outputs:
-                yield output
+        return self.generate(prompt, pooling_params, request_id, priority, lora_request)
 
     async def prepare(self, prompt: Prompt, params: Any = None, request_id: str = "",
                       priority: int = 0, lora_request: Any = None) -> Request:
@@ -152,13 +148,17 @@ class AsyncLLM:
 
     def check_health(self) -> None:
         """Raises `EngineDeadError` if the engine is dead, also if a rank died while it was idle."""
-        if self.dead is None:
-            try:
-                self.llm.check_open()
-            except RuntimeError as error:
-                raise EngineDeadError(f"the engine is dead: {error}") from error
-        else:
-            raise EngineDeadError(f"the engine is dead: {self.dead}") from self.dead
+        if self.dead is not None:
+            raise self._death()
+        try:
+            self.llm.check_open()
+        except RuntimeError as error:
+            raise EngineDeadError(f"the engine is dead: {error}") from error
+
+    def _death(self) -> EngineDeadError:
+        error = EngineDeadError(f"the engine is dead: {self.dead}")
+        error.__cause__ = self.dead
+        return error
 
     def shutdown(self) -> None:
         """End all requests and give back all memory. Waits for the step that runs, so call it from
@@ -201,9 +201,14 @@ class AsyncLLM:
             if self.num_failures == MAX_FAILURES:
                 raise
             self.llm.check_open()
-            for reader in list(self.readers):
-                reader.fail(EngineGenerateError(f"a step of the engine failed: {error!r}"), error)
-                self._do(partial(self._leave, reader))
+            failed = EngineGenerateError(f"a step of the engine failed: {error!r}")
+            failed.__cause__ = error
+            self._fail_all(failed)
+
+    def _fail_all(self, error: EngineGenerateError) -> None:
+        for reader in list(self.readers):
+            reader.fail(error)
+            self._do(partial(self._leave, reader))
 
     def _do(self, work: Callable[[], None]) -> None:
         """Work that fails (a tokenizer at the rest of an aborted text) stops nobody else."""
@@ -214,19 +219,21 @@ class AsyncLLM:
 
     def _submit(self, reader: "Reader", requests: list[Request]) -> None:
         if self.dead is not None:
-            reader.fail(EngineDeadError(f"the engine is dead: {self.dead}"), self.dead)
+            reader.fail(self._death())
             return
-        self.readers[reader] = requests
+        self.readers.add(reader)
         try:
             for request in requests:
-                self.llm.submit(request, Inbox(reader, request))
+                self.llm.submit(request, reader)
+                reader.requests[request.request_id] = request
         except Exception as error:  # an id in use
             reader.fail(error)
             self._leave(reader)
 
     def _leave(self, reader: "Reader") -> None:
         """The reader is gone: abort what still runs."""
-        self.llm.abort(self.readers.pop(reader, []))
+        self.readers.discard(reader)
+        self.llm.abort(list(reader.requests.values()))
 
     def _stop(self) -> None:
         self.stopping = True
@@ -235,10 +242,7 @@ class AsyncLLM:
         """Hand the error to all readers, also to those who still stand in the queue."""
         with self.lock:
             self.dead = reason
-        error = EngineDeadError(f"the engine is dead: {reason}")
-        for reader in list(self.readers):
-            reader.fail(error, reason)
-            self._do(partial(self._leave, reader))
+        self._fail_all(self._death())
         while not self.posted.empty():
             self._do(self.posted.get())
 
@@ -248,7 +252,7 @@ class AsyncLLM:
         """From any thread, and never waits for a step."""
         with self.lock:
             if self.dead is not None:
-                raise EngineDeadError(f"the engine is dead: {self.dead}") from self.dead
+                raise self._death()
             self.posted.put(work)
 
     def _doorbell(self) -> "Doorbell":
@@ -292,44 +296,34 @@ class Doorbell:
             self.loop.call_later(len(rung) / self.pace, self._answer)
 
 
-@dataclass(eq=False)
-class Inbox:
-    """The inbox of one request, as the engine calls it: hands outputs to the request's reader."""
-
-    reader: "Reader"
-    request: Request
-
-    def append(self, output: RequestOutput) -> None:
-        self.reader.put(self.request, output)
-
-
 class Reader:
-    """What one generator has not read yet: at most one output for each of its requests."""
+    """What one generator has not read yet: at most one output for each of its requests. It is the
+    inbox of them all, so the engine hands it their outputs."""
 
     def __init__(self, bell: Doorbell):
         self.bell = bell
-        self.unread: dict[Request, RequestOutput] = {}
+        self.requests: dict[str, Request] = {}  # those that were submitted, by their ids
+        self.unread: dict[str, RequestOutput] = {}
         self.error: BaseException | None = None
         self.news = asyncio.Event()
 
-    def put(self, request: Request, output: RequestOutput) -> None:
+    def append(self, output: RequestOutput) -> None:
         """Called in the thread of steps. After an error nothing is added: the output of the abort
         that follows would look like a normal end."""
         with self.bell.lock:
             if self.error is not None:
                 return
-            older = self.unread.get(request)
+            older = self.unread.get(output.request_id)
             # A pooling request has no `output_kind`, and one output only.
-            kind = getattr(request.params, "output_kind", None)
+            kind = getattr(self.requests[output.request_id].params, "output_kind", None)
             if older is not None and kind is RequestOutputKind.DELTA:
                 output = merged(older, output)
-            self.unread[request] = output
+            self.unread[output.request_id] = output
             if older is None:
                 self.bell.ring(self)
 
-    def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+    def fail(self, error: BaseException) -> None:
         """Let `take` raise this error, after the unread outputs."""
-        error.__cause__ = cause
         with self.bell.lock:
             self.error = self.error or error
             self.bell.ring(self)
