@@ -88,44 +88,41 @@ class Observer(Protocol):
 
 
 @dataclass
-class Counter:
-    """A number that only grows. `name` and `labels` as in Prometheus."""
+class Metric:
+    """What `get_metrics` lists, in vLLM's classes. `name` and `labels` as in Prometheus."""
 
     name: str
     labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
     value: int
 
 
 @dataclass
-class Gauge:
+class Gauge(Metric):
     """A number as it is now."""
 
-    name: str
-    labels: dict[str, str]
     value: float
 
 
 @dataclass
-class Histogram:
+class Histogram(Metric):
     """Observations by size: `buckets["64.0"]` counts those of at most 64, "+Inf" all of them."""
 
-    name: str
-    labels: dict[str, str]
     count: int
     sum: float
     buckets: dict[str, int]
 
 
 @dataclass
-class Vector:
+class Vector(Metric):
     """Counters that belong together."""
 
-    name: str
-    labels: dict[str, str]
     values: list[int]
-
-
-Metric = Counter | Gauge | Histogram | Vector
 
 
 class Distribution:
@@ -206,7 +203,8 @@ class EngineMetrics:
                 request.first_token_latency = self.wall() - request.arrival_time
                 self.num_prompt_tokens += seq.num_prompt_tokens
         if grown:
-            self._observe("iteration_tokens_total", num_new + self.num_prompt_tokens - before)
+            self.histograms["iteration_tokens_total"].observe(
+                num_new + self.num_prompt_tokens - before)
         self._observe_waits(grown, num_new, now)
 
     def _observe_waits(self, grown: dict[Sequence, list[int]], num_new: int, now: float) -> None:
@@ -222,8 +220,8 @@ class EngineMetrics:
                     waits[self.last_token[seq]] = count + 1, num_new + len(tokens)
         for since, (count, num_new) in waits.items():
             if num_new:  # none where they were pooled
-                self._observe("inter_token_latency_seconds", (now - since) * count / num_new,
-                              num_new)
+                self.histograms["inter_token_latency_seconds"].observe(
+                    (now - since) * count / num_new, num_new)
         self.latest, self.latest_at = grown, now
 
     def ended(self, sequences: list[Sequence]) -> None:
@@ -241,23 +239,22 @@ class EngineMetrics:
         """A request has ended. Its arrival is on another clock than the rest, so what lies before
         the first token comes from `first_token_latency`."""
         decode = stats.last_token_ts - stats.first_token_ts
-        self._observe("time_to_first_token_seconds", stats.first_token_latency)
-        self._observe("e2e_request_latency_seconds", stats.first_token_latency + decode)
-        self._observe("request_queue_time_seconds", stats.scheduled_ts - stats.queued_ts)
-        self._observe("request_inference_time_seconds", stats.last_token_ts - stats.scheduled_ts)
-        self._observe("request_prefill_time_seconds", stats.first_token_ts - stats.scheduled_ts)
-        self._observe("request_decode_time_seconds", decode)
-        self._observe("request_prompt_tokens", stats.num_prompt_tokens)
-        self._observe("request_generation_tokens", stats.num_generation_tokens)
-        self._observe("request_params_n", stats.num_samples)
-        if seq.request.params.max_tokens is not None:
-            self._observe("request_params_max_tokens", seq.request.params.max_tokens)
+        found = dict(
+            time_to_first_token_seconds=stats.first_token_latency,
+            e2e_request_latency_seconds=stats.first_token_latency + decode,
+            request_queue_time_seconds=stats.scheduled_ts - stats.queued_ts,
+            request_inference_time_seconds=stats.last_token_ts - stats.scheduled_ts,
+            request_prefill_time_seconds=stats.first_token_ts - stats.scheduled_ts,
+            request_decode_time_seconds=decode, request_prompt_tokens=stats.num_prompt_tokens,
+            request_generation_tokens=stats.num_generation_tokens,
+            request_params_n=stats.num_samples)
+        if (most := seq.request.params.max_tokens) is not None:
+            found["request_params_max_tokens"] = most
         if stats.num_generation_tokens > stats.num_samples:
             per_sample = stats.num_generation_tokens / stats.num_samples
-            self._observe("request_time_per_output_token_seconds", decode / (per_sample - 1))
-
-    def _observe(self, name: str, value: float, times: int = 1) -> None:
-        self.histograms[name].observe(value, times)
+            found["request_time_per_output_token_seconds"] = decode / (per_sample - 1)
+        for name, value in found.items():
+            self.histograms[name].observe(value)
 
     def read(self, scheduler: Scheduler, model: str) -> list[Metric]:
         """A snapshot, in the names and types of vLLM's `LLM.get_metrics()`.

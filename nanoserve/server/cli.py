@@ -226,7 +226,9 @@ def main(argv: list[str] | None = None) -> int:
                              expose_headers=["x-request-id"])
     config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)
-    run(Door(config, greeting(names[0], listening, keys)), listening)
+    listening.listen()  # whoever reads the next line may connect at once
+    print(greeting(names[0], listening, keys), file=sys.stderr, flush=True)
+    run(uvicorn.Server(config), listening)
     return 0
 
 
@@ -270,19 +272,6 @@ def listen(host: str, port: int) -> socket.socket:
         return sock
 
 
-class Door(uvicorn.Server):
-    """uvicorn's server, which prints no address for given sockets: here it prints `greeting`."""
-
-    def __init__(self, config: uvicorn.Config, greeting: str):
-        super().__init__(config)
-        self.greeting = greeting
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            print(self.greeting, file=sys.stderr, flush=True)
-
-
 def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
     host, port = listening.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -291,11 +280,11 @@ def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
             f"{where}/trace, {where}/metrics")
 
 
-def run(door: Door, listening: socket.socket) -> None:
+def run(server: uvicorn.Server, listening: socket.socket) -> None:
     """Serve until a signal comes. uvicorn then stops serving and waits; at the end it raises the
     signal once more, which ends the process with status 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        door.run(sockets=[listening])
+        server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass

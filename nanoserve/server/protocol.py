@@ -25,7 +25,7 @@ what OpenAI serves and not what this server does.
 import json
 import re
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AliasChoices,
@@ -99,12 +99,14 @@ class Fields(BaseModel):
 class Body(Fields):
     """What all bodies have in common."""
 
+    prompts_in: ClassVar[tuple[str, ...]] = ()  # fields with prompts, alone or in lists
     model: str | None = None
 
     @property
     def num_sequences(self) -> int:
         """The most that the body can make: the places that it takes (guard.py)."""
-        return 1
+        count = sum(len(as_prompts(getattr(self, name))) for name in self.prompts_in)
+        return max(1, count) * max(1, getattr(self, "n", None) or 1)
 
 
 class StreamOptions(Fields):
@@ -165,11 +167,7 @@ class GenerationBody(Controls):
     @property
     def num_samples(self) -> int:
         """How many each prompt gets."""
-        return max(self.n or 1, 1)
-
-    @property
-    def num_sequences(self) -> int:
-        return self.num_samples
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -193,6 +191,7 @@ class GenerationBody(Controls):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is a text or token ids, or a list of either."""
 
+    prompts_in = ("prompt",)
     prompt: Prompts
     logprobs: Logprobs | None = None
     echo: bool | None = None
@@ -200,10 +199,6 @@ class CompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def num_sequences(self) -> int:
-        return len(as_prompts(self.prompt)) * self.num_samples
 
     @property
     def only_echo(self) -> bool:
@@ -350,11 +345,8 @@ class PoolingBody(Body):
 class InputBody(PoolingBody):
     """`POST /classify`. Input is a text or token ids, or a list of either."""
 
+    prompts_in = ("input",)
     input: Prompts
-
-    @property
-    def num_sequences(self) -> int:
-        return len(as_prompts(self.input))
 
 
 class EmbeddingBody(InputBody):
@@ -373,27 +365,21 @@ class TaskBody(EmbeddingBody):
 class ScoreBody(PoolingBody):
     """`POST /score`: how well texts go together, one with many or pair by pair."""
 
+    prompts_in = ("text_1", "text_2")
     text_1: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         validation_alias=AliasChoices("text_1", "data_1", "queries"))
     text_2: Text | Annotated[list[Text], Field(min_length=1)] = Field(
         validation_alias=AliasChoices("text_2", "data_2", "documents", "items"))
 
-    @property
-    def num_sequences(self) -> int:
-        return len(as_prompts(self.text_1)) + len(as_prompts(self.text_2))
-
 
 class RerankBody(PoolingBody):
     """`POST /rerank`: documents in the order in which they answer a query."""
 
+    prompts_in = ("query", "documents")
     query: str
     documents: Annotated[list[Text], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=0)] | None = None  # vLLM's 0: all
     return_documents: bool | None = None
-
-    @property
-    def num_sequences(self) -> int:
-        return 1 + len(self.documents)
 
 
 # --------------------------------------------------------------------- errors
