@@ -73,6 +73,7 @@ class BlockManager:
         # Called with each entry that is about to be evicted, and with each new one.
         self.on_evict: list[Callable[[CacheEntry], None]] = []
         self.on_commit: list[Callable[[CacheEntry], None]] = []
+        self.usable: Callable[[Sequence, list[CacheEntry]], list[CacheEntry]] | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -123,7 +124,7 @@ class BlockManager:
                 break
             hits.append(entry)
             parent = entry
-        return hits
+        return self.usable(seq, hits) if hits and self.usable is not None else hits
 
     # -------------------------------------------------- the life of a table
 

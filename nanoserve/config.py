@@ -96,6 +96,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
     block_size: int = option(16, rules.COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)
+    snapshot_bytes: int | None = option(None, rules.SIZE)  # of states: extras/recurrent.py
     kv_offload_bytes: int = option(0, rules.SIZE)  # host memory for blocks that the cache evicts
     kv_store: str | None = option(None, rules.STORE)  # a folder for blocks: block_store.py
     kv_store_bytes: int = option(8 * 2 ** 30, rules.COUNT, "kv_store")  # most bytes in it

@@ -79,7 +79,7 @@ class LLM(LLMEngine):
         weakref.finalize(self, ranks.close, LAST_WORD)
         try:
             runner = make_runner(ranks=ranks)
-            num_blocks = runner.count_kv_blocks()
+            config, num_blocks = runner.config, runner.count_kv_blocks()
             config, said = fit_to_cache(config, num_blocks, asked.max_model_len)
             say(*said)
             ranks.agree(num_blocks, config.max_model_len)
@@ -262,6 +262,9 @@ def read_model(asked: EngineConfig, folder: Path,
 def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra]:
     """The annexes that the options ask for, in the order in which they are prepared."""
     extras: list[Extra] = []
+    if model_config.keeps_states:
+        from nanoserve.extras.recurrent import Recurrent
+        extras.append(Recurrent())
     if config.quantization is not None or model_config.quantization is not None:
         from nanoserve.extras.quantization import Quantization
         extras.append(Quantization())

@@ -22,6 +22,7 @@ has it, where a fix is made as many times as there are files.
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
+import sys
 from typing import Protocol
 
 import torch
@@ -41,6 +42,7 @@ class Network(Protocol):
     config: ModelConfig
     kv_shapes: list[tuple[int, int]]  # (heads, head_dim) of each layer's keys
     left_out: int  # bytes of a wrapping's towers, which were passed over
+    most_rows: int  # sequences at the same time: of each it may keep a state
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                  batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor: ...
@@ -50,6 +52,8 @@ class Network(Protocol):
 
 class Decoder(nn.Module):
     """The whole network: token ids to hidden states, and hidden states to logits."""
+
+    most_rows = sys.maxsize
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()

@@ -87,7 +87,8 @@ class RankParts:
 class ModelRunner:
     """Weights, KV cache and buffers of one rank, on its device.
 
-    config: resolved, device and dtype included. folder: the checkpoint's. graph_class: records
+    config: resolved, device and dtype included; the runner's own may have a lower max_num_seqs,
+    what its network has states for. folder: the checkpoint's. graph_class: records
     decode steps; on a CPU, tests pass a stand-in.
     """
 
@@ -108,6 +109,7 @@ class ModelRunner:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
         self.model: Network | None = self.networks[0]  # that is served
+        self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample

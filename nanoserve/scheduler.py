@@ -29,13 +29,30 @@ prefix cache keeps most of a victim's blocks.
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Protocol
 
 from nanoserve.block_manager import BlockManager, Store
 from nanoserve.config import EngineConfig
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import CacheEntry, Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
 Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most so many
+
+
+class States(Protocol):
+    """What some layers keep for a sequence beside KV, at `Sequence.row`: extras/recurrent.py."""
+
+    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]:
+        """The first of these cached blocks, as far as there is a state behind them."""
+
+    def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
+        """Where a chunk of a prompt ends that might go up to `end`."""
+
+    def committed(self, step: Step, seq: Sequence) -> None:
+        """The full blocks are in the cache that a finished step has computed for `seq`."""
+
+    def dropped(self, step: Step) -> None:
+        """The step was lost; those who were in it start anew."""
 
 
 class Scheduler:
@@ -61,6 +78,11 @@ class Scheduler:
         self.proposers: list[Propose] = []  # the first that has drafts is heard: see _add_drafts
         self.gave_up: list[Callable[[Sequence], bool]] = []  # asked where a token stops a text
         self.store: Store | None = None
+        self.states: States | None = None
+
+    def use_states(self, states: States) -> None:
+        """From now on, sequences have a state: KV may be written twice, a state may not."""
+        self.states, self.blocks.usable = states, states.usable
 
     def use(self, store: Store) -> None:
         """From now on, look for blocks here that the prefix cache doesn't have."""
@@ -153,6 +175,8 @@ class Scheduler:
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
+            if num_new > 1:
+                num_new = self._cut(seq, done, num_new)
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
@@ -172,9 +196,16 @@ class Scheduler:
             if num_left > budget and not (budget and self.enable_chunked_prefill):
                 step.stopped = seq, "budget", 0
                 break
-            self._add_row(step, seq, done, min(num_left, budget))
-            budget -= min(num_left, budget)
+            num_new = self._cut(seq, done, min(num_left, budget))
+            self._add_row(step, seq, done, num_new)
+            budget -= num_new
         return budget
+
+    def _cut(self, seq: Sequence, start: int, num_new: int) -> int:
+        """How much of a chunk is computed where a state is wanted at its end."""
+        if self.states is None or not self.enable_chunked_prefill:
+            return num_new
+        return self.states.chunk_end(seq, start, start + num_new) - start
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
@@ -192,12 +223,15 @@ class Scheduler:
 
     def _preempt_last(self, step: Step, seq: Sequence) -> Sequence:
         victim = self.running.pop()
-        self._retire(victim)
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
-        insort(self.waiting, victim, key=self.order)
+        self._start_anew(victim)
         step.preempted[victim] = seq
         return victim
+
+    def _start_anew(self, seq: Sequence) -> None:
+        self._retire(seq)
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        insort(self.waiting, seq, key=self.order)
 
     def _schedule_waiting(self, step: Step, budget: int, before: tuple | None = None) -> int:
         """Admit in order, up to the key `before`, and stop at the first that doesn't fit: no
@@ -226,6 +260,7 @@ class Scheduler:
             if num_new < num_left and (sitting_out or not self.enable_chunked_prefill):
                 step.stopped = seq, "tokens", num_left
                 break
+            num_new = self._cut(seq, num_cached, num_new)
             # There must be room for all its tokens, not only for this chunk: otherwise prompts that
             # start together would preempt each other, which wastes more than some idle blocks.
             num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
@@ -325,6 +360,8 @@ class Scheduler:
             if seq.finish_reason is None and (
                     num_done > 1 or seq.num_computed_tokens % block_size == 0):
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
+                if self.states is not None:
+                    self.states.committed(step, seq)
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
         for seq in grown:
@@ -356,10 +393,17 @@ class Scheduler:
             self._retire(seq)
 
     def drop_in_flight(self) -> None:
-        """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again."""
-        for step in self.in_flight:
-            for seq in step.num_new_tokens:
-                seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+        """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again,
+        and written to the same slots. A state would hold them twice: its sequence starts anew."""
+        lost = {seq for step in self.in_flight for seq in step.num_new_tokens}
+        for seq in lost:
+            seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+        if self.states is not None:
+            for step in self.in_flight:
+                self.states.dropped(step)
+            for seq in [seq for seq in self.running if seq in lost]:
+                self.running.remove(seq)
+                self._start_anew(seq)
         self.in_flight.clear()
 
     def _retire(self, seq: Sequence) -> None:

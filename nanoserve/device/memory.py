@@ -149,6 +149,14 @@ def cpu_budget(local_size: int) -> tuple[int, str]:
         f"{CPU_MEMORY_SHARE:.0%} of the {free / GB:.1f} GB that are free, for {local_size} ranks")
 
 
+def free_memory(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that are left once the weights are there, for all that a sequence keeps."""
+    if device.type != "cuda":
+        return cpu_budget(1)[0]
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - config.gpu_memory_utilization) * total)
+
+
 def take_device(name: str, local_rank: int | None) -> torch.device:
     """The device of an engine, prepared. local_rank: this rank's GPU; None for an only rank, which
     takes the user's current GPU.

@@ -31,8 +31,14 @@ from nanoserve.checkpoint.wrappings import text_part
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
-from nanoserve.extras.towers import text_class
-from nanoserve.extras.transformers_model import describe, find_class, load, refusal
+from nanoserve.extras.towers import text_class, text_config_of
+from nanoserve.extras.transformers_model import (
+    describe,
+    find_class,
+    keeps_states,
+    load,
+    refusal,
+)
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
 
@@ -75,7 +81,8 @@ def read_foreign(asked: EngineConfig,
     generation = read_generation(folder, asked.hf_overrides or {})
     eos = read_eos(entries, generation) or read_eos(entries.get("text_config") or {}, {})
     config = replace(describe(architecture, hf_config), generation_defaults=generation,
-                     eos_token_ids=eos, quantization=stored)
+                     eos_token_ids=eos, quantization=stored,
+                     keeps_states=keeps_states(model_class, text_config_of(hf_config)))
     model_class, hf_config = text_class(model_class, hf_config)
     return asked, config, partial(load, asked, folder, model_class, hf_config, config)
 

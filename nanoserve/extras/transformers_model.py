@@ -25,6 +25,7 @@ once; blocks behind a window are kept. Not known here: requests, the queue. Road
 taken: files of models in here, as in larger engines; `model.py` is for those who want to read one.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,14 +51,13 @@ from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.frontend.metrics import say
 from nanoserve.layers import Linear, Placement
-from nanoserve.model import KVCache
+from nanoserve.model import KVCache, Pair
 from nanoserve.parallel.ranks import Span
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
 # What layers do in the place of attention, and how configs call such layers.
-STRANGE = {"keep a recurrent state (linear attention or a state space)": (
-               "linear_attention", "hybrid", "mamba", "recurrent"),
-           "are convolutions": ("conv",), "attend within chunks": ("chunked_attention",),
+STATES = ("linear_attention", "hybrid", "mamba", "recurrent", "conv")
+STRANGE = {"attend within chunks": ("chunked_attention",),
            "attend to a few keys that they choose (sparse attention)": (
                "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")}
 MASK_LENGTH = 4096  # a mask that is causal up to here is taken to be causal
@@ -158,11 +158,10 @@ class Probe:
 
 @dataclass
 class Pages:
-    """One step's cache and batch, as attention needs them in every layer."""
+    """One step's cache and batch, as attention needs them in every layer that attends."""
 
-    kv_cache: KVCache
+    layers: dict[int, tuple[Pair, int | None]]  # its part of the KV cache, and its window
     batch: Batch
-    windows: list[int | None]
     on: Placement
     looks_ahead: bool = False
     angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -174,6 +173,7 @@ class Pages:
         if mask is not None:
             raise ValueError(f"layer {layer} makes a mask of its own")
         num_tokens, size, v_size = q.shape[2], q.shape[3], v.shape[3]
+        cache, window = self.layers[layer]  # which is the mask's: the call need not name it
         if size not in self.angles:
             angles = q.new_zeros(num_tokens, size, dtype=torch.float32)
             self.angles[size] = angles.cos(), angles  # ones and zeros, which change no bit
@@ -181,9 +181,8 @@ class Pages:
         qkv = torch.cat([x[0].transpose(0, 1) for x in (q, k, F.pad(v, (0, size - v_size)))], 1)
         q_stored = self.on.ops.norm_rope_store(
             qkv.to(self.on.dtype).contiguous(), None, None, 0.0, *self.angles[size],
-            *self.kv_cache[layer], self.batch.slot_mapping)
-        out = self.on.ops.paged_attention(q_stored, *self.kv_cache[layer], self.batch, scale,
-                                          self.windows[layer], softcap,
+            *cache, self.batch.slot_mapping)
+        out = self.on.ops.paged_attention(q_stored, *cache, self.batch, scale, window, softcap,
                                           None if sinks is None else sinks.float())
         return out[None, :, :, :v_size].to(q.dtype).contiguous()
 
@@ -264,6 +263,7 @@ class TransformersModel(nn.Module):
     """
 
     looks_ahead = False
+    most_rows = sys.maxsize
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
                  first_position: int = 0, left_out: int = 0,
@@ -274,8 +274,9 @@ class TransformersModel(nn.Module):
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         self.first_position = first_position
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
-        self.windows = [window for *_, window in probed]
-        self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed]  # see Decoder
+        self.attending = list(probed)  # layers; all of them, but for hybrids
+        self.windows = [window for *_, window in probed.values()]
+        self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed.values()]
         self.set_attention(PAGED)
 
     def set_attention(self, name: str) -> None:
@@ -287,8 +288,11 @@ class TransformersModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
         """input_ids, positions: (num_tokens,); wanted: (k,). Returns logits, (k, vocab_size)."""
-        pages = Pages(kv_cache, batch, self.windows, self.on)
-        return self.run(input_ids, positions, wanted, pages)
+        return self.run(input_ids, positions, wanted, self.pages(kv_cache, batch))
+
+    def pages(self, kv_cache: KVCache, batch: Batch) -> Pages:
+        by_layer = dict(zip(self.attending, zip(kv_cache, self.windows, strict=False), strict=True))
+        return Pages(by_layer, batch, self.on)
 
     def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Nothing to do: `forward` has returned logits."""
@@ -301,8 +305,8 @@ class TransformersModel(nn.Module):
                           logits_to_keep=wanted, nanoserve=pages, **options)
         return out.logits[0].contiguous()
 
-    def probe(self, width: int) -> list[tuple]:
-        """Each layer's q, k, v and window. width: of what comes out for a token. Raises
+    def probe(self, width: int) -> dict[int, tuple]:
+        """Each attending layer's q, k, v and window. width: of what comes out for a token. Raises
         `ValueError` for a network that can't be run in one row with others, saying why."""
         try:
             self.set_attention(PROBED)
@@ -313,7 +317,7 @@ class TransformersModel(nn.Module):
             raise refusal(self.config.architecture, reason) from error
 
     @torch.inference_mode()
-    def _probe(self, width: int) -> list[tuple]:
+    def _probe(self, width: int) -> dict[int, tuple]:
         """Up to four tokens in two orders, the last possible position among them. A token's numbers
         must be the same in both: then neither its neighbours nor its index in the row matter. Left
         to count positions by itself, the class must begin at 0 as we do (Kosmos-2.5's at 2)."""
@@ -336,18 +340,18 @@ class TransformersModel(nn.Module):
         return layers
 
     def watch(self, ids: torch.Tensor, positions: torch.Tensor | None,
-              width: int) -> tuple[list[torch.Tensor], list[tuple]]:
+              width: int) -> tuple[list[torch.Tensor], dict[int, tuple]]:
         """What comes out, and each layer's q, k and v, all (..., num_tokens, size); the layers as
         `Probe` has them. positions: None for those that the class counts by itself."""
         probe = Probe(looks_ahead=self.looks_ahead)
         everyone = torch.arange(len(ids), device=ids.device)
         out = self.run(ids, positions, everyone, probe,
                        attention_mask=torch.ones(1, len(ids), device=ids.device))
-        check_layers(probe, self.config.num_hidden_layers)
+        check_layers(probe, self.config)
         if out.shape != (len(ids), width):
             raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
-        layers = [probe.layers[i] for i in range(len(probe.layers))]
-        return [out, *(one for layer in layers for one in layer[:3])], layers
+        layers = dict(sorted(probe.layers.items()))
+        return [out, *(one for layer in layers.values() for one in layer[:3])], layers
 
     def are_close(self, ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
         tolerance = torch.finfo(self.on.dtype).eps ** 0.5
@@ -355,10 +359,12 @@ class TransformersModel(nn.Module):
                    for one, other in zip(ones, others, strict=True))
 
 
-def check_layers(probe: Probe, num_layers: int) -> None:
-    """Raises `ValueError` unless attention was called in each layer."""
+def check_layers(probe: Probe, config: ModelConfig) -> None:
+    """Raises `ValueError` unless attention was called in each layer; of a network that keeps states
+    in others, in one at least."""
+    num_layers = config.num_hidden_layers
     silent = [str(i) for i in range(num_layers) if i not in probe.layers]
-    if silent:
+    if silent and (not config.keeps_states or len(silent) == num_layers):
         raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
                          f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
     if len(probe.layers) > num_layers:
@@ -389,25 +395,31 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
     else:
         raise refusal(architecture, f"transformers {transformers.__version__} has no model of that "
                                     f"name that writes text for {hf_config.model_type!r}")
-    if reason := strange_layers(model_class, text_config_of(hf_config)):
+    if reason := strange_layers(text_config_of(hf_config)):
         raise refusal(architecture, reason)
-    if not model_class.is_backend_compatible():
+    recurrent = keeps_states(model_class, text_config_of(hf_config))  # whose classes don't say it
+    if not recurrent and not model_class.is_backend_compatible():
         raise refusal(architecture, "its class computes attention by itself, and lets nobody take "
                                     "its place")
     return model_class
 
 
-def strange_layers(model_class: type, hf_config: transformers.PreTrainedConfig) -> str:
+def strange_layers(hf_config: transformers.PreTrainedConfig) -> str:
     """What is in the place of attention, in words; "" if nothing is. The probe finds it as well,
     once weights are read, and only sees that something is not as usual."""
-    kinds = getattr(hf_config, "layer_types", None) or ["hybrid"]
+    kinds = getattr(hf_config, "layer_types", None) or []
     for words, names in STRANGE.items():
-        count = sum(kind in names for kind in kinds)
-        stateful = "recurrent" not in words or getattr(model_class, "_is_stateful", False)
-        if count and (stateful or "linear_attention" in kinds):
+        if count := sum(kind in names for kind in kinds):
             which = "its layers" if count == len(kinds) else f"{count} of its {len(kinds)} layers"
             return f"{which} {words}; such layers are not served yet"
     return ""
+
+
+def keeps_states(model_class: type, hf_config: transformers.PreTrainedConfig) -> bool:
+    """Whether some layers keep a state of their own: extras/recurrent.py."""
+    kinds = getattr(hf_config, "layer_types", None) or ["hybrid"]
+    return bool({"linear_attention", "conv"}.intersection(kinds)) or (
+        getattr(model_class, "_is_stateful", False) and not set(STATES).isdisjoint(kinds))
 
 
 def describe(architecture: str, outer: transformers.PreTrainedConfig) -> ModelConfig:
@@ -461,8 +473,8 @@ def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
 
 
 def load(asked: EngineConfig, folder: Path, model_class: type,
-         hf_config: transformers.PreTrainedConfig, config: ModelConfig,
-         on: Placement) -> TransformersModel:
+         hf_config: transformers.PreTrainedConfig, config: ModelConfig, on: Placement,
+         make: Callable[..., TransformersModel] = TransformersModel) -> TransformersModel:
     """The network with its weights on a device. "dummy": transformers' own random weights."""
     left_out: list[int] = []
     kept: dict[str, Grouped] = {}
@@ -475,4 +487,4 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
                        assemble=config.quantization and partial(
                            on.assemble, entry=config.quantization))
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
-    return TransformersModel(network, config, on, left_out=sum(left_out), kept=kept)
+    return make(network, config, on, left_out=sum(left_out), kept=kept)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.models import WRAPPINGS, make
 
-REFUSED = ("qwen3.5", "llama4")
+REFUSED = ("llama4",)
 SERVED = [name for name in [*WRAPPINGS, "gemma3n"] if name not in REFUSED]
 # Those that our own decoder runs: their text is of one of its families.
 OURS = ("gemma3", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "smolvlm", "idefics3",

@@ -1,0 +1,332 @@
+"""Networks whose layers keep a memory of their own: Mamba 2, gated delta nets, short convolutions.
+
+Attention looks back at the KV of all tokens. A recurrent layer folds them into one *state* of a
+fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Networks"), and a
+hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
+
+    states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | snapshot | ...
+             a step changes its own rows   | a row begins as a copy of one of these
+
+transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
+one object that answers it with the states of some rows, `Rows`, runs all of them: the rows of a
+step that compute one token are one batch, and each chunk is computed by itself.
+
+Invariant: **a row's state is that of exactly the tokens that its sequence has computed.** KV may be
+written twice, to the same slots; a token that is folded twice changes the text. So a row begins as
+a copy of zeros or of a snapshot (recurrent_snapshots.py), never of what its last owner left, and
+whoever was in a step that is lost starts anew (`Scheduler.drop_in_flight`). A trial at load takes 9
+tokens at once, and in chunks of 4, 3, 1 and 1 beside another row. Networks whose mixers take no
+state from outside (Mamba 1, Jamba) fail it and are refused.
+
+Known limits: one rank, no drafts, no adapters, no second place for blocks; the speed is that of
+transformers' mixers, in plain torch. Not known here: blocks, requests. Road not taken: mixers of
+our own for each kind of layer, which is what makes larger engines fast, and large.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.config import EngineConfig
+from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, zeros
+from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
+from nanoserve.extras.transformers_model import Pages, Probe, TransformersModel
+from nanoserve.frontend.metrics import Metric, say
+from nanoserve.model import KVCache
+
+Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
+CHUNKS = (4, 3, 1, 1)  # of the trial at load
+STATES_SHARE = 0.5  # of the memory that is left, for rows at most
+SNAPSHOTS_SHARE = 0.1  # of what the KV cache takes, unless `snapshot_bytes` says how much
+LEAST_SNAPSHOTS = 4  # of a small cache
+
+
+# ------------------------------------------------------------------ the mixers
+
+
+@dataclass
+class Rows:
+    """In the place of transformers' cache. Attention's keys are handed back: it has `Pages`.
+
+    states: of all rows, (num_states, ...) each; rows: (b,) whose turn it is, a step's single tokens
+    first. While a mixer runs, `states` are those of these rows alone, (b, ...).
+    """
+
+    states: dict[Key, torch.Tensor]
+    rows: torch.Tensor
+    query_lens: list[int]
+    num_decodes: int
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        return self.states["conv", layer_idx, state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        return self.states["recurrent", layer_idx, state_idx]
+
+    def update_conv_state(self, new: torch.Tensor, layer_idx: int, state_idx: int = 0,
+                          conv_kernel_size: int | None = None) -> torch.Tensor:
+        """new: (b, channels, n). Returns the window before it, too, and keeps the last one."""
+        state = self.states["conv", layer_idx, state_idx]
+        inputs = torch.cat((state.to(new.dtype), new), dim=-1)
+        state.copy_(inputs[..., -state.shape[-1]:])
+        return inputs
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int,
+                               state_idx: int = 0) -> torch.Tensor:
+        return self.states["recurrent", layer_idx, state_idx].copy_(new)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return True
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple:
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class Recorder(Rows):
+    """Notes which module touches which state, and its shape. A mixer that finds none begins anew
+    and hands over what it would keep."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__({}, torch.empty(0), [], 0)
+        self.running: list[nn.Module] = []
+        self.keys: dict[nn.Module, list[Key]] = {}
+        self.hooks = [hook for module in network.modules() for hook in (
+            module.register_forward_pre_hook(self.enter), module.register_forward_hook(self.leave))]
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        self.running.append(module)
+
+    def leave(self, *unused) -> None:
+        self.running.pop()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return False
+
+    def update_conv_state(self, new: torch.Tensor, layer_idx: int, state_idx: int = 0,
+                          conv_kernel_size: int | None = None) -> torch.Tensor:
+        size = conv_kernel_size or new.shape[-1]
+        self.note(("conv", layer_idx, state_idx), new.new_empty(1, *new.shape[1:-1], size))
+        return new
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int,
+                               state_idx: int = 0) -> torch.Tensor:
+        self.note(("recurrent", layer_idx, state_idx), new.float())  # in half precision it drifts
+        return new
+
+    def note(self, key: Key, state: torch.Tensor) -> None:
+        if key in self.states:
+            raise ValueError(f"{key[0]} state {key[2]} of layer {key[1]} is written twice")
+        self.states[key] = state.to("meta")
+        self.keys.setdefault(self.running[-1], []).append(key)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache: Rows,
+            **unused) -> torch.Tensor:
+    """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own: all rows of one
+    token as one batch, then each chunk. No mask is handed on: a row has no padding."""
+    num_decodes, out = cache.num_decodes, []
+    tokens = hidden_states[0].split([num_decodes, *cache.query_lens[num_decodes:]])
+    rows = cache.rows.split([num_decodes] + [1] * (len(tokens) - 1))
+    for i, (x, row) in enumerate(zip(tokens, rows, strict=True)):
+        if len(x):
+            held = {key: cache.states[key].index_select(0, row) for key in keys}
+            here = replace(cache, states=held)
+            x = x.unsqueeze(0 if i else 1)  # (1, n, hidden_size) of a chunk, (b, 1, hidden_size)
+            out.append(mixer(x, cache=here).flatten(0, 1))
+            for key, state in held.items():
+                cache.states[key].index_copy_(0, row, state)
+    return torch.cat(out)[None]
+
+
+# ----------------------------------------------------------------- the network
+
+
+class RecurrentModel(TransformersModel):
+    """A network of transformers' with a state for each row, and snapshots. config: resolved."""
+
+    def __init__(self, config: EngineConfig, *args, **options):
+        self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
+        self.states: dict[Key, torch.Tensor] = {}
+        self.copies: Copies | None = None  # of the step to come
+        super().__init__(*args, **options)
+        self.state_bytes = sum(state.nbytes for state in self.shapes.values())
+        self.most_rows, self.num_snapshots = share_memory(
+            config, self.state_bytes, self.token_bytes, free_memory(config, self.on.device))
+        self.states = self.make_states(self.most_rows + 1 + self.num_snapshots)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's KV."""
+        return sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
+
+    def make_states(self, count: int) -> dict[Key, torch.Tensor]:
+        return {key: zeros(count, *state.shape[1:], dtype=state.dtype, device=self.on.device)
+                for key, state in self.shapes.items()}
+
+    def expect(self, copies: Copies) -> None:
+        """The next step: whose rows it computes, and which states are copied around it."""
+        self.copies = copies
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        copies, self.copies = self.copies, None
+        if copies is None:  # the largest step, which is measured
+            copies = Copies([i % self.most_rows for i in range(len(batch.query_lens))])
+        self.copy(copies.before)
+        rows = torch.tensor(copies.rows, device=self.on.device)
+        out = self.run(input_ids, positions, wanted, self.pages(kv_cache, batch),
+                       Rows(self.states, rows, batch.query_lens, batch.num_decodes))
+        self.copy(copies.after)
+        return out
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy states to others. All are read before any is written."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, device=self.on.device).T
+            for states in self.states.values():
+                states.index_copy_(0, targets, states.index_select(0, sources))
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
+            pages: Pages | Probe, cache: Rows | None = None, **options) -> torch.Tensor:
+        """cache: None at load, where each token is a row of its own, at its beginning."""
+        count = len(ids)
+        cache = cache or Rows(self.make_states(count), torch.arange(count, device=ids.device),
+                              [1] * count, count)
+        return super().run(ids, positions, wanted, pages, cache=cache, **options)
+
+    # ------------------------------------------------------------ the trial at load
+
+    def _probe(self, width: int) -> dict[int, tuple]:
+        """Find the mixers, and hold their chunks against what the network computes at once."""
+        count = min(sum(CHUNKS), self.config.max_position_embeddings)
+        ids = (torch.arange(2 * count, device=self.on.device) * 7 + 1) % self.config.vocab_size
+        texts = [(one, torch.arange(len(one), device=ids.device)) for one in ids.split(count)]
+        dense = [self.at_once(*text) for text in texts]
+        recorder = Recorder(self.layers)
+        try:
+            self.at_once(*texts[0], cache=recorder)
+        finally:
+            recorder.close()
+        if not recorder.states:
+            raise ValueError("its layers keep a state somewhere else than in transformers' cache")
+        self.shapes = recorder.states
+        for module, keys in recorder.keys.items():
+            module.forward = partial(by_rows, module.forward, keys)
+        for text, expected in zip(texts, dense, strict=True):
+            if not self.are_close([expected], [self.in_chunks(*text, *texts[0])]):
+                raise ValueError("its layers do not go on from a state that is handed to them")
+        return super()._probe(width)
+
+    def at_once(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
+        """Logits, (num_tokens, vocab_size), by the network as it is."""
+        return super().run(ids, positions, positions, Probe(), attention_mask=mask_for(ids),
+                           **options)
+
+    def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, others: torch.Tensor,
+                  places: torch.Tensor) -> torch.Tensor:
+        """The same in several steps. Beside each chunk another row, in front, computes a token."""
+        states, rows, out = self.make_states(2), torch.tensor([1, 0], device=ids.device), []
+        chunks = zip(ids.split(CHUNKS), positions.split(CHUNKS), strict=True)
+        for i, (chunk, at) in enumerate(chunks):
+            wanted = 1 + torch.arange(len(chunk), device=ids.device)
+            ids, cache = torch.cat((others[i:i + 1], chunk)), Rows(
+                states, rows, [1, len(chunk)], 1 + (len(chunk) == 1))
+            out.append(self.run(ids, torch.cat((places[i:i + 1], at)), wanted, Probe(), cache,
+                                attention_mask=mask_for(ids)))
+        return torch.cat(out)
+
+
+def mask_for(ids: torch.Tensor) -> torch.Tensor:
+    """No padding."""
+    return torch.ones(1, len(ids), device=ids.device)
+
+
+# ---------------------------------------------------------------- at the start
+
+
+class Recurrent(Extra):
+    """What `LLM` adds for a network that keeps states."""
+
+    snapshots: Snapshots
+
+    def prepare(self, plan: Plan) -> Plan:
+        config = plan.config
+        for option, value in (
+                ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
+                ("enable_lora", config.enable_lora),
+                ("speculative_config", config.speculative_config)):
+            if value:
+                raise ValueError(f"{option}={value!r} does not go together with the recurrent "
+                                 f"states of {plan.model_config.architecture}: leave it out")
+        make = partial(plan.parts.make_network, make=partial(RecurrentModel, config))
+        return replace(plan, parts=replace(plan.parts, make_network=make))
+
+    def attach(self, engine: LLMEngine) -> None:
+        model = engine.runner.model
+        self.labels = {"model_name": str(engine.config.model)}
+        self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots)
+        engine.scheduler.use_states(self.snapshots)
+        engine.observers.append(self.snapshots)
+        engine.before_launch.append(lambda step: model.expect(self.snapshots.plan(step)))
+        say(f"recurrent states: {size_of(model.state_bytes)} a sequence, "
+            f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
+            f"{size_of(model.state_bytes * (model.most_rows + model.num_snapshots))}; their layers "
+            "are as fast as transformers' own mixers")
+
+    def metrics(self) -> list[Metric]:
+        return self.snapshots.read_metrics(self.labels)
+
+
+def size_of(num_bytes: int) -> str:
+    return f"{num_bytes / 2 ** 20:,.3g} MB"
+
+
+def share_memory(config: EngineConfig, state_bytes: int, token_bytes: int,
+                 budget: int) -> tuple[int, int]:
+    """How many rows get a state, and how many snapshots there are. budget: bytes that are left, for
+    states and KV. Raises `ValueError` where there is no room for one row."""
+    num_rows = min(config.max_num_seqs, int(STATES_SHARE * budget / state_bytes) - 1)
+    if num_rows < 1:
+        raise ValueError(f"no room for one sequence's recurrent state of {size_of(state_bytes)}: "
+                         f"{size_of(budget)} are left, half of which is for KV. End other programs "
+                         "that use the memory, or raise gpu_memory_utilization")
+    if num_rows < config.max_num_seqs:
+        say(f"max_num_seqs is lowered from {config.max_num_seqs} to {num_rows}: a sequence keeps a "
+            f"recurrent state of {size_of(state_bytes)}")
+    if not config.enable_prefix_caching:
+        return num_rows, 0
+    if config.snapshot_bytes is not None:
+        return num_rows, config.snapshot_bytes // state_bytes
+    num_tokens = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
+    kv_bytes = min(budget - num_rows * state_bytes, num_tokens * token_bytes)
+    if config.num_gpu_blocks_override is not None:
+        kv_bytes = config.num_gpu_blocks_override * config.block_size * token_bytes
+    elif config.kv_cache_memory_bytes is not None:
+        kv_bytes = config.kv_cache_memory_bytes
+    return num_rows, max(LEAST_SNAPSHOTS, int(SNAPSHOTS_SHARE * kv_bytes / state_bytes))

@@ -1,0 +1,197 @@
+"""Snapshots of recurrent states: which are taken, how they are found again, and which are kept.
+
+A prefix hit gives a sequence the KV of its first blocks. A recurrent layer needs the state behind
+the last of them as well, and it can't be read off the KV. So states are copied at block boundaries:
+
+    blocks     | 0 | 1 | 2 | 3 | 4 |5            prompt of 5 blocks and a few tokens
+    chunks      ───────────────────► ─►          one ends at the prompt's last boundary
+    state                          S5            copied into a snapshot there
+    cache        e0  e1  e2  e3  e4              S5's name is e4, the cache's entry for block 4
+
+A snapshot is found with its entry and forgotten with it, so it inherits the proof that the prefix
+is the same one (block_manager.py). **A hit without a snapshot is no hit**: it ends at the last
+entry that has one.
+
+What to keep decides everything. A snapshot at every boundary would evict all others before they are
+found. So there are the last boundary of each prompt, where the same prompt begins again; one that
+moves on with each running sequence, and stays when it ends, because a chat's next turn begins
+there; and the boundary up to which a prompt found blocks without a state, since others may share
+that much (Pan et al. 2024, "Marconi"). Then the least recently used goes first.
+
+Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
+only one of these; its name is in the cache. A state is copied before its step's forward or behind
+it, on the device and in the order of steps. So a snapshot may get a new owner while its last one is
+still in flight. Not known here: torch, what a state is.
+"""
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import CacheEntry, Sequence, Step
+
+
+@dataclass
+class Copies:
+    """What a step does to states. Each pair is (from, to), indices in the array of all states."""
+
+    rows: list[int]  # of the step's batch, single tokens first
+    before: list[tuple[int, int]] = field(default_factory=list)  # its forward
+    after: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Snapshot:
+    index: int  # in the array of all states
+    owner: Sequence | None = None  # it moves on with this one, and is nobody else's victim
+
+
+class Snapshots(Observer):
+    """Says where chunks end and which hits are usable: the scheduler's `States`. As an observer it
+    learns what has finished. The array of states has `num_rows` rows, zeros, then snapshots."""
+
+    def __init__(self, scheduler: Scheduler, num_rows: int, num_snapshots: int):
+        # Weak: the scheduler holds this object.
+        self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
+        self.zeros, self.num_snapshots = num_rows, num_snapshots
+        self.free = list(range(num_rows + 1, num_rows + 1 + num_snapshots))
+        self.named: OrderedDict[CacheEntry, Snapshot] = OrderedDict()  # least recently used first
+        self.moving: dict[Sequence, CacheEntry] = {}  # the name of the one that moves on with it
+        self.branch: dict[Sequence, int] = {}  # up to where it found blocks, but no state
+        self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # what each writes
+        self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
+        self.blocks.on_evict.append(self.forget)
+
+    # ------------------------------------------------- what the scheduler asks
+
+    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]:
+        """The first of the hits, up to the last that has a snapshot."""
+        count = next((i for i in range(len(hits), 0, -1) if hits[i - 1] in self.named), 0)
+        if count < len(hits):
+            self.branch[seq] = len(hits) * self.blocks.block_size
+        return hits[:count]
+
+    def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
+        """Where a chunk ends that might go up to `end`: at a boundary that gets a snapshot. With
+        blocks of 16, a prompt of 40 tokens is computed up to 32, and then to its end. One of 32
+        stops at 16, because a hit leaves a token to compute."""
+        size, count = self.blocks.block_size, len(seq.token_ids)
+        if not self.num_snapshots:
+            return end
+        for boundary in (self.branch.get(seq, 0), self.last_boundary(seq)):
+            if start < boundary < end:
+                return boundary
+        whole = end // size * size
+        return whole if start < whole and end < count else end
+
+    def last_boundary(self, seq: Sequence) -> int:
+        return (len(seq.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
+
+    def committed(self, step: Step, seq: Sequence) -> None:
+        """The blocks are in the cache whose boundary the step has reached: name its snapshot."""
+        snapshot, entry = self.in_flight[step].pop(seq, None), seq.cache_entry
+        if snapshot is None:
+            return
+        if entry is None or entry in self.named:  # a collision; or somebody else has computed it
+            self.free.append(snapshot.index)
+            return
+        self.num_saved += 1
+        self.named[entry] = snapshot
+        if snapshot.owner is not None:
+            self.forget_moving(seq)
+            self.moving[seq] = entry
+
+    def dropped(self, step: Step) -> None:
+        """A step was lost, and with it what it should have saved."""
+        self.free += [one.index for one in self.in_flight.pop(step, {}).values()]
+
+    # ------------------------------------------------------ the life of a step
+
+    def plan(self, step: Step) -> Copies:
+        """Called when the step is planned, before it is launched."""
+        starts = dict(zip(step.num_new_tokens, step.starts, strict=True))
+        copies = Copies([seq.row for seq in sorted(
+            starts, key=lambda seq: step.num_new_tokens[seq] > 1)])
+        for seq in step.admitted:
+            copies.before.append((self.find(seq) if starts[seq] else self.zeros, seq.row))
+        saves = self.in_flight[step] = {}
+        for seq, start in starts.items() if self.num_snapshots else ():
+            end = start + step.num_new_tokens[seq]
+            if end % self.blocks.block_size == 0 and (snapshot := self.take(seq, end)):
+                saves[seq] = snapshot
+                copies.after.append((seq.row, snapshot.index))
+        return copies
+
+    def find(self, seq: Sequence) -> int:
+        """The state from which an admitted sequence goes on. Once found, a snapshot stays."""
+        snapshot = self.named[seq.cache_entry]
+        snapshot.owner = None
+        self.named.move_to_end(seq.cache_entry)
+        self.num_tokens += seq.num_computed_tokens
+        return snapshot.index
+
+    def take(self, seq: Sequence, end: int) -> Snapshot | None:
+        """A snapshot to be written: a free one, the sequence's own last one, or the least recently
+        used that moves on with nobody. None where there is none of these."""
+        stays = end in (self.last_boundary(seq), self.branch.get(seq))  # never when decoding
+        if not self.free and not stays:
+            self.forget_moving(seq)
+        if not self.free:
+            victim = next((entry for entry, one in self.named.items() if one.owner is None), None)
+            if victim is None:
+                return None
+            self.num_evicted += 1
+            self.forget(victim)
+        return Snapshot(self.free.pop(), None if stays else seq)
+
+    def forget(self, entry: CacheEntry) -> None:
+        """The cache forgets an entry, or its snapshot is needed."""
+        if snapshot := self.named.pop(entry, None):
+            self.free.append(snapshot.index)
+
+    def forget_moving(self, seq: Sequence) -> None:
+        """The one behind the sequence, unless somebody has found it meanwhile."""
+        entry = self.moving.pop(seq, None)
+        if entry in self.named and self.named[entry].owner is seq:
+            self.forget(entry)
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        self.dropped(step)  # what is left: of sequences that were aborted meanwhile
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        """What moved on with them stays now, as the most recently used."""
+        for seq in sequences:
+            self.branch.pop(seq, None)
+            entry = self.moving.pop(seq, None)
+            if entry in self.named and self.named[entry].owner is seq:
+                self.named[entry].owner = None
+                self.named.move_to_end(entry)
+
+    # ------------------------------------------------------------ for a reader
+
+    def read_metrics(self, labels: dict[str, str]) -> list[Metric]:
+        """num_tokens: that came from snapshots, also where a preempted sequence began anew."""
+        name = "nanoserve:state_snapshot_{}".format
+        return [Counter(name("tokens"), labels, self.num_tokens),
+                Counter(name("saved"), labels, self.num_saved),
+                Counter(name("evicted"), labels, self.num_evicted),
+                Gauge(name("usage_perc"), labels,
+                      1 - len(self.free) / max(self.num_snapshots, 1))]
+
+    def check(self) -> None:
+        """Audit everything. O(snapshots): for tests."""
+        written = [one.index for saves in self.in_flight.values() for one in saves.values()]
+        taken = [*self.free, *written, *(one.index for one in self.named.values())]
+        first = self.zeros + 1
+        assert sorted(taken) == list(range(first, first + self.num_snapshots)), (
+            f"a snapshot of {self.num_snapshots} is lost or taken twice: {sorted(taken)}")
+        for entry, one in self.named.items():
+            assert self.blocks.entry_of[entry.block_id] is entry, (
+                f"snapshot {one.index} is named by an entry that the cache has forgotten")
+            assert one.owner is None or self.moving.get(one.owner) is entry, (
+                f"snapshot {one.index} moves on with nobody")
+        assert self.in_flight.keys() <= set(self.scheduler.in_flight), "a step was not ended"
+        for seq in self.moving.keys() | self.branch.keys():
+            assert seq.finish_reason is None, f"sequence {seq.name} has ended, and keeps a snapshot"

@@ -1,0 +1,137 @@
+"""Random workloads with states: a row's state is that of exactly the tokens that were computed.
+
+The scheduler's own random workloads (test_scheduler_random.py: a fake device, a naive twin), and
+beside the KV a state for each row, into which tokens are folded one after the other, as they come.
+It is held after every step against the tokens in the sequence's own slots. So a row that begins
+with what its last owner left, a snapshot that is a token late, a step that is lost and counts, or a
+snapshot that outlives its prefix are found where they happen.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler_random import Ask, Drive, FakeDevice, Launched, Workload, workloads
+
+from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
+from nanoserve.sequence import Sequence, Step
+
+pytestmark = pytest.mark.floor
+
+
+def fold(state: int, tokens: list[int]) -> int:
+    """The state behind these tokens; 0 is the state of nothing."""
+    for token in tokens:
+        state = hash((state, token))
+    return state
+
+
+@dataclass
+class WithCopies(Launched):
+    copies: Copies | None = None
+
+
+class StatefulDevice(FakeDevice):
+    """Copies states around each step, in the order in which steps run."""
+
+    def __init__(self, snapshots: Snapshots, *args):
+        super().__init__(*args)
+        self.snapshots, self.tokens = snapshots, {}  # the token in each slot
+        self.states = dict.fromkeys(range(snapshots.zeros), -1)  # of rows: not zero, whose ever
+        self.states[snapshots.zeros] = 0
+
+    def launch(self, step: Step) -> Launched:
+        launched = super().launch(step)
+        self.queue[-1] = WithCopies(launched.step, launched.rows, copies=self.snapshots.plan(step))
+        return self.queue[-1]
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        self.states |= {target: self.states[source] for source, target in pairs}
+
+    def run(self, launched: WithCopies) -> None:
+        super().run(launched)
+        self.copy(launched.copies.before)
+        rows = sorted(launched.rows, key=lambda row: len(row[3]) > 1)
+        for (_, slots, start, tokens), row in zip(rows, launched.copies.rows, strict=True):
+            self.tokens |= dict(zip(slots[start:], tokens, strict=False))
+            self.states[row] = fold(self.states[row], tokens)
+            computed = [self.tokens[slot] for slot in slots[:start + len(tokens)]]
+            assert self.states[row] == fold(0, computed), "a state of other tokens"
+        self.copy(launched.copies.after)
+
+
+class StatefulDrive(Drive):
+    def __init__(self, workload: Workload, seen: Counter, num_snapshots: int):
+        super().__init__(workload, seen)
+        scheduler, update = self.scheduler, self.scheduler.update
+        self.snapshots = Snapshots(scheduler, workload.max_num_seqs, num_snapshots)
+        scheduler.use_states(self.snapshots)
+        self.device = StatefulDevice(self.snapshots, scheduler.blocks, None)
+
+        def told(step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
+            grown = update(step, sampled)
+            self.snapshots.updated(step, grown)
+            return grown
+
+        scheduler.update = told
+
+    def arrivals_and_aborts(self, now: int) -> None:
+        super().arrivals_and_aborts(now)
+        self.tell_ended()
+
+    def check(self) -> None:
+        super().check()
+        self.tell_ended()
+        self.snapshots.check()
+
+    def tell_ended(self) -> None:
+        """As the engine does, after each step and each abort."""
+        ended = [seq for seq in self.order if seq.finish_reason is not None]
+        self.snapshots.ended(ended)
+
+    def run(self) -> None:
+        super().run()
+        snapshots = self.snapshots
+        assert len(snapshots.free) + len(snapshots.named) == snapshots.num_snapshots
+        self.seen["evicted"] += snapshots.num_evicted
+        self.seen["saved"] += snapshots.num_saved
+        self.seen["tokens"] += snapshots.num_tokens
+        self.seen["workload"] += 1
+
+
+def run_with_states(*asks: Ask, num_snapshots: int, seen: Counter | None = None,
+                    **workload) -> Counter:
+    seen = Counter() if seen is None else seen
+    StatefulDrive(Workload(list(asks), **workload), seen, num_snapshots).run()
+    return seen
+
+
+# ------------------------------------------------------------------ the stories
+
+
+# ---------------------------------------------------------- states, at random
+
+
+def run_random_states(depth: int, max_examples: int, enough: int) -> Counter:
+    seen = Counter()
+
+    @settings(derandomize=True, deadline=None, max_examples=max_examples)
+    @given(workloads(depth), st.integers(2, 6), st.sets(st.integers(1, 30), max_size=3))
+    def run_one(workload, num_snapshots, failures):
+        workload = replace(workload, window=None, failures=failures)
+        StatefulDrive(workload, seen, num_snapshots).run()
+
+    run_one()
+    expected = ["preemption", "interruption", "hit", "abort", "reset", "evicted", "saved",
+                "stop None", "length None"]
+    if depth:
+        expected += ["abort in flight", "ended in flight", "failure"]
+    assert all(seen[what] >= enough for what in expected), f"too harmless: {seen}"
+    return seen
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_workloads_with_states(depth):
+    run_random_states(depth, 30, enough=1)
