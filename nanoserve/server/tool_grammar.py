@@ -9,7 +9,9 @@ writes what it likes until the format's trigger, `<tool_call>` say, and is kept 
 there. A special token in a literal is written as its id: its bytes are no token's.
 
 Where a format writes texts as they are, between markers, a text can't hold the marker behind it,
-and a schema's `pattern` can't be kept to: it is refused. JSON has no white space to choose.
+and a schema's `pattern` can't be kept to. Such a keyword, or one that llguidance lacks, is refused
+where a call is required, and passed over in `auto`: real agents send them. JSON has no white space
+to choose.
 
 Not known here: masks, which extras/structured.py makes of a grammar. Road not taken: llguidance's
 `StructTag`, which knows neither thoughts nor a second call behind a separator.
@@ -95,12 +97,12 @@ class ToolGrammar:
     def __init__(self, form: Format, schemas: dict[str, Any], special: dict[str, int]):
         self.form, self.schemas, self.special = form, schemas, special
         self.rules: dict[str, str] = {}  # name by body
-        self.num_values = 0
+        self.num_values, self.is_lenient = 0, False  # whether unknown keywords are passed over
 
     def text(self, start: Reader, required: bool, one: bool, answer: dict | None) -> str:
         """The grammar of a turn. start: where the prompt has left it; one: at most one call;
         answer: a JSON schema for what is no call. Raises `ValueError`."""
-        form, literal = self.form, self.literal
+        form, literal, self.is_lenient = self.form, self.literal, not required
         thought, gap = "", "" if start.began else form.gap
         if start.may_think:
             thought = self._add("thought", self._until(form.thought))
@@ -165,7 +167,8 @@ class ToolGrammar:
         from nanoserve.extras.structured import ONE_LINE  # here: it may be deleted
         from nanoserve.extras.structured_schema import tidy
         whole = tidy(whole, True, lambda keys, patterns: True)
-        return "%json " + json.dumps(whole | {"x-guidance": ONE_LINE})
+        return "%json " + json.dumps(whole | {
+            "x-guidance": ONE_LINE | {"lenient": self.is_lenient}})
 
     def _object(self, schema: dict, root: dict, first: str, then: str) -> str:
         """Keys and values between markers, in the schema's order. Of its rules one is for where no
@@ -210,7 +213,7 @@ class ToolGrammar:
             write = str if form.is_raw else repr
             texts = [write(one) + form.text[1] for one in values if isinstance(one, str)]
             return f"({' | '.join(map(self.literal, texts))})"
-        if "pattern" in schema:
+        if "pattern" in schema and not self.is_lenient:
             raise ValueError(f"tools: {key!r} has a pattern, which this model's format of calls "
                              "has no grammar for: leave it out")
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")

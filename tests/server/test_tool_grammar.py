@@ -156,16 +156,16 @@ def test_an_answer_has_its_form_behind_the_thought(name, with_tools, grammars, s
         thought, '{"yes": true}', [])
 
 
-def test_what_a_format_has_no_grammar_for_is_said():
-    schema = dict(properties=dict(code=dict(type="string", pattern="^[a-z]+$")))
-    for name, is_possible in (("Qwen2.5", True), ("Qwen3.5", False)):
-        reader = Reader(FORMATS[name], dict(f=schema), "")
-        try:
-            ToolGrammar(FORMATS[name], dict(f=schema), {}).text(reader, True, False, None)
-        except ValueError as error:
-            assert "'code' has a pattern" in str(error) and not is_possible
-        else:
-            assert is_possible
+@pytest.mark.parametrize(("name", "more", "said"), [
+    ("Qwen3.5", dict(pattern="^[a-z]+$"), "'x' has a pattern"),
+    ("Qwen2.5", dict(type="object", propertyNames=dict(minLength=2)), "propertyNames")])
+def test_what_can_not_be_kept_to_is_refused_only_where_a_call_is_required(name, more, said,
+                                                                          grammars, special):
+    """Claude Code sends `propertyNames` with every request."""
+    schemas = dict(f=dict(type="object", properties=dict(x=dict(type="string") | more)))
+    assert matcher(grammars, special, name, schemas=schemas)
+    with pytest.raises(ValueError, match=said):
+        matcher(grammars, special, name, required=True, schemas=schemas)
 
 
 def test_a_schema_that_grows_without_end_meets_a_bound():
