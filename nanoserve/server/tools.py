@@ -317,42 +317,36 @@ class Reader:
         """What is new. ended: the text's `finish_reason`; nothing is held back then."""
         piece = Piece()
         self.rest += text
-        while step := getattr(self, "_" + self.state)(piece, text, ended):
+        while step := (self._calls(piece, text, ended) if self.state == "calls" else
+                       self._texts(piece, ended)):
             self.state, text = step, self.rest
         return piece
 
-    # Each state takes from `rest` what is clear, and names the state that follows, if one does.
+    # Both take from `rest` what is clear, and name the state that follows, if one does.
 
-    def _thinks(self, piece: Piece, new: str, ended: str | None) -> str | None:
-        text = self.rest.lstrip() if self.is_fresh else self.rest
-        at = text.find(self.form.thought)
-        shown = len(text) if ended else _clear(text, [self.form.thought], True)
-        piece.thought += text[:at].rstrip() if at >= 0 else text[:shown]
-        self.is_fresh = self.is_fresh and not text[:shown]
-        if at < 0:
-            self.rest = text[shown:]
-            return None
-        self.rest, self.is_fresh, self.may_think = text[at + len(self.form.thought):], True, False
-        return "says"
-
-    def _says(self, piece: Piece, new: str, ended: str | None) -> str | None:
+    def _texts(self, piece: Piece, ended: str | None) -> str | None:
+        """A thought or an answer, up to the mark that ends it."""
         form, text = self.form, self.rest.lstrip() if self.is_fresh else self.rest
-        say = form.say.strip()
-        marks = {say: "says"} if say else {}
-        marks |= {form.trigger: "calls"} if self.schemas else {}
-        marks |= {form.think: "thinks"} if self.may_think else {}
+        thinks, say = self.state == "thinks", form.say.strip()
+        marks = {form.thought: "says"} if thinks else {
+            mark: state for mark, state, is_possible in (
+                (say, "says", say), (form.trigger, "calls", self.schemas),
+                (form.think, "thinks", self.may_think)) if is_possible}
         found = [(text.find(mark), -len(mark), mark) for mark in marks if mark in text]
         at, _, mark = min(found, default=(len(text), 0, ""))
         if mark and not ended and any(one != mark and one.startswith(text[at:]) for one in marks):
             mark = ""  # "to=" may become "to=user"
         if not mark and ended != "stop":  # what a limit cuts may have become a call
-            at = _clear(text, list(marks), bool(self.schemas and not ended))
-        if self.is_heard:
-            piece.said += text[:at].rstrip() if mark else text[:at]
-        self.is_fresh = self.is_fresh and not text[:at]
-        self.rest = text[at:] if marks.get(mark) == "calls" else text[at + len(mark):]
+            at = _clear(text, list(marks), not ended and (thinks or bool(self.schemas)))
+        shown = text[:at].rstrip() if mark else text[:at]
+        if thinks:
+            piece.thought += shown
+            self.may_think = not mark
+        elif self.is_heard:
+            piece.said += shown
+        self.is_fresh = bool(mark) or self.is_fresh and not shown
         self.is_heard |= mark == say != ""
-        self.is_fresh |= bool(mark)
+        self.rest = text[at if marks.get(mark) == "calls" else at + len(mark):]
         return marks.get(mark)
 
     def _calls(self, piece: Piece, new: str, ended: str | None) -> str | None:
