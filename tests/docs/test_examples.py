@@ -30,9 +30,6 @@ def test_a_program_prints_what_is_shown(name):
     page, (program, printed) = read(f"docs/{name}.md"), PROGRAMS[name]
     shown = block_after(page, printed)
     assert run("-c", block_after(page, program)) == shown
-    if name == "structured":
-        assert shown == block_after(
-            read("README.md"), "<!-- printed by the example of docs/structured.md -->")
     if name == "block-store":
         assert int(re.search(r"second start: (\d+)", shown)[1]) > 200
 
