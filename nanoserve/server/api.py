@@ -60,8 +60,9 @@ from nanoserve.server.protocol import (
     error_body,
 )
 from nanoserve.server.tool_grammar import Turns
-from nanoserve.server.tracer import Tracer, page
+from nanoserve.server.tracer import Tracer
 from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
+from nanoserve.tools.recorder import page
 
 GONE = 499  # nginx's status for a client that has closed the connection
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history

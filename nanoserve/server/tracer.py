@@ -20,7 +20,7 @@ from pathlib import Path
 from nanoserve.engine import LLMEngine
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.sequence import Sequence, Step
-from nanoserve.tools.recorder import Trace, page
+from nanoserve.tools.recorder import Trace
 
 
 class Tracer:
@@ -58,6 +58,3 @@ class Tracer:
         """The recording as it is now, for `page`. Only between two steps."""
         stream = self.recording.stream()
         return stream | {"requests": list(stream["requests"]), "meta": dict(stream["meta"])}
-
-
-__all__ = ["Tracer", "page"]

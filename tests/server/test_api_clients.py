@@ -39,6 +39,21 @@ BODIES = {
         stream_options=dict(include_usage=True, continuous_usage_stats=True), ignore_eos=True,
         max_completion_tokens=2, stop=None, stream=True)),
     "langchain": (CHATS, dict(n=1, stream=True, stream_options=dict(include_usage=True))),
+    "GuideLLM, a chat in parts": (CHATS, dict(
+        messages=[dict(role="user", content=[dict(type="text", text="Tell me a story.")])],
+        stream_options=dict(include_usage=True, continuous_usage_stats=True), stream=True,
+        ignore_eos=True, max_tokens=None, max_completion_tokens=2)),
+    "langchain, a chat": (CHATS, dict(
+        stream=False, temperature=0.0, max_tokens=None, max_completion_tokens=2)),
+    "langchain, a completion": (COMPLETIONS, dict(
+        prompt=[PROMPT], frequency_penalty=0, logprobs=None, n=1, presence_penalty=0, seed=None,
+        temperature=0.0, top_p=1)),
+    "llama-index": (CHATS, dict(stream=True, temperature=0)),
+    "lm-eval, ids in a batch": (COMPLETIONS, dict(
+        prompt=[[0, 347, 676], [0, 261]], echo=True, logprobs=1, max_tokens=1, seed=1234,
+        temperature=0)),
+    "openai in JavaScript": (CHATS, dict(
+        stream=True, stream_options=dict(include_usage=True), temperature=0)),
     "lm-eval": (COMPLETIONS, dict(echo=True, logprobs=1, max_tokens=1, seed=1234, temperature=0)),
     "lm-eval, older": (COMPLETIONS, dict(echo=True, logprobs=1, max_tokens=0, temperature=0)),
     "vLLM, a chat": (CHATS, NOTHING | dict(

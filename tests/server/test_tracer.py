@@ -11,8 +11,9 @@ from small_engine import greedy, make, run
 pytest.importorskip("fastapi")
 
 from nanoserve.server import tracer  # noqa: E402
-from nanoserve.server.tracer import Tracer, page  # noqa: E402
+from nanoserve.server.tracer import Tracer  # noqa: E402
 from nanoserve.tools import recorder  # noqa: E402
+from nanoserve.tools.recorder import page  # noqa: E402
 
 
 def test_steps_are_recorded_and_texts_are_not(qwen3):
