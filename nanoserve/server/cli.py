@@ -226,9 +226,7 @@ def main(argv: list[str] | None = None) -> int:
                              expose_headers=["x-request-id"])
     config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)
-    listening.listen()  # whoever reads the next line may connect at once
-    print(greeting(names[0], listening, keys), file=sys.stderr, flush=True)
-    run(uvicorn.Server(config), listening)
+    run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
     return 0
 
 
@@ -280,11 +278,13 @@ def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:
             f"{where}/trace, {where}/metrics")
 
 
-def run(server: uvicorn.Server, listening: socket.socket) -> None:
+def run(server: uvicorn.Server, listening: socket.socket, said: str) -> None:
     """Serve until a signal comes. uvicorn then stops serving and waits; at the end it raises the
     signal once more, which ends the process with status 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        listening.listen()  # whoever reads the next line may connect, or send a signal, at once
+        print(said, file=sys.stderr, flush=True)
         server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass
