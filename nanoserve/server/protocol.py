@@ -275,6 +275,10 @@ class Conversation(Body):
         names = [tool.function.name for tool in self.tools or ()]
         if twice := {name for name in names if names.count(name) > 1}:
             raise BadRequest(f"tools: the name {min(twice)} is there twice", "tools")
+        for one in (tool.function for tool in self.tools or ()):
+            if not isinstance((one.parameters or {}).get("properties", {}), dict):
+                raise BadRequest(f"tools: of {one.name} the parameters' properties are no object",
+                                 "tools")
         size = len(json.dumps([tool.function.parameters for tool in self.tools or ()]))
         if size > MAX_SCHEMAS:
             raise BadRequest(f"tools: their parameters have {size:,} characters, and "

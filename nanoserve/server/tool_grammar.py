@@ -77,8 +77,12 @@ class Turns:
             return params
         answer = None if asked is None or needed else self._schema_of(asked)
         grammar = ToolGrammar(self.form, schemas, self.special)
-        return replace(params, structured_outputs=dict(grammar=grammar.text(
-            start, needed, start.one, answer)))
+        try:
+            text = grammar.text(start, needed, start.one, answer)
+        except (AttributeError, KeyError, RecursionError, TypeError, re.error) as error:
+            raise BadRequest(f"tools: one of their schemas is none: {error!s:.200}",
+                             "tools") from error
+        return replace(params, structured_outputs=dict(grammar=text))
 
     def _schema_of(self, asked: Any) -> dict:
         """Of an answer that must be JSON. Raises `ValueError`."""

@@ -481,13 +481,13 @@ def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
     schema = resolve(schema, root) if depth else {}
     if "type" in schema:
         given = schema["type"]
-        return set(given if isinstance(given, list) else [given])
+        return set(map(str, given if isinstance(given, list) else [given]))
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if values:
+    if isinstance(values, list) and values:
         return {KINDS.get(type(value), "") for value in values}
-    parts = [kinds_of(one, root, depth - 1) for one in schema.get(
-        "anyOf", schema.get("oneOf", schema.get("allOf", ())))]
-    return set().union(*parts) if all(parts) else set()
+    parts = schema.get("anyOf", schema.get("oneOf", schema.get("allOf")))
+    kinds = [kinds_of(one, root, depth - 1) for one in parts] if isinstance(parts, list) else []
+    return set().union(*kinds) if all(kinds) else set()
 
 
 def resolve(schema: Any, root: dict) -> dict:

@@ -130,6 +130,8 @@ def function(**more) -> dict:
     (dict(tools=[function(parameters=dict(properties=5))]), "tools", "properties"),
     (dict(tools=[function(parameters=dict(properties=dict(x=dict(type="spoon"))))]), "tools",
      "spoon"),
+    (dict(tools=[function(parameters=dict(properties=dict(x={}), required=["x", {}]))]), "tools",
+     "schema"),
     (dict(tool_choice=named("unknown")), "tool_choice", "weather, stop"),
     (dict(tool_choice="required", tools=None), "tool_choice", "there are none"),
     (dict(tool_choice="sometimes"), "tool_choice", "required"),
