@@ -227,9 +227,11 @@ class Probe:
         found.is_marked = _find_object(self.turn(_turn({KEY: {MORE: ONE}})), {MORE: ONE})[0] < 0
 
     def prove(self, found: Format) -> None:
-        """Render five calls, and two at once, and read them back. Raises `ValueError`."""
-        two = [[PROOF[1], PROOF[4]]] if found.between else []
-        for calls in [*([arguments] for arguments in PROOF), *two]:
+        """Render five calls, and two at once, and read them back; JSON may hold what looks like the
+        call's end. Raises `ValueError`."""
+        more = [[PROOF[1], PROOF[4]]] if found.between else []
+        more += [[{"text": f"a{found.close} b"}]] if found.is_json else []
+        for calls in [*([arguments] for arguments in PROOF), *more]:
             reader = found.reader({NAME: SCHEMA, OTHER: SCHEMA}, found.header)
             read = reader.feed(self.turn(_turn(*calls)), "stop").calls
             back = [(call.name, json.loads(call.arguments)) for call in read]
@@ -460,8 +462,9 @@ class TemplateReader(Reader):
     def feed(self, text: str, ended: str | None = None) -> Piece:
         if not hasattr(self, "parser"):  # the prompt's end, which the parser reads by itself
             return super().feed(text, ended)
-        piece, events = Piece(), self.parser.feed(text)
-        with suppress(ValueError):  # of a call that is cut
+        piece, events = Piece(), []
+        with suppress(ValueError):  # of a call that is broken, or cut
+            events += self.parser.feed(text)
             events += self.parser.finalize()[1] if ended else []
         for event in events:
             if event["type"] == "region_chunk" and event["field"] == "content":
