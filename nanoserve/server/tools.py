@@ -309,7 +309,9 @@ class Reader:
         behind = "(?P=name)".join(map(_loose, form.after.split(NAME)))
         self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
                       for begin in (_loose(form.open), r"\s*")]
-        more = f"(?P<more>{_loose(form.between)})|" if form.between else ""
+        # Where several calls share what ends them; else each next one begins as the first does.
+        shares = form.between and not form.between.startswith(form.close)
+        more = f"(?P<more>{_loose(form.between)})|" if shares else ""
         self.ends = re.compile(f"{more}(?P<close>{_loose(form.close)})")
         if form.header and form.header in prompt:  # the prompt may have begun the turn
             self.feed(prompt.rpartition(form.header)[2])

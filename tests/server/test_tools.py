@@ -137,6 +137,26 @@ def test_thoughts_and_answers_come_back(name, text, thought, cuts, with_tools):
     assert piece == Piece(thought if form.thought else "", text, [])
 
 
+@every_format
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_broken_text_is_read_alike_whole_and_character_by_character(name, data):
+    """Calls are those of tools, with arguments that are JSON, whatever was written."""
+    schema = dict(properties=dict(city=dict(type="string"), deep=dict(type="object")))
+    calls = [("get", dict(city="Rome", deep=dict(of=[1, "x"]))), ("stop", {})]
+    form, schemas = FORMATS[name], dict(get=schema, stop={})
+    prompt, text = written(name, [tool(*one) for one in schemas.items()],
+                           tool_calls=calls_of(*calls[:2 if form.between else 1]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        text = text[:at] + data.draw(st.sampled_from(
+            [*form.literals, "{", "<", '"', "[[", "\n"])) + text[max(at, min(end, at + 20)):]
+    pieces = [read(form.reader(schemas, prompt), text, cuts) for cuts in ([], range(len(text)))]
+    assert pieces[0] == pieces[1]
+    for call in pieces[0].calls:
+        assert call.name in schemas and isinstance(json.loads(call.arguments), dict)
+
+
 def test_a_call_is_never_shown_and_text_around_it_is():
     reader = Reader(FORMATS["Qwen2.5"], {"add": {}}, "")
     told = [reader.feed(character) for character in
