@@ -123,9 +123,10 @@ OTHERS: dict[str, Callable] = {
     "lfm2": plain("lfm2", layer_types=["conv", "full_attention"]),
     "granite4-h": plain("granitemoehybrid", layer_types=["mamba", "attention"], mamba_n_heads=4,
                         mamba_d_head=16),
-    "nemotron-h": plain("nemotron_h", hybrid_override_pattern="M*", mamba_num_heads=4,
+    "nemotron-h": plain("nemotron_h", hybrid_override_pattern="M*", mamba_num_heads=4, n_groups=2,
                         mamba_head_dim=16),
-    "falcon-h1": plain("falcon_h1"), "mamba": lambda: transformers.MambaConfig(
+    "falcon-h1": plain("falcon_h1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16),
+    "mamba": lambda: transformers.MambaConfig(
         vocab_size=260, hidden_size=32, num_hidden_layers=2),
     "bloom": lambda: transformers.BloomConfig(vocab_size=260, hidden_size=32, n_layer=2, n_head=4),
     "embeddinggemma": lambda: transformers.Gemma3TextConfig(
@@ -259,7 +260,8 @@ def try_network(name: str, folder: Path) -> tuple[str, str]:
     texts = [verify.write_reference(model, prompt, config.eos_token_ids, MAX_TOKENS, 2e-5, True)
              for prompt in prompts]
     rows = [verify.run_mode(folder, mode, texts, MAX_TOKENS, dtype="float32", kernels="auto",
-                            tensor_parallel_size=1, model_impl="auto") for mode in verify.MODES]
+                            tensor_parallel_size=1, model_impl="auto")
+            for mode in verify.modes_for(config)]
     wrong = sum(bool(row.differ) for row in rows)
     near = sum(len(row.near_ties) for row in rows)
     return architecture, (who + f"; **{wrong} of {len(rows)} modes differ**" * bool(wrong)

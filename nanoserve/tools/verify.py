@@ -31,6 +31,7 @@ import random
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -41,7 +42,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import read_architecture, read_json
+from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
@@ -49,6 +50,7 @@ from nanoserve.extras.block_store import BlockStore
 from nanoserve.frontend.command import command
 from nanoserve.llm import LLM, read_model
 from nanoserve.parallel.ranks import check_shares
+from nanoserve.sequence import Step
 
 NEAR_TIE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 CONDITIONAL = "ForConditionalGeneration"  # how the names of wrappings end
@@ -80,6 +82,7 @@ class Mode:
     rounds: int = 1  # the second one finds its prompts in the prefix cache
     tiny: bool = False  # KV blocks for the longest text and no more: others must make way
     restarts: bool = False  # then another engine, which finds the first one's blocks in a folder
+    loses: bool = False  # steps are lost on the way, and computed again
 
 
 UNCACHED = dict(enable_prefix_caching=False)
@@ -94,6 +97,7 @@ MODES = [
     Mode("prefix-cached", rounds=2),
     PREEMPTED,
     Mode("overlap", dict(async_scheduling=True)),
+    Mode("a step is lost", dict(async_scheduling=True), rounds=2, loses=True),
     Mode("n=3", n=3),
     Mode("blocks of 5", dict(block_size=5)),
     Mode("blocks of 32", dict(block_size=32)),
@@ -108,6 +112,12 @@ GPU_MODES = [  # what a GPU has of its own, switched off one after the other
 PARALLEL_MODES = [  # run over several ranks, too
     BATCHED, Mode("chunked, cached", dict(max_num_batched_tokens=33), rounds=2), PREEMPTED, POOLED,
     Mode("restarted", restarts=True), Mode("overlap", dict(async_scheduling=True))]
+
+
+def modes_for(config: ModelConfig) -> list[Mode]:
+    """Recurrent states have no second place (extras/recurrent.py)."""
+    return [mode for mode in MODES if not config.keeps_states or not (
+        mode.restarts or "kv_offload_bytes" in mode.options)]
 
 
 @dataclass
@@ -241,6 +251,7 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
         options |= dict(kv_store=store) if mode.restarts else {}
         for _ in range(1 + mode.restarts):
             with LLM(folder, skip_tokenizer_init=True, max_model_len=max(needs), **options) as llm:
+                llm.before_launch += [lose] * mode.loses
                 try:
                     for _ in range(mode.rounds):
                         run_texts(llm, row, texts, params)
@@ -255,6 +266,17 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
     return row
 
 
+class Lost(Exception):
+    """A step that failed."""
+
+
+def lose(step: Step) -> None:
+    """Every seventh step fails before it is launched: with overlap the one in flight is lost, too,
+    and the device has computed it."""
+    if step.index % 7 == 6:
+        raise Lost
+
+
 def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> None:
     """Run all prompts and count. By hand rather than with `generate`, because a sequence remembers
     what has happened to it."""
@@ -263,7 +285,8 @@ def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> 
     seqs = [seq for request in llm.requests.values() for seq in request.sequences]
     outputs = {}
     while llm.has_unfinished_requests():
-        outputs |= {int(output.request_id): output for output in llm.step()}
+        with suppress(Lost):
+            outputs |= {int(output.request_id): output for output in llm.step()}
     row.num_texts += len(seqs)
     row.num_preemptions += sum(seq.num_preemptions for seq in seqs)
     row.num_cached_tokens += sum(seq.num_cached_tokens for seq in seqs)
@@ -302,7 +325,7 @@ def verify(args: argparse.Namespace) -> Iterator[Row]:
     del model  # the engines may need its memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    modes = MODES + (GPU_MODES if pick_device("auto") == "cuda" else [])
+    modes = modes_for(config) + (GPU_MODES if pick_device("auto") == "cuda" else [])
     todo = [(mode, 1) for mode in modes] + [(mode, ranks) for mode in PARALLEL_MODES if ranks > 1]
     for mode, size in (bar := tqdm(todo, unit="mode", disable=None, leave=False)):
         bar.set_description(mode.name)

@@ -71,7 +71,7 @@ def test_a_right_engine_passes_in_every_mode(capsys, qwen3):
     assert 280 < int(rows["alone"]["tokens"]) <= 12 * 24  # a text or two may end with an EOS
     assert int(rows["prefix-cached"]["cached"]) > 300 and rows["batched"]["cached"] == "0"
     assert int(rows["restarted from disk"]["cached"]) > 300
-    assert out.endswith(f"{qwen3}, float32: none of 14 modes differ from transformers; "
+    assert out.endswith(f"{qwen3}, float32: none of 15 modes differ from transformers; "
                         "near-ties: 0\n")
 
 
