@@ -16,7 +16,8 @@ What to keep decides everything. A snapshot at every boundary would evict all ot
 found. So there are the last boundary of each prompt, where the same prompt begins again; one that
 moves on with each running sequence, and stays when it ends, because a chat's next turn begins
 there; and the boundary up to which a prompt found blocks without a state, since others may share
-that much (Pan et al. 2024, "Marconi"). Then the least recently used goes first.
+that much (Pan et al. 2024, "Marconi"). Of these, what an ended sequence has passed goes first, then
+the least recently used.
 
 Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
 only one of these; its name is in the cache. A state is copied before its step's forward or behind
@@ -46,6 +47,7 @@ class Copies:
 class Snapshot:
     index: int  # in the array of all states
     owner: Sequence | None = None  # it moves on with this one, and is nobody else's victim
+    num_found: int = 0
 
 
 class Snapshots(Observer):
@@ -128,6 +130,7 @@ class Snapshots(Observer):
         """The state from which an admitted sequence goes on. Once found, a snapshot stays."""
         snapshot = self.named[seq.cache_entry]
         snapshot.owner = None
+        snapshot.num_found += 1
         self.named.move_to_end(seq.cache_entry)
         self.num_tokens += seq.num_computed_tokens
         return snapshot.index
@@ -161,13 +164,18 @@ class Snapshots(Observer):
         self.dropped(step)  # what is left: of sequences that were aborted meanwhile
 
     def ended(self, sequences: list[Sequence]) -> None:
-        """What moved on with them stays now, as the most recently used."""
+        """What moved on with them stays now, as the most recently used. Those before it on the way
+        are the next to go, unless several have begun there: a chat goes on from its end."""
         for seq in sequences:
             self.branch.pop(seq, None)
             entry = self.moving.pop(seq, None)
-            if entry in self.named and self.named[entry].owner is seq:
-                self.named[entry].owner = None
-                self.named.move_to_end(entry)
+            if entry not in self.named or self.named[entry].owner is not seq:
+                continue
+            self.named[entry].owner = None
+            self.named.move_to_end(entry)
+            while entry := entry.parent:
+                if entry in self.named and self.named[entry].num_found < 2:
+                    self.named.move_to_end(entry, last=False)
 
     # ------------------------------------------------------------ for a reader
 

@@ -112,7 +112,8 @@ class Trace:
         self.last_write = (0.0, 0.0)  # when it ended, how long it took
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
-            budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs)
+            budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
+            states=scheduler.states is not None)
         blocks.on_evict.append(self._evicted)
 
     # ------------------------------------------------------ what it is told

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scheduler_random import Ask, Drive, FakeDevice, Launched, Workload, workloads
+from test_scheduler_random import (
+    FAMILIES,
+    Ask,
+    Drive,
+    FakeDevice,
+    Launched,
+    Workload,
+    alone,
+    workloads,
+)
 
 from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
 from nanoserve.sequence import Sequence, Step
@@ -109,6 +118,34 @@ def run_with_states(*asks: Ask, num_snapshots: int, seen: Counter | None = None,
 
 
 # ------------------------------------------------------------------ the stories
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_goes_on_from_its_last_boundary(depth):
+    """12 tokens and a bit: the second and third ask begin at 12, whatever came between."""
+    prompt, filler = FAMILIES[0][:14], [10] * 9
+    seen = run_with_states(Ask(prompt, 3), Ask(filler, 3, arrival=9), Ask(prompt, 3, arrival=18),
+                           Ask(prompt, 5, arrival=27), num_snapshots=6, num_blocks=20,
+                           block_size=4, depth=depth)
+    assert (seen["hit"], seen["tokens"]) == (2, 24)
+
+
+def test_a_prefix_that_two_share_is_found_by_the_third():
+    """The second finds blocks of 8 tokens and no state there, so its chunk ends there."""
+    shared = FAMILIES[0][:8]
+    asks = [Ask(shared + [2 + i] * 7, 2, arrival=9 * i, ignore_eos=True) for i in range(3)]
+    seen = run_with_states(*asks, num_snapshots=6, num_blocks=20, block_size=4)
+    assert (seen["hit"], seen["tokens"]) == (1, 8)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_that_come_to_one_boundary_leave_one_snapshot(depth):
+    """One decodes up to it, the other has it in its prompt."""
+    first = Ask(FAMILIES[0][:7], 12, ignore_eos=True)
+    text, _, _ = alone(first, 0, None)
+    for arrival in range(1, 9):
+        run_with_states(first, Ask(first.prompt + text[:7], 3, arrival=arrival), num_snapshots=3,
+                        num_blocks=20, block_size=4, depth=depth)
 
 
 # ---------------------------------------------------------- states, at random
