@@ -22,7 +22,6 @@ has it, where a fix is made as many times as there are files.
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
-import sys
 from typing import Protocol
 
 import torch
@@ -53,7 +52,7 @@ class Network(Protocol):
 class Decoder(nn.Module):
     """The whole network: token ids to hidden states, and hidden states to logits."""
 
-    most_rows = sys.maxsize
+    most_rows = 2 ** 31
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()

@@ -40,19 +40,12 @@ Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most
 
 
 class States(Protocol):
-    """What some layers keep for a sequence beside KV, at `Sequence.row`: extras/recurrent.py."""
+    """What layers keep for a sequence beside KV, at `Sequence.row`: see extras/recurrent.py."""
 
-    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]:
-        """The first of these cached blocks, as far as there is a state behind them."""
-
-    def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
-        """Where a chunk of a prompt ends that might go up to `end`."""
-
-    def committed(self, step: Step, seq: Sequence) -> None:
-        """The full blocks are in the cache that a finished step has computed for `seq`."""
-
-    def dropped(self, step: Step) -> None:
-        """The step was lost; those who were in it start anew."""
+    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]: ...  # the first
+    def chunk(self, seq: Sequence, start: int, num_new: int) -> int: ...  # how much of it, at most
+    def committed(self, step: Step, seq: Sequence) -> None: ...  # its full blocks are in the cache
+    def dropped(self, step: Step) -> None: ...  # it was lost, and who was in it starts anew
 
 
 class Scheduler:
@@ -175,8 +168,8 @@ class Scheduler:
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
-            if num_new > 1:
-                num_new = self._cut(seq, done, num_new)
+            if num_new > 1 and self.states is not None:
+                num_new = self.states.chunk(seq, done, num_new)
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
@@ -196,16 +189,12 @@ class Scheduler:
             if num_left > budget and not (budget and self.enable_chunked_prefill):
                 step.stopped = seq, "budget", 0
                 break
-            num_new = self._cut(seq, done, min(num_left, budget))
+            num_new = min(num_left, budget)
+            if self.states is not None:
+                num_new = self.states.chunk(seq, done, num_new)
             self._add_row(step, seq, done, num_new)
             budget -= num_new
         return budget
-
-    def _cut(self, seq: Sequence, start: int, num_new: int) -> int:
-        """How much of a chunk is computed where a state is wanted at its end."""
-        if self.states is None or not self.enable_chunked_prefill:
-            return num_new
-        return self.states.chunk_end(seq, start, start + num_new) - start
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
@@ -260,7 +249,8 @@ class Scheduler:
             if num_new < num_left and (sitting_out or not self.enable_chunked_prefill):
                 step.stopped = seq, "tokens", num_left
                 break
-            num_new = self._cut(seq, num_cached, num_new)
+            if self.states is not None:
+                num_new = self.states.chunk(seq, num_cached, num_new)
             # There must be room for all its tokens, not only for this chunk: otherwise prompts that
             # start together would preempt each other, which wastes more than some idle blocks.
             num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
@@ -395,15 +385,14 @@ class Scheduler:
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again,
         and written to the same slots. A state would hold them twice: its sequence starts anew."""
-        lost = {seq for step in self.in_flight for seq in step.num_new_tokens}
-        for seq in lost:
-            seq.num_inflight_tokens = seq.num_unknown_tokens = 0
-        if self.states is not None:
-            for step in self.in_flight:
+        for step in self.in_flight:
+            for seq in step.num_new_tokens:
+                seq.num_inflight_tokens = seq.num_unknown_tokens = 0
+                if self.states is not None and seq.row >= 0:
+                    self.running.remove(seq)
+                    self._start_anew(seq)
+            if self.states is not None:
                 self.states.dropped(step)
-            for seq in [seq for seq in self.running if seq in lost]:
-                self.running.remove(seq)
-                self._start_anew(seq)
         self.in_flight.clear()
 
     def _retire(self, seq: Sequence) -> None:

@@ -75,18 +75,18 @@ class Snapshots(Observer):
             self.branch[seq] = len(hits) * self.blocks.block_size
         return hits[:count]
 
-    def chunk_end(self, seq: Sequence, start: int, end: int) -> int:
-        """Where a chunk ends that might go up to `end`: at a boundary that gets a snapshot. With
+    def chunk(self, seq: Sequence, start: int, num_new: int) -> int:
+        """How many of `num_new` tokens to compute: up to a boundary that gets a snapshot. With
         blocks of 16, a prompt of 40 tokens is computed up to 32, and then to its end. One of 32
         stops at 16, because a hit leaves a token to compute."""
-        size, count = self.blocks.block_size, len(seq.token_ids)
-        if not self.num_snapshots:
-            return end
+        size, end = self.blocks.block_size, start + num_new
+        if not self.num_snapshots or not self.scheduler.enable_chunked_prefill:
+            return num_new
         for boundary in (self.branch.get(seq, 0), self.last_boundary(seq)):
             if start < boundary < end:
-                return boundary
-        whole = end // size * size
-        return whole if start < whole and end < count else end
+                return boundary - start
+        whole = end // size * size - start
+        return whole if 0 < whole and end < len(seq.token_ids) else num_new
 
     def last_boundary(self, seq: Sequence) -> int:
         return (len(seq.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size

@@ -25,7 +25,6 @@ once; blocks behind a window are kept. Not known here: requests, the queue. Road
 taken: files of models in here, as in larger engines; `model.py` is for those who want to read one.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,7 +50,7 @@ from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.frontend.metrics import say
 from nanoserve.layers import Linear, Placement
-from nanoserve.model import KVCache, Pair
+from nanoserve.model import Decoder, KVCache, Pair
 from nanoserve.parallel.ranks import Span
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
@@ -263,7 +262,7 @@ class TransformersModel(nn.Module):
     """
 
     looks_ahead = False
-    most_rows = sys.maxsize
+    most_rows = Decoder.most_rows
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
                  first_position: int = 0, left_out: int = 0,
