@@ -32,11 +32,18 @@ HELD = ("items", "prefixItems", "additionalItems", "additionalProperties", "cont
 EITHER = ("anyOf", "oneOf")
 SPEAKS = {"properties", "patternProperties", "required", "additionalProperties"}  # of keys
 MOST_KEYS = 100_000  # that are listed for all lids: a schema that needs more stays open
+MOST_PATTERNS = 16  # for one value: each takes the compiler twice as long, and 20 take a second
 
 
 def tidy(schema: object, closes: bool, is_dead: Callable[[list[str], list[str]], bool]) -> object:
     """The schema as it is compiled; it is changed in place. closes: whether objects are closed.
-    is_dead: whether patterns have no key of their own, given an object's keys and its patterns."""
+    is_dead: whether patterns have no key of their own, given an object's keys and its patterns.
+    Raises `ValueError` for more patterns of one value than can be compiled in time."""
+    if isinstance(schema, dict):
+        finder = Closer(schema)
+        if (most := max(map(finder.num_patterns, _everything(schema)))) > MOST_PATTERNS:
+            raise ValueError(f"allOf puts {most} patterns together, and {MOST_PATTERNS} are the "
+                             "most: write them as one pattern")
     if closes and isinstance(schema, dict):
         schema = Closer(schema).close_all()
     for one in list(_everything(schema)):
@@ -57,6 +64,7 @@ class Closer:
         self.root, self.original = root, deepcopy(root)
         self.places = [root]  # schemas that describe a value by themselves
         self.twins: dict[str, str] = {}  # references to definitions, and to what takes their place
+        self.patterns: dict[str, int] = {}  # of definitions, by reference
         self.num_keys = 0
 
     def close_all(self) -> dict:
@@ -72,6 +80,19 @@ class Closer:
         except OverflowError:
             return self.original
         return self.root
+
+    def num_patterns(self, schema: dict) -> int:
+        """How many patterns a value must match, those of definitions included."""
+        return sum(("pattern" in part) + self._num_referred(part.get("$ref"))
+                   for part in _parts(schema))
+
+    def _num_referred(self, ref: object) -> int:
+        if (found := self._find(ref)) is None:
+            return 0
+        if ref not in self.patterns:
+            self.patterns[ref] = 0  # until it is known: a definition may refer to itself
+            self.patterns[ref] = self.num_patterns(found)
+        return self.patterns[ref]
 
     def _count(self, number: int) -> None:  # which ends what a client could make long
         self.num_keys += number
