@@ -52,11 +52,9 @@ class Network(Protocol):
 class Decoder(nn.Module):
     """The whole network: token ids to hidden states, and hidden states to logits."""
 
-    most_rows = 2 ** 31
-
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
         super().__init__()
-        self.config, self.ranks, self.left_out = config, on.ranks, 0
+        self.config, self.ranks, self.left_out, self.most_rows = config, on.ranks, 0, 2 ** 31
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
         self.kv_shapes = [(kv_heads.size, config.head_dim)] * config.num_hidden_layers
         vocabulary = on.ranks.share(config.vocab_size)

@@ -87,9 +87,8 @@ class RankParts:
 class ModelRunner:
     """Weights, KV cache and buffers of one rank, on its device.
 
-    config: resolved, device and dtype included; the runner's own may have a lower max_num_seqs,
-    what its network has states for. folder: the checkpoint's. graph_class: records
-    decode steps; on a CPU, tests pass a stand-in.
+    config: resolved, device and dtype included; max_num_seqs may be lowered. folder: the
+    checkpoint's. graph_class: records decode steps; on a CPU, tests pass a stand-in.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,

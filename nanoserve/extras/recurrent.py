@@ -32,7 +32,7 @@ from torch import nn
 
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
-from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, zeros
+from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
 from nanoserve.extras.transformers_model import Pages, Probe, TransformersModel
@@ -177,7 +177,8 @@ class RecurrentModel(TransformersModel):
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
         self.most_rows, self.num_snapshots = share_memory(
             config, self.state_bytes, self.token_bytes, free_memory(config, self.on.device))
-        self.states = self.make_states(self.most_rows + 1 + self.num_snapshots)
+        with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
+            self.states = self.make_states(self.most_rows + 1 + self.num_snapshots)
 
     @property
     def token_bytes(self) -> int:
@@ -185,7 +186,9 @@ class RecurrentModel(TransformersModel):
         return sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
 
     def make_states(self, count: int) -> dict[Key, torch.Tensor]:
-        return {key: zeros(count, *state.shape[1:], dtype=state.dtype, device=self.on.device)
+        """`count` of them, zeroed. Written here, so that they no longer count as free memory."""
+        return {key: torch.empty(count, *state.shape[1:], dtype=state.dtype,
+                                 device=self.on.device).zero_()
                 for key, state in self.shapes.items()}
 
     def expect(self, copies: Copies) -> None:

@@ -50,7 +50,7 @@ from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.frontend.metrics import say
 from nanoserve.layers import Linear, Placement
-from nanoserve.model import Decoder, KVCache, Pair
+from nanoserve.model import KVCache, Pair
 from nanoserve.parallel.ranks import Span
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
@@ -262,7 +262,7 @@ class TransformersModel(nn.Module):
     """
 
     looks_ahead = False
-    most_rows = Decoder.most_rows
+    most_rows = 2 ** 31
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
                  first_position: int = 0, left_out: int = 0,
