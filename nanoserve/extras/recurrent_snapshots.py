@@ -181,7 +181,7 @@ class Snapshots(Observer):
 
     def read_metrics(self, labels: dict[str, str]) -> list[Metric]:
         """num_tokens: that came from snapshots, also where a preempted sequence began anew."""
-        name = "nanoserve:state_snapshot_{}".format
+        name = "vllm:state_snapshot_{}".format
         return [Counter(name("tokens"), labels, self.num_tokens),
                 Counter(name("saved"), labels, self.num_saved),
                 Counter(name("evicted"), labels, self.num_evicted),

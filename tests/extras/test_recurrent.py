@@ -95,8 +95,8 @@ def test_greedy_text_equals_transformers(made, few_prompts, texts_of, name, caps
             assert_texts(llm, few_prompts, texts_of(name), f"{name}, busy {attempt}")
         numbers = {one.name: getattr(one, "value", None) for one in llm.get_metrics()}
     assert numbers["vllm:num_preemptions"] > 0
-    assert numbers["nanoserve:state_snapshot_saved"] > numbers["nanoserve:state_snapshot_evicted"]
-    assert numbers["nanoserve:state_snapshot_tokens"] > 0
+    assert numbers["vllm:state_snapshot_saved"] > numbers["vllm:state_snapshot_evicted"]
+    assert numbers["vllm:state_snapshot_tokens"] > 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])
