@@ -52,7 +52,7 @@ class Turns:
                         if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
 
     def reader(self, body: ChatBody, prompt: str | None) -> Reader | None:
-        """None: nothing in an answer's text is anything but an answer."""
+        """None: the whole text is the answer, without calls and thoughts."""
         schemas = body.schemas()
         is_free = not {"regex", "choice", "grammar"} & (body.structured_outputs or {}).keys()
         if not schemas and not (self.form.thought and is_free):
@@ -80,7 +80,7 @@ class Turns:
         try:
             text = grammar.text(start, needed, start.one, answer)
         except (AttributeError, KeyError, RecursionError, TypeError, re.error) as error:
-            raise BadRequest(f"tools: one of their schemas is none: {error!s:.200}",
+            raise BadRequest(f"tools: one of the schemas is no JSON schema: {error!s:.200}",
                              "tools") from error
         return replace(params, structured_outputs=dict(grammar=text))
 
@@ -175,8 +175,8 @@ class ToolGrammar:
             "x-guidance": ONE_LINE | {"lenient": self.is_lenient}})
 
     def _object(self, schema: dict, root: dict, first: str, then: str) -> str:
-        """Keys and values between markers, in the schema's order. Of its rules one is for where no
-        key has been written yet, and one for where some have."""
+        """Keys and values between markers, in the schema's order. For what may follow there are two
+        rules: `none`, where no key has been written yet, and `some`."""
         keys, needed = schema.get("properties") or {}, schema.get("required") or ()
         none = some = self._add("end", '""')
         order = sorted(keys, key=str.lower) if self.form.is_sorted else list(keys)

@@ -59,7 +59,7 @@ class Call:
 
 @dataclass
 class Piece:
-    """What is new in a text, by its kind."""
+    """What is new in a text: of its thought, of its answer, and the calls that are now whole."""
 
     thought: str = ""
     said: str = ""
@@ -88,9 +88,9 @@ class Format:
     text: tuple[str, str] = ("", "")  # ... around a text, and ...
     value: tuple[str, str] = ("", "")  # ... around any other value
     is_marked: bool = False  # nested texts are between markers, too, and keys are bare
-    is_sorted: bool = False  # keys come in their alphabet's order
+    is_sorted: bool = False  # keys come in alphabetical order
     is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
-    why: str = ""  # there are no calls
+    why: str = ""  # the reason, if there are no calls
     template: dict | None = None  # the tokenizer's `response_template`, which is read with then
 
     def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False) -> "Reader":
@@ -137,7 +137,7 @@ def derive(render: Callable[..., str], end_texts: list[str],
 
 
 class Probe:
-    """Renders made-up turns, and looks what the template puts around their parts."""
+    """Renders made-up turns, and looks at what the template puts around their parts."""
 
     def __init__(self, render: Callable[..., str], end_texts: list[str]):
         self.render, self.end_texts = render, end_texts
@@ -291,8 +291,8 @@ JSON = json.JSONDecoder(parse_constant=_no_number)
 class Reader:
     """Follows one text: `feed` it as it comes.
 
-    schemas: of each tool's arguments, by name. prompt: in front of it. one:
-    further calls are passed over.
+    schemas: of each tool's arguments, by name. prompt: what stands in front of the text. one: calls
+    behind the first are passed over.
     """
 
     def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False):
@@ -451,7 +451,7 @@ class Reader:
 
 
 class TemplateReader(Reader):
-    """Reads with transformers' parser, which a `response_template` describes a format to."""
+    """Reads with transformers' parser, to which a `response_template` describes the format."""
 
     def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False):
         super().__init__(form, schemas, prompt, one)
@@ -482,7 +482,7 @@ class TemplateReader(Reader):
 
 
 def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
-    """The types that a schema allows; none: any, or who knows."""
+    """The types that a schema allows. Empty: any type, or the schema doesn't say."""
     schema = resolve(schema, root) if depth else {}
     if "type" in schema:
         given = schema["type"]
@@ -496,7 +496,7 @@ def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:
 
 
 def resolve(schema: Any, root: dict) -> dict:
-    """What a reference leads to; a schema that is none is as it is."""
+    """The schema that a reference leads to; one without a reference is returned as it is."""
     for _ in range(8):
         if not isinstance(schema, dict):
             return {}
@@ -509,8 +509,9 @@ def resolve(schema: Any, root: dict) -> dict:
 
 
 def _clear(text: str, marks: list[str], holds_space: bool) -> int:
-    """How much of the text is none of a marker's beginning, nor white space that may be in front of
-    one. Example: with "</think>" of "so </th" 2 characters are clear."""
+    """How many characters can be shown: behind them a marker may have begun, or the white space in
+    front of one. With the marker "</think>", of "so </th" 3 characters are clear, and 2 of them if
+    white space is held back."""
     longest = max(map(len, marks), default=1) - 1
     at = next((at for at in range(max(0, len(text) - longest), len(text)) if any(
         mark.startswith(text[at:]) for mark in marks)), len(text))

@@ -5,7 +5,7 @@
     Messages (Anthropic's, Claude Code) ─┘                 └─ a message of blocks     , its events
 
 A body becomes a `ChatBody`, a chat's answer becomes the answer, and its pieces become events. So
-both have all that a chat has, and nothing of their own. An answer is a list of parts: thoughts,
+both can do what a chat can, and nothing more. An answer is a list of parts: thoughts,
 texts and calls, in the order in which the model wrote them. A stream tells of each part that it
 begins, how it grows, and that it has ended.
 
@@ -116,7 +116,7 @@ class Language(Body):
 
 
 def join(messages: list[dict], turn: dict) -> None:
-    """Parts of one turn come as several items."""
+    """Append a turn. Several items of an assistant in a row are one turn, and are put together."""
     if messages and turn["role"] == "assistant" == messages[-1]["role"]:
         for key in turn.keys() - {"role"}:
             messages[-1][key] = messages[-1].get(key, type(turn[key])()) + turn[key]
@@ -125,12 +125,14 @@ def join(messages: list[dict], turn: dict) -> None:
 
 
 def texts(content: Any) -> Any:
-    """Content as a chat has it: parts, of which those that are no text are refused later."""
+    """Content as a chat has it: a list of parts. Parts that are no text are refused later."""
+    if content is None:
+        return []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     return [part | {"type": OURS.get(part.get("type"), part.get("type"))}
             if isinstance(part, dict) else part
-            for part in (content if isinstance(content, (list, type(None))) else [content]) or ()]
+            for part in (content if isinstance(content, list) else [content])]
 
 
 def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
