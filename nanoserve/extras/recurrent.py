@@ -51,7 +51,7 @@ LEAST_SNAPSHOTS = 4  # of a small cache
 
 @dataclass
 class Rows:
-    """In the place of transformers' cache. Attention's keys are handed back: it has `Pages`.
+    """In the place of transformers' cache. Attention has `Pages`; `update` hands its keys back.
 
     states: of all rows, (num_states, ...) each; rows: (b,) whose turn it is, a step's single tokens
     first. While a mixer runs, `states` are those of these rows alone, (b, ...).
@@ -98,7 +98,7 @@ class Rows:
         return query_length, 0
 
 
-class Recorder(Rows):
+class Finder(Rows):
     """Notes which module touches which state, and its shape. A mixer that finds none begins anew
     and hands over what it would keep."""
 
@@ -231,15 +231,15 @@ class RecurrentModel(TransformersModel):
         ids = (torch.arange(2 * count, device=self.on.device) * 7 + 1) % self.config.vocab_size
         texts = [(one, torch.arange(len(one), device=ids.device)) for one in ids.split(count)]
         dense = [self.at_once(*text) for text in texts]
-        recorder = Recorder(self.layers)
+        finder = Finder(self.layers)
         try:
-            self.at_once(*texts[0], cache=recorder)
+            self.at_once(*texts[0], cache=finder)
         finally:
-            recorder.close()
-        if not recorder.states:
+            finder.close()
+        if not finder.states:
             raise ValueError("its layers keep a state somewhere else than in transformers' cache")
-        self.shapes = recorder.states
-        for module, keys in recorder.keys.items():
+        self.shapes = finder.states
+        for module, keys in finder.keys.items():
             module.forward = partial(by_rows, module.forward, keys)
         for text, expected in zip(texts, dense, strict=True):
             if not self.are_close([expected], [self.in_chunks(*text, *texts[0])]):
@@ -258,10 +258,10 @@ class RecurrentModel(TransformersModel):
         chunks = zip(ids.split(CHUNKS), positions.split(CHUNKS), strict=True)
         for i, (chunk, at) in enumerate(chunks):
             wanted = 1 + torch.arange(len(chunk), device=ids.device)
-            ids, cache = torch.cat((others[i:i + 1], chunk)), Rows(
-                states, rows, [1, len(chunk)], 1 + (len(chunk) == 1))
-            out.append(self.run(ids, torch.cat((places[i:i + 1], at)), wanted, Probe(), cache,
-                                attention_mask=mask_for(ids)))
+            both = torch.cat((others[i:i + 1], chunk))
+            cache = Rows(states, rows, [1, len(chunk)], 1 + (len(chunk) == 1))
+            out.append(self.run(both, torch.cat((places[i:i + 1], at)), wanted, Probe(), cache,
+                                attention_mask=mask_for(both)))
         return torch.cat(out)
 
 

@@ -18,7 +18,7 @@ compiler doesn't know. A definition may be an object by itself, too: as a part i
     {"properties": {"a": A}, "$ref": its twin, "allOf": [
         {"properties": {"a": {}, "b": {}}, "additionalProperties": false}]}                  the lid
 
-Of alternatives each gets its own lid, unless they stand behind a reference.
+Each alternative gets a lid of its own, unless the alternatives stand behind a reference.
 """
 
 import re
@@ -94,7 +94,8 @@ class Closer:
             self.patterns[ref] = self.num_patterns(found)
         return self.patterns[ref]
 
-    def _count(self, number: int) -> None:  # which ends what a client could make long
+    def _count(self, number: int) -> None:
+        """Raises `OverflowError` above the limit: a client's schema must not take for ever."""
         self.num_keys += number
         if self.num_keys > MOST_KEYS:
             raise OverflowError
@@ -176,8 +177,8 @@ class Closer:
 
 
 def _named(schema: dict, key: str) -> dict:
-    """The schemas that a keyword gives by name. What is no schema is none here: the compiler will
-    say so."""
+    """The schemas that a keyword gives by name. Where its value is no object there are none here,
+    and the compiler will raise an error."""
     return found if isinstance(found := schema.get(key), dict) else {}
 
 
