@@ -16,8 +16,9 @@ from nanoserve.frontend.metrics import percentile
 from nanoserve.tools.recorder import rows
 
 VARIANTS: dict[str, dict] = {  # what the second simulation gets
-    "no-chunks": dict(enable_chunked_prefill=False), "no-prefix-cache": dict(
-        enable_prefix_caching=False), "static": dict(static=True),
+    "no-chunks": dict(enable_chunked_prefill=False),
+    "no-prefix-cache": dict(enable_prefix_caching=False),
+    "static": dict(static=True),
     **{policy: dict(policy=policy) for policy in POLICIES}}
 
 
@@ -42,11 +43,12 @@ def tell_apart(one: dict, other: dict) -> str:
 
 
 def figures(stream: dict) -> dict[str, float]:
+    """What is compared, by the name that a reader sees."""
     requests, frames, waited = stream["requests"], stream["frames"], {}
     steps = [(frame, found) for frame, found in zip(frames, rows(frames), strict=True) if found]
     for frame, found in steps:
         for request, *_, samples in found:
-            if samples:  # the first time; in ms
+            if samples:  # its first token; in ms
                 waited.setdefault(
                     request, (frame["t"] + frame["d"] - requests[request][2]) / 1e3)
     ordered = sorted(waited.values()) or [0.0]

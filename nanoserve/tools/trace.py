@@ -182,7 +182,7 @@ class Simulation:
 
     def stream(self) -> dict:
         """Runs to the end; what was recorded, with each arrival at its own time."""
-        trace = self.record("compared.html")  # which nobody writes
+        trace = self.record("compared.html")  # never closed, so this file is never written
         self.finish()
         stream = trace.stream()
         for request, stats in zip(stream["requests"], self.stats, strict=True):
