@@ -66,7 +66,7 @@ class Extra(Protocol):
 
     def attach(self, engine: "LLMEngine") -> None:
         """The engine is there: join `engine.observers`, `checks`, `before_launch`, `when_idle`, or
-        the scheduler's `proposers` and `gave_up`, or be its `Store`."""
+        the scheduler's `proposers` and `gave_up`, or be its `Store` or `States`."""
 
     def metrics(self) -> list[Metric]:
         """For `LLM.get_metrics`."""
@@ -182,8 +182,8 @@ class LLMEngine:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 alone = self.runner.ranks.size == 1
                 with self.turns.interruptible() if alone else nullcontext():
-                    for fill in self.before_launch:
-                        fill(step)
+                    for call in self.before_launch:
+                        call(step)
                     step.output = self.runner.launch(step)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
@@ -251,7 +251,7 @@ class LLMEngine:
             raise errors[0]
 
     def _tell_ended(self, sequences: list[Sequence]) -> None:
-        """Last: no output waits for what is done then."""
+        """Called behind all outputs, so that none waits for what observers do then."""
         for observer in self.observers:
             observer.ended(sequences)
         for work in self.when_idle if not self.scheduler.has_unfinished() else ():
