@@ -149,11 +149,12 @@ def step_seconds(work: Work, config: ModelConfig, machine: Machine,
     hidden, logits = config.hidden_size, config.vocab_size * work.num_rows
     read, used = matrix_parameters(config, n)
     query_width = config.num_attention_heads * config.head_dim
+    kv_width = 2 * config.num_key_value_heads * config.head_dim  # of a layer: a key and a value
     return dict(
         linear=max(itemsize * read / bandwidth, 2 * used * n / rate),
         head=0.0 if work.num_rows == 0 else 4 * logits / bandwidth + max(
             itemsize * config.vocab_size * hidden / bandwidth, 2 * logits * hidden / rate),
-        attention=max(work.num_keys * config.kv_width * itemsize / bandwidth,
+        attention=max(work.num_keys * kv_width * itemsize / bandwidth,
                       4 * query_width * work.num_pairs / rate),
         other=8 * itemsize * n * hidden * config.num_hidden_layers / bandwidth)
 

@@ -192,11 +192,6 @@ class ModelConfig:
                                            "ForConditionalGeneration"))
 
     @property
-    def kv_width(self) -> int:
-        """Numbers one token keeps in one layer's KV cache: a key and a value per KV head."""
-        return 2 * self.num_key_value_heads * self.head_dim
-
-    @property
     def window(self) -> int | None:
         """The largest window of all layers; None if some layer reads all keys."""
         reaches = [window for window in self.windows if window is not None]
