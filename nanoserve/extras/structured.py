@@ -23,8 +23,9 @@ Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request'
 hold, unless they leave nothing that the grammar allows. `max_tokens`, stop strings and stop tokens
 may cut a text anywhere; `finish_reason` and `stop_reason` say which did.
 
-Not known here: logits, blocks, steps. Known limit: a model that thinks before it answers
-(`<think>`) must follow the grammar from its first token, and so doesn't think.
+Not known here: logits, blocks, steps. Known limit: a text follows the grammar from its first token,
+so a model thinks before it answers (`<think>`) only where the grammar has a place for the thought:
+those of the server have one (server/tool_grammar.py).
 """
 
 import json
