@@ -12,12 +12,12 @@ A snapshot is found with its entry and forgotten with it, so it inherits the pro
 is the same one (block_manager.py). **A hit without a snapshot is no hit**: it ends at the last
 entry that has one.
 
-What to keep decides everything. A snapshot at every boundary would evict all others before they are
-found. So there are the last boundary of each prompt, where the same prompt begins again; one that
-moves on with each running sequence, and stays when it ends, because a chat's next turn begins
-there; and the boundary up to which a prompt found blocks without a state, since others may share
-that much (Pan et al. 2024, "Marconi"). Of these, what an ended sequence has passed goes first, then
-the least recently used.
+Snapshots at every boundary would evict each other before they are found. So a snapshot is taken at
+the last boundary of each prompt, where the same prompt begins again; at the newest boundary of each
+running sequence, in the place of its last one, because a chat's next turn begins where the sequence
+ends; and at the boundary up to which a prompt found blocks without a state, since others may share
+that much (Pan et al. 2024, "Marconi"). Those that an ended sequence has passed are evicted first,
+then the least recently used.
 
 Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
 only one of these; its name is in the cache. A state is copied before its step's forward or behind
