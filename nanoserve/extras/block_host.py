@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
 
 LEAST_BYTES = 2 ** 29  # of host memory that only serves a folder
@@ -47,7 +48,7 @@ class HostMemory:
     ranks share.
     """
 
-    def __init__(self, runner: Any, num_bytes: int, has_folder: bool):
+    def __init__(self, runner: ModelRunner, num_bytes: int, has_folder: bool):
         caches = [cache for pair in runner.kv_cache for cache in pair]
         self.ranks = runner.ranks
         self.shapes = [[*cache.shape[1:], str(cache.dtype)] for cache in caches]

@@ -44,7 +44,9 @@ from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
 from nanoserve.extras.block_host import HostBlocks, HostMemory
 from nanoserve.extras.block_prefetch import Prefetcher
 from nanoserve.frontend.metrics import Counter, Metric, Observer, say
+from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
 TILE = 16  # tokens that the compiled twin keeps together: smaller blocks have no bytes of their own
@@ -116,7 +118,7 @@ class BlockStore(Extra, Observer):
         engine.observers.append(self)
         engine.when_idle.append(self.save_rest)
 
-    def open(self, host: HostMemory, scheduler: Any, base: bytes = b"",
+    def open(self, host: HostMemory, scheduler: Scheduler, base: bytes = b"",
              folder: Folder | None = None) -> None:
         """host: rank 0's. base: the digest that all others begin with. folder: None for no files;
         then only blocks that the cache evicts are saved."""
@@ -341,7 +343,8 @@ class BlockStore(Extra, Observer):
 
     # ------------------------------------------------------------- an observer
 
-    def added(self, sequences: list[Sequence], stats: Any, prompt: str | None) -> None:
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
         """Begin to read what a queued request will look for."""
         if self.prefetcher is None:
             return

@@ -32,7 +32,6 @@ from collections import OrderedDict
 from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +42,7 @@ from nanoserve.checkpoint.loader import translated
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
 from nanoserve.layers import Linear, beside
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
@@ -143,7 +143,7 @@ class Adapters:
     Only rank 0 is asked by requests; the others get each one's weights from it.
     """
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: ModelRunner):
         config, model, device = runner.config, runner.model, runner.device
         self.max_loras, self.max_rank = config.max_loras, config.max_lora_rank
         self.num_columns = self.max_loras * self.max_rank
