@@ -1,9 +1,11 @@
 """Checkpoints that our decoder doesn't know: which of transformers' networks runs one.
 
     config.json ──► a class of transformers' ──┬─► causal, and generates: transformers_model.py
+                                               ├─► causal, some layers with a state: recurrent.py
                                                └─► an encoder, which pools: encoder.py
 
-An encoder builds on the causal network's file, and neither file knows that there is a choice.
+The last two build on the causal network's file. Whether some layers keep a state is read here, and
+`llm` then adds recurrent.py.
 
 Invariant: what can't be served is refused with the reason, before weights are read. Not known here:
 layers, attention. Road not taken: code that comes with a model (`trust_remote_code`), which is

@@ -16,13 +16,14 @@ names its arguments and raises on any other (a trial that swallowed gpt-oss's at
 wrong text in silence). A `Probe` at load runs a few tokens twice, in two orders. It shows that
 attention is called once in each layer; that its mask is causal, or a sliding window, which is read
 from the mask and not from config.json; and that tokens depend on each other through attention only,
-by their positions, without a convolution or a state that rows in one batch would share.
+by their positions, without a convolution or a state that rows in one batch would share. (In
+recurrent.py, which builds on this file, each row has a state of its own.)
 
 Matrices are multiplied by layers of ours (`Packed`), so that small weights are known here, too.
 
 Known limits: one rank, no CUDA graphs; logits of all positions that were asked for are made at
-once; blocks behind a window are kept. Not known here: requests, the queue. Road not
-taken: files of models in here, as in larger engines; `model.py` is for those who want to read one.
+once; blocks behind a window are kept. Not known here: requests, the queue. Road not taken: files of
+models in here, as in larger engines; `model.py` is for those who want to read one.
 """
 
 from collections import Counter
@@ -38,9 +39,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import (
-    translated,
-)
+from nanoserve.checkpoint.loader import translated
 from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
