@@ -73,6 +73,7 @@ class BlockManager:
         # Called with each entry that is about to be evicted, and with each new one.
         self.on_evict: list[Callable[[CacheEntry], None]] = []
         self.on_commit: list[Callable[[CacheEntry], None]] = []
+        # Cuts hits where something else than KV is missing: see `scheduler.States`.
         self.usable: Callable[[Sequence, list[CacheEntry]], list[CacheEntry]] | None = None
 
     @property

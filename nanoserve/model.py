@@ -31,7 +31,7 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.layers import Experts, Linear, Placement, RMSNorm, RotaryEmbedding
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, cos and sin, a stream's two terms
 KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
 
 
@@ -41,7 +41,7 @@ class Network(Protocol):
     config: ModelConfig
     kv_shapes: list[tuple[int, int]]  # (heads, head_dim) of each layer's keys
     left_out: int  # bytes of a wrapping's towers, which were passed over
-    most_rows: int  # sequences at the same time: of each it may keep a state
+    most_rows: int  # sequences whose states it can keep; 2 ** 31 where it keeps none
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                  batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor: ...

@@ -167,8 +167,7 @@ class ModelRunner:
         self.allocate_kv_cache(num_blocks, max_model_len)
         if self.wants_graphs:
             self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
-        if self.parts.make_copier is not None:
-            self.copier = self.parts.make_copier(self)
+        self.copier = self.parts.make_copier and self.parts.make_copier(self)
 
     @property
     def wants_graphs(self) -> bool:

@@ -42,10 +42,12 @@ Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most
 class States(Protocol):
     """What layers keep for a sequence beside KV, at `Sequence.row`: see extras/recurrent.py."""
 
-    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]: ...  # the first
-    def chunk(self, seq: Sequence, start: int, num_new: int) -> int: ...  # how much of it, at most
-    def committed(self, step: Step, seq: Sequence) -> None: ...  # its full blocks are in the cache
-    def dropped(self, step: Step) -> None: ...  # it was lost, and who was in it starts anew
+    # The hits, as far as there is a state to go on from; a shorter chunk, where a state is to be
+    # saved at its end; a finished step has put these blocks into the cache; a step was lost.
+    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]: ...
+    def chunk(self, seq: Sequence, start: int, num_new: int) -> int: ...
+    def committed(self, step: Step, seq: Sequence) -> None: ...
+    def dropped(self, step: Step) -> None: ...
 
 
 class Scheduler:

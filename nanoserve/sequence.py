@@ -31,6 +31,8 @@ The glossary. These words mean one thing each, everywhere:
     depth                how many steps stay in flight while the next is scheduled: 1 with overlap
     pack                 lay a weight out as a device multiplies with it: `ops.pack`
     pool                 make one result of a prompt's hidden states: extras/pooling.py
+    state                what a recurrent layer keeps of all tokens so far: extras/recurrent.py
+    snapshot             a copy of a state behind a cached block
     adapter              a change of the weights for some requests: extras/lora.py
     host block           a place in host memory for one block's KV: extras/block_host.py
 
