@@ -291,12 +291,13 @@ class Recurrent(Extra):
         return replace(plan, parts=replace(plan.parts, make_network=make))
 
     def attach(self, engine: LLMEngine) -> None:
-        model = engine.runner.model
+        runner, model = engine.runner, engine.runner.model
         self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots)
         engine.scheduler.use_states(self.snapshots)
         engine.observers.append(self.snapshots)
-        engine.before_launch.append(lambda step: model.expect(self.snapshots.plan(step)))
+        # By way of the runner, which lets go of the model at its end.
+        engine.before_launch.append(lambda step: runner.model.expect(self.snapshots.plan(step)))
         say(f"recurrent states: {size_of(model.state_bytes)} a sequence, "
             f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
             f"{size_of(model.state_bytes * (model.most_rows + model.num_snapshots))}; their layers "

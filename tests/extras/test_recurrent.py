@@ -6,6 +6,7 @@ have the time (docs/hybrids.md has its table); here is one that has everything a
 
 import random
 import re
+import weakref
 
 import pytest
 import torch
@@ -191,6 +192,16 @@ def test_fewer_sequences_run_where_their_states_need_the_memory(made, monkeypatc
     monkeypatch.setattr(recurrent, "free_memory", lambda *_: 3 * size)
     with pytest.raises(ValueError, match="no room for one sequence's recurrent state of .* MB"):
         start(made["qwen3.5"])
+
+
+def test_an_engine_that_ends_gives_back_weights_and_states(made):
+    llm = start(made["lfm2"])
+    llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    model = llm.runner.model
+    held = [weakref.ref(one) for one in (model, *model.states.values(), *model.parameters())]
+    del model
+    llm.shutdown()  # and the object stays
+    assert not any(one() is not None for one in held)
 
 
 @pytest.mark.parametrize("options, words", [
