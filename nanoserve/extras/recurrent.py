@@ -23,6 +23,7 @@ transformers' mixers, in plain torch. Not known here: blocks, requests. Road not
 our own for each kind of layer, which is what makes larger engines fast, and large.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -240,7 +241,9 @@ class RecurrentModel(TransformersModel):
             raise ValueError("its layers keep a state somewhere else than in transformers' cache")
         self.shapes = finder.states
         for module, keys in finder.keys.items():
-            module.forward = partial(by_rows, module.forward, keys)
+            # Weak: a module that holds itself would keep its weights after the engine's end.
+            own = partial(type(module).forward, weakref.proxy(module))
+            module.forward = partial(by_rows, own, keys)
         for text, expected in zip(texts, dense, strict=True):
             if not self.are_close([expected], [self.in_chunks(*text, *texts[0])]):
                 raise ValueError("its layers do not go on from a state that is handed to them")
