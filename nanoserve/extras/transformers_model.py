@@ -58,6 +58,7 @@ STATES = ("linear_attention", "hybrid", "mamba", "recurrent", "conv")
 STRANGE = {"attend within chunks": ("chunked_attention",),
            "attend to a few keys that they choose (sparse attention)": (
                "indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")}
+UNATTENDED = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")  # configs of states alone
 MASK_LENGTH = 4096  # a mask that is causal up to here is taken to be causal
 
 
@@ -406,6 +407,8 @@ def strange_layers(hf_config: transformers.PreTrainedConfig) -> str:
     """What is in the place of attention, in words; "" if nothing is. The probe finds it as well,
     once weights are read, and only sees that something is not as usual."""
     kinds = getattr(hf_config, "layer_types", None) or []
+    if hf_config.model_type in UNATTENDED:
+        return "its layers keep a recurrent state and none attends; such networks are not served"
     for words, names in STRANGE.items():
         if count := sum(kind in names for kind in kinds):
             which = "its layers" if count == len(kinds) else f"{count} of its {len(kinds)} layers"

@@ -213,8 +213,8 @@ REFUSED = {
     "FalconForCausalLM": (lambda: transformers.FalconConfig(
         **STATELESS, num_attention_heads=4, alibi=True), "attention by itself"),
     "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS),
-                         "its config has no num_attention_heads"),
-    "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "has no num_attention_h"),
+                         "its layers keep a recurrent state and none attends"),
+    "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "state and none attends"),
     "GPTNeoForCausalLM": (lambda: transformers.GPTNeoConfig(
         vocab_size=260, hidden_size=32, num_layers=2, num_heads=4,
         attention_types=[[["global", "local"], 1]]), "by itself"),
