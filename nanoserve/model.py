@@ -69,6 +69,12 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else on.linear(
             config.hidden_size, {"lm_head": vocabulary}, False, on)
 
+    def take_head(self, name: str, head: nn.Module | None) -> None:
+        """Another head, by its name in the checkpoint, or none, in the place of the LM head. Nor is
+        a tied embedding one then."""
+        self.lm_head, self.embed_tokens.tied = None, False
+        setattr(self, name, head)
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) -> (num_tokens, hidden_size)"""
         hidden = self.embed_tokens(ids)

@@ -185,10 +185,8 @@ class Pooler:
     def replace_head(self, model: Decoder, on: Placement) -> None:
         """Put the head in the LM head's place, before weights are loaded. Every rank has the whole
         head: it's small, and only rank 0 uses it."""
-        model.lm_head = None
-        model.embed_tokens.tied = False  # nor is the embedding one, where the two are tied
         if self.kind == "embed":
-            return
+            return model.take_head("lm_head", None)
         on, stream = replace(on, dtype=torch.float32), model.config.hidden_size
         if self.token_ids:
             self.head = TokenRows(self.token_ids, self.subtract, model.embed_tokens, self.tied, on)
@@ -197,7 +195,7 @@ class Pooler:
                                       Linear(stream, {"2": self.num_labels}, True, on))
         else:
             self.head = Linear(stream, {"score": self.num_labels}, False, on)
-        setattr(model, "lm_head" if self.token_ids and not self.tied else "score", self.head)
+        model.take_head("lm_head" if self.token_ids and not self.tied else "score", self.head)
 
     def pool(self, hidden: torch.Tensor, num_samples: int) -> "PooledStep":
         """In the sampler's place. hidden: (samples + prompt positions, hidden_size)."""
