@@ -263,15 +263,18 @@ void product(const T *x, const uint8_t *weight, const float *weight_scales, long
     const long tile_size = units * tiling.rows, scales_size = blocks * tiling.rows;
     int32_t *packed = scratch<int32_t>(0, tiling.tiles * tile_size);
     float *scales = scratch<float>(1, tiling.tiles * scales_size);
-    share_out(tiling.tiles * tiling.rows, rows > 32, [&](long row) {  // few: quicker than asking
-        const long t = row / tiling.rows, r = row % tiling.rows;
-        int32_t *its_units = packed + t * tile_size + r;
-        if (row < rows)
-            round_row(x + row * inputs, inputs, tiling.rows, its_units,
-                      scales + t * scales_size + r);
-        // Behind the last input, up to a whole group; and rows that fill the last tile.
-        for (long u = row < rows ? ceil_div(inputs, 2) : 0; u < units; u++)
-            its_units[u * tiling.rows] = 0;
+    // By tiles: two threads that write to the rows of one would wait for each other's cache lines.
+    share_out(tiling.tiles, rows > 32, [&](long t) {  // few rows: quicker than asking
+        for (long r = 0; r < tiling.rows; r++) {
+            const long row = t * tiling.rows + r;
+            int32_t *its_units = packed + t * tile_size + r;
+            if (row < rows)
+                round_row(x + row * inputs, inputs, tiling.rows, its_units,
+                          scales + t * scales_size + r);
+            // Behind the last input, up to a whole group; and rows that fill the last tile.
+            for (long u = row < rows ? ceil_div(inputs, 2) : 0; u < units; u++)
+                its_units[u * tiling.rows] = 0;
+        }
     });
     const bool is_worth_it = rows * inputs * outputs > 65536;
     share_product(tiling.tiles, tiling.rows, panels, is_worth_it, [&](
