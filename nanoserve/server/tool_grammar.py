@@ -26,7 +26,8 @@ from typing import Any
 from nanoserve.config import SamplingParams
 from nanoserve.llm import EXTRAS, LLM
 from nanoserve.server.protocol import BadRequest, ChatBody
-from nanoserve.server.tools import NAME, Format, Reader, derive, kinds_of, resolve
+from nanoserve.server.tool_format import derive
+from nanoserve.server.tools import NAME, Format, Reader, kinds_of, resolve
 
 TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoserve.frontend.messages import render_messages
-from nanoserve.server.tools import Call, Piece, Reader, derive
+from nanoserve.server.tool_format import derive
+from nanoserve.server.tools import Call, Piece, Reader
 
 ASKED = [{"role": "user", "content": "What now?"}]
 TYPES = {"string": st.text(max_size=12) | st.sampled_from(
