@@ -18,6 +18,16 @@ needs_time = pytest.mark.skipif(importlib.util.find_spec("peft") is None or "CI"
                                 reason="long: it is run with the extra 'test-full', outside CI")
 
 
+def before_and_after(task: Task, folder: Path) -> tuple[str, str]:
+    """The task's file as it is, and as the task leaves it in `folder`."""
+    place = folder / task.file
+    place.parent.mkdir(parents=True)
+    before = (ROOT / task.file).read_text(encoding="utf-8")
+    place.write_text(before, encoding="utf-8")
+    task.apply(folder)
+    return before, place.read_text(encoding="utf-8")
+
+
 @contextmanager
 def applied(task: Task, copy: Path):
     try:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from pages import ROOT
+from scratch_copies import before_and_after
 
 from course import __main__ as course
 from course.scratch import find, tasks
@@ -18,13 +19,7 @@ EXERCISES = tasks("exercise")
 def test_the_bodies_of_an_exercise_are_there_and_go(number, tmp_path):
     """By name: code may move within a file. Signatures and docstrings stay, all else, too."""
     task = EXERCISES[number]
-    place = tmp_path / task.file
-    place.parent.mkdir(parents=True)
-    before = (ROOT / task.file).read_text(encoding="utf-8")
-    place.write_text(before, encoding="utf-8")
-    task.apply(tmp_path)
-    after = place.read_text(encoding="utf-8")
-    trees = ast.parse(before), ast.parse(after)
+    trees = tuple(map(ast.parse, before_and_after(task, tmp_path)))
     assert task.names and len(task.folded) == 3
     for name in task.names:
         whole, taken = (find(tree, name) for tree in trees)

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 from pages import ROOT
+from scratch_copies import before_and_after
 
 from course import __main__ as course
 from course.scratch import tasks
@@ -20,12 +21,8 @@ def test_there_are_enough_and_they_are_numbered():
 def test_a_bug_can_be_planted_and_its_test_is_there(number, tmp_path):
     """Where code has moved, the page must follow: its lines stand in its function, once."""
     bug = BUGS[number]
-    place = tmp_path / bug.file
-    place.parent.mkdir(parents=True)
-    before = (ROOT / bug.file).read_text(encoding="utf-8")
-    place.write_text(before, encoding="utf-8")
-    bug.apply(tmp_path)
-    assert ast.dump(ast.parse(place.read_text(encoding="utf-8"))) != ast.dump(ast.parse(before))
+    before, after = map(ast.parse, before_and_after(bug, tmp_path))
+    assert ast.dump(before) != ast.dump(after)
     [[file, name]] = [test.split("::") for test in bug.checks]
     assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
