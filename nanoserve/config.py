@@ -62,6 +62,8 @@ POOLER = rules.of_annexe("extras/pooling.py")
 GRAMMAR = rules.of_annexe("extras/structured.py")
 PENALTY, FACTOR = number(-2, 2), number(*REPETITION_PENALTIES)
 OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
+FUNCTIONS = rules.list_of(Rule("a function", lambda function: rules.only_if(
+    callable(function), function)), "a list of functions f(token_ids, logits) -> logits")
 BIASES = rules.numbers_by_id(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS,
                              "allowed_token_ids and bad_words rule tokens in or out")
 
@@ -149,8 +151,8 @@ class SamplingParams:
     Raises `ValueError` naming the field and its value for whatever can't be honoured. What only the
     model knows (its vocabulary, its tokenizer) is checked when the request is made.
 
-    logits ─ allowed tokens, bad words, ─ penalties ─ temperature ─ min_p ─ top_k ─ top_p ─ draw
-             min_tokens, logit_bias
+    logits ─ processors ─ allowed tokens, bad words, ─ penalties ─ temperature ─ filters ─ draw
+                          min_tokens, logit_bias                     min_p, top_k, top_p
     """
 
     n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
@@ -176,6 +178,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = control(None, BIASES)  # added to the logits
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
+    logits_processors: list | None = control(None, FUNCTIONS, offline=True)  # called before these
     structured_outputs: object = control(None, GRAMMAR)  # extras.structured's, or a dict
 
     def __post_init__(self):

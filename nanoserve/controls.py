@@ -12,10 +12,12 @@ where it is negative; frequency and presence are OpenAI's, and look at the outpu
 
 All of them are lists of (row, token) pairs, so that the batch is edited in one go, and the cost of
 a row grows with the tokens it names, not with the vocabulary. A grammar allows too many tokens for
-that: it is a mask of one bit a token, which covers the row's other constraints, too.
+that: it is a mask of one bit a token, which covers the row's other constraints, too. Functions of
+the request's own (`logits_processors`) come first, and get one row at a time.
 
 Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. When
-a request is made, `frontend/inputs.py` checks that some token stays possible in every row.
+a request is made, `frontend/inputs.py` checks that some token stays possible in every row. What a
+function of the request's own returns is not looked at.
 
 The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
 that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not
@@ -27,7 +29,7 @@ Not known here: temperature, filters, the draw.
 from array import array
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +41,8 @@ from nanoserve.sequence import Sequence
 # What `RowState` and `banned_ids` apply. A field that config.py makes with `control`, and that no
 # code applies, would be ignored in silence: with such a one no engine starts.
 APPLIED = {"presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-           "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"}
+           "logit_bias", "allowed_token_ids", "bad_words", "logits_processors",
+           "structured_outputs"}
 if set(CONTROLS) != APPLIED:
     raise NotImplementedError(f"controls without code: {sorted(set(CONTROLS) ^ APPLIED)}")
 
@@ -52,6 +55,8 @@ class Edits:
     """
 
     rows: torch.Tensor  # (r,) which of the batch's rows
+    # Which of the r rows, its request's functions, and the output that they get.
+    processors: list[tuple[int, list[Callable], list[int]]] = field(default_factory=list)
     closed: torch.Tensor | None = None  # (c,) rows that allow only the tokens in `open`
     open: torch.Tensor | None = None  # (2, o) these tokens
     biased: torch.Tensor | None = None  # (2, b)
@@ -64,6 +69,9 @@ class Edits:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Edit the logits of `rows`, in place. logits: (r, vocab_size) float32."""
+        for row, functions, token_ids in self.processors:
+            for function in functions:
+                logits[row] = processed(function, token_ids, logits[row])
         if self.closed is not None:
             rows, ids = self.open
             kept = logits[rows, ids]
@@ -86,6 +94,16 @@ class Edits:
             values = values - frequency * self.counts - presence * (self.counts > 0)
             logits[rows, ids] = values
         return logits
+
+
+def processed(function: Callable, token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """What a request's function makes of a row's logits, which it may also change in place. Raises
+    `ValueError` if it forgot to return them."""
+    result = function(token_ids, logits)
+    if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
+        raise ValueError(f"logits_processors: {function!r:.80} must return logits, a tensor of "
+                         f"{len(logits)} numbers, got {result!r:.80}")
+    return result
 
 
 class RowState:
@@ -163,13 +181,15 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
     it, which count as output for this row. put: makes a tensor on the device."""
     edited, open_ids, biased, banned, masks, seen = [], {}, {}, {}, {}, {}
     states: list[RowState] = []
+    processors: list[tuple[int, list[Callable], list[int]]] = []
     for i, seq, drafts in rows:
         assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
         state = seq.sampler_state = seq.sampler_state or RowState(seq)
         bans, r, constraint = banned_ids(seq, drafts), len(edited), constraints.get(seq)
+        functions = seq.request.params.logits_processors
         if not (bans or len(state.open_ids) or len(state.biases) or state.has_penalties
-                or constraint is not None):
+                or functions or constraint is not None):
             continue  # logprobs only, or min_tokens that have been reached
         if state.has_penalties:
             seq.sampler_state = None  # after Ctrl-C during the count, the next step makes a new one
@@ -178,6 +198,8 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
             state = state.with_drafts(drafts)
         edited.append(i)
         states.append(state)
+        if functions:
+            processors.append((r, functions, [*seq.output_token_ids, *drafts]))
         if len(state.biases):
             biased[r] = state.biased_ids
         if state.has_penalties:
@@ -192,7 +214,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
     if not edited:
         return None
 
-    edits = Edits(put(edited, torch.int64))
+    edits = Edits(put(edited, torch.int64), processors)
     if open_ids:
         edits.closed = put(list(open_ids), torch.int64)
         edits.open = put(_pairs(open_ids), torch.int64)

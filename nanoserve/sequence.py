@@ -82,8 +82,8 @@ class CoreRequest:
         """Whether the next draw must know the values of all output tokens before."""
         params = self.params
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        return params.structured_outputs is not None or penalties != (1, 0, 0) or any(
-            len(word) > 1 for word in self.bad_word_ids)
+        return bool(params.structured_outputs is not None or params.logits_processors) or (
+            penalties != (1, 0, 0) or any(len(word) > 1 for word in self.bad_word_ids))
 
     @cached_property
     def has_controls(self) -> bool:

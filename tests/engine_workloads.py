@@ -38,10 +38,18 @@ ENGINES = [
 SHARED = [len(ENGINES)]  # on two ranks: one engine for all workloads
 ENGINES.append(ENGINES[1] | dict(tensor_parallel_size=2))
 PLAIN = dict(num_gpu_blocks_override=64, enable_prefix_caching=False)  # one request at a time
+
+
+def depends_on_all_before(token_ids, logits):
+    """A request's own function: another shift for another output, be it the order alone."""
+    return logits.roll(sum(i * token for i, token in enumerate(token_ids, 1)) % 7)
+
+
 # No min_tokens: a request that is cut short would be another request.
 CONTROLS = [dict(), dict(), dict(repetition_penalty=1.5), dict(frequency_penalty=1.0),
             dict(presence_penalty=-1.0, logit_bias={7: 4.0, 9: -3.0}), dict(bad_words=["a", "bc"]),
-            dict(allowed_token_ids=list(range(30)) + [200, 201], presence_penalty=2.0)]
+            dict(allowed_token_ids=list(range(30)) + [200, 201], presence_penalty=2.0),
+            dict(logits_processors=[depends_on_all_before], presence_penalty=1.0)]
 engines: dict[tuple[Path, int | str], LLM] = {}
 
 

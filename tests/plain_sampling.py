@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import numpy as np
+import torch
 
 from nanoserve import SamplingParams
 
@@ -55,6 +56,8 @@ def plain_edits(logits: np.ndarray, params: SamplingParams, prompt: list[int], o
                 late: list[int] = (), bad_words: list[list[int]] = ()) -> np.ndarray:
     """One row, one rule and one token after the other. logits: (vocab_size,) float32."""
     one = np.float32
+    for function in params.logits_processors or ():
+        logits = function(output, torch.tensor(logits)).numpy()
     row = [one(x) for x in logits]
     for token in range(len(row)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:

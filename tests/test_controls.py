@@ -31,6 +31,16 @@ VOCAB_SIZE = 24
 tokens = st.integers(0, VOCAB_SIZE - 1)
 
 
+def by_count(token_ids, logits):
+    """A request's own function, which makes a new row."""
+    return logits * 2 + len(token_ids)
+
+
+def in_place(token_ids, logits):
+    logits[sum(token_ids) % VOCAB_SIZE] += 3
+    return logits
+
+
 @st.composite
 def rows(draw) -> tuple[Sequence, list[int], list[int]]:
     """A sequence in the middle of its life; about a third of the rows use each control."""
@@ -44,6 +54,7 @@ def rows(draw) -> tuple[Sequence, list[int], list[int]]:
         temperature=draw(st.sampled_from([0, 0, 0.7, 1.5])), top_k=draw(st.sampled_from([0, 5])),
         min_tokens=maybe(st.integers(1, 8), 0), max_tokens=99,
         logprobs=maybe(st.integers(0, 5), None),
+        logits_processors=maybe(st.sampled_from([[by_count], [in_place, by_count]]), None),
         logit_bias=maybe(st.dictionaries(tokens, st.floats(-100, 100, width=32), max_size=4), None),
         allowed_token_ids=maybe(st.lists(tokens, min_size=1, max_size=6), None))
     late, words = [], []
@@ -146,6 +157,17 @@ def test_rows_without_controls_get_no_edits():
     seqs[1].token_ids.pop()  # one more to come
     edits = sampling_inputs(seqs).edits
     assert (edits.rows.tolist(), edits.banned.tolist()) == ([1], [[0], [3]])
+
+
+@pytest.mark.parametrize("returned", [None, 5.0, torch.zeros(VOCAB_SIZE - 1), [0.0] * VOCAB_SIZE])
+def test_a_function_that_does_not_return_logits_is_named(returned):
+    def forgetful(token_ids, logits):
+        return returned
+
+    params = SamplingParams(temperature=0, logits_processors=[forgetful])
+    seq = sequence("1", [1], params, num_unknown_tokens=1)
+    with pytest.raises(ValueError, match="logits_processors: <function .* of 24 numbers, got"):
+        sampled(torch.zeros(1, VOCAB_SIZE), [seq])
 
 
 def test_a_control_that_nobody_applies_is_an_error():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import EOS, NEAR_TIE, Reference, assert_same_text, byte_tokenizer
+from engine_workloads import depends_on_all_before
 from helpers import watch_steps
 from plain_sampling import plain_edits
 
@@ -84,6 +85,7 @@ def cases(naive) -> list[tuple[SamplingParams, list[int], list[float]]]:
         greedy(bad_words=said),
         greedy(bad_words=[TOKENIZER.decode(in_letters[:3]), "abc"], allowed_token_ids=LETTERS),
         greedy(logit_bias={EOS: 100}, min_tokens=7),
+        greedy(logits_processors=[depends_on_all_before], presence_penalty=1.0),
     ]
     made = [(params, *naive.text(PROMPT, params)) for params in asked]
     texts = {tuple(text) for _, text, _ in made}
@@ -265,6 +267,19 @@ def test_bad_words_need_a_tokenizer(qwen3):
     with pytest.raises(ValueError, match=r"bad_words=\['word'\].*needs a tokenizer"):
         llm.generate([PROMPT], greedy(bad_words=["word"]), use_tqdm=False)
     assert run(llm, greedy(bad_words=[])).token_ids
+
+
+def test_an_error_in_a_requests_own_function_leaves_the_engine_usable(llm):
+    """It comes out of `generate`, whose requests are aborted. Another one's text is what it was."""
+    expected, answers = run(llm, greedy()).token_ids, iter([True, True, False])
+
+    def fails_later(token_ids, logits):
+        return logits if next(answers) else 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([PROMPT] * 2, [greedy(), greedy(logits_processors=[fails_later])],
+                     use_tqdm=False)
+    assert not llm.requests and run(llm, greedy()).token_ids == expected
 
 
 def test_a_repetition_penalty_that_the_model_recommends(qwen3, tmp_path, naive):

@@ -22,7 +22,7 @@ DEFAULTS = dict(
     max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True,
     skip_special_tokens=True, include_stop_str_in_output=False,
     output_kind=RequestOutputKind.CUMULATIVE, logit_bias=None, allowed_token_ids=None,
-    bad_words=None, structured_outputs=None)
+    bad_words=None, logits_processors=None, structured_outputs=None)
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -73,6 +73,8 @@ OUT_OF_RANGE = [
     (dict(allowed_token_ids=[1, -1]), "allowed_token_ids"),
     (dict(allowed_token_ids=["1"]), "allowed_token_ids"),
     (dict(allowed_token_ids=[True]), "allowed_token_ids"),
+    (dict(logits_processors=["f"]), "logits_processors"),
+    (dict(logits_processors=max), "logits_processors"),
     (dict(logprobs=True), "logprobs"), (dict(logprobs=1.5), "logprobs"),
     (dict(output_kind="DELTA"), "output_kind"),
 ]
@@ -116,6 +118,7 @@ def test_keys_of_json_are_token_ids():
     (dict(logprobs=0), 0, [], False, True, 0),
     (dict(logit_bias={3: 1}), 0, [], False, True, 0),
     (dict(allowed_token_ids=[3]), 0, [], False, True, 0),
+    (dict(logits_processors=[max]), 0, [], True, True, 0),
     (dict(bad_words=["a"]), 0, [[3], [4]], False, True, 0),
     (dict(bad_words=["a"]), 0, [[3], [4, 5]], True, True, 0),
     (dict(prompt_logprobs=0), 0, [], False, False, 3),  # what follows token 3 is not the prompt's

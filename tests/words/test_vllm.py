@@ -57,7 +57,8 @@ def test_words_that_are_taken(given, same):
     dict(cpu_offload_gb=10), dict(tokenizer_mode="mistral"), dict(kv_cache_dtype="fp8"),
     dict(mm_processor_kwargs={"size": 1}), dict(max_logprobs=20), dict(use_tqdm_on_load=False),
     dict(compilation_config=3), dict(task="embed"), dict(pipeline_parallel_size=True),
-    dict(attention_backend=["x"]), dict(worker_cls=object)], ids=str)
+    dict(attention_backend=["x"]), dict(worker_cls=object),
+    dict(logits_processors=["a.Class"])], ids=str)
 def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_round(given):
     [(word, value)] = given.items()
     with pytest.raises(ValueError) as error:
@@ -68,7 +69,7 @@ def test_an_option_that_is_missing_here_is_refused_with_its_value_and_a_way_roun
 
 @pytest.mark.parametrize("given", [
     dict(guided_decoding={"regex": "a"}), dict(best_of=3),
-    dict(logits_processors=[len]), dict(use_beam_search=True), dict(truncate_prompt_tokens=5),
+    dict(extra_args={"a": 1}), dict(use_beam_search=True), dict(truncate_prompt_tokens=5),
     dict(spaces_between_special_tokens=False), dict(length_penalty=0.0)], ids=str)
 def test_a_field_of_sampling_params_is_refused_as_well(given):
     [word] = given
