@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -158,8 +159,8 @@ def _end(rank: int, reason: str) -> None:
 def _join_torchrun(size: int, device: str) -> Ranks:
     world = int(os.environ["WORLD_SIZE"])
     if size != world:
-        raise ValueError(f"tensor_parallel_size={size}, but torchrun started {world} ranks: make "
-                         "the two equal")
+        raise ValueError(f"tensor_parallel_size times pipeline_parallel_size is {size}, but "
+                         f"torchrun started {world} ranks: make the two equal")
     store, rank, _ = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
     store = dist.PrefixStore("nanoserve", store)
     if store.add(f"engines/{rank}", 1) > 1:
@@ -182,13 +183,8 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
     rank listens; left to gloo (the host's name, or GLOO_SOCKET_IFNAME) between machines."""
     ranks.watch = Watch(ranks, store.clone(), children)
     ranks.watch.wait_for_all()
-    host_store = dist.PrefixStore("host", store)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = FOR_EVER
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address) if address
-                        else dist.ProcessGroupGloo.create_default_device()]
-    ranks.control = dist.ProcessGroupGloo(host_store, ranks.rank, ranks.size, options)
-    ranks.group = ranks.control
+    ranks.make_group = partial(_make_group, store, address)
+    ranks.control = ranks.group = ranks.make_group("host", ranks.rank, ranks.size)
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
         ranks.group = dist.ProcessGroupNCCL(dist.PrefixStore("device", store), ranks.rank,
@@ -197,6 +193,15 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
         ranks.watch.start()
     ranks.watch.store_server = store  # rank 0's own serves the others for as long as it is kept
     return ranks
+
+
+def _make_group(store: dist.Store, address: str | None, name: str, rank: int,
+                size: int) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = FOR_EVER
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address) if address
+                        else dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
 
 
 # ----------------------------------------------------------- living and dying

@@ -26,6 +26,7 @@ steps. Road not taken: torch's DTensor, which shares tensors out by itself and h
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -103,9 +104,11 @@ class Ranks:
         self.local_size = size
         self.control = None  # gloo, between the hosts: the steps' messages
         self.group = None  # between the devices: gloo again, or NCCL
+        self.make_group: Callable | None = None  # of some ranks: its name, this one's number, size
         self.watch = None  # processes.Watch
         self.process = os.getpid()  # a forked process has a copy of this object, and must not close
         self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
+        self.sent: tuple | None = None  # what is on its way to another rank, see `send`
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
@@ -130,6 +133,14 @@ class Ranks:
         heads = Span(first + group * copy // copies, first + group * (copy + 1) // copies,
                      num_heads)
         return heads, Span(kv_head, kv_head + 1, num_kv_heads)
+
+    def part(self, name: str, members: range) -> "Ranks":
+        """Some of the ranks, this one among them, as a group with shares and collectives of its
+        own. All of them call it. Whether a rank lives stays the business of this object."""
+        part = Ranks(members.index(self.rank), len(members))
+        if part.size > 1:
+            part.control = part.group = self.make_group(name, part.rank, part.size)
+        return part
 
     # ------------------------------------------------------------ collectives
 
@@ -164,6 +175,21 @@ class Ranks:
         """The same between the hosts: idle ranks wait here, which keeps no GPU busy."""
         if self.size > 1:
             self._run(self.control.broadcast, [x], _from_rank_0())
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Post numbers to one other rank, and go on. What was posted before has arrived by then."""
+        self.wait_for_sent()
+        self.sent = x, self.control.send([x], to, 0)  # x is kept until it has arrived
+
+    def wait_for_sent(self) -> None:
+        if self.sent is not None:
+            self._run(lambda: self.sent[1])
+            self.sent = None
+
+    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Wait for what another rank has posted, which is as long as `x`; returns `x`, filled."""
+        self._run(self.control.recv, [x], source, 0)
+        return x
 
     def agree(self, *numbers: int) -> tuple[int, ...]:
         """Rank 0's numbers, on all ranks; what the others give doesn't matter."""

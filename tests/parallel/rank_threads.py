@@ -15,8 +15,12 @@ def thread_ranks(size: int) -> list[Ranks]:
     """Ranks with real groups between them, one for each of as many threads."""
     store, ranks = dist.HashStore(), [Ranks(rank, size) for rank in range(size)]
 
+    def make_group(name: str, rank: int, size: int) -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, FOR_EVER)
+
     def connect(one: Ranks) -> None:
-        one.control = one.group = dist.ProcessGroupGloo(store, one.rank, size, FOR_EVER)
+        one.make_group = make_group
+        one.control = one.group = make_group("host", one.rank, size)
         one.watch = SimpleNamespace(stopped=threading.Event(), close=lambda: None,
                                     give_up=lambda: None, find_the_dead=lambda: None)
     in_threads(ranks, connect)
