@@ -50,21 +50,27 @@ class Network(Protocol):
 
 
 class Decoder(nn.Module):
-    """The whole network: token ids to hidden states, and hidden states to logits."""
+    """The whole network: token ids to hidden states, and hidden states to logits. here: the layers
+    that are built, all of them if left out; the others are elsewhere (extras/layer_plan.py)."""
 
-    def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False):
+    def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False,
+                 here: range | None = None):
         super().__init__()
+        everything = range(config.num_hidden_layers)
+        self.here = everything if here is None else here
+        self.elsewhere = tuple(f"layers.{i}." for i in everything if i not in self.here)
         self.config, self.ranks, self.left_out, self.most_rows = config, on.ranks, 0, 2 ** 31
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
-        self.kv_shapes = [(kv_heads.size, config.head_dim)] * config.num_hidden_layers
+        self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)
         vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
                                          tied=config.tie_word_embeddings)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
         self.rotary_local = None if config.rope_local is None else RotaryEmbedding(
             config.head_dim, config.rope_local, on.device)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, on, expert_parallel)
-                                    for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, on, expert_parallel) if i in self.here else nn.Identity()
+            for i in everything)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on, config.norm_offset)
         self.lm_head = None if config.tie_word_embeddings else on.linear(
             config.hidden_size, {"lm_head": vocabulary}, False, on)
@@ -88,16 +94,22 @@ class Decoder(nn.Module):
         states are needed, None for all. The others still write their keys and values in the last
         layer, but skip its output projection and MLP. Returns (k or num_tokens, hidden_size).
         """
-        hidden, residual = self.embed(input_ids), None  # the residual stream is their sum
+        stream = self.through(self.embed(input_ids), positions, kv_cache, batch, wanted)
+        return self.norm.add(*stream)[0]
+
+    def through(self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor | None) -> Pair:
+        """The layers that are here. Returns the residual stream as two terms."""
+        residual: torch.Tensor | None = None  # the stream is the sum of the two
         cos_sin = local_cos_sin = self.rotary(positions)
         if self.rotary_local is not None:
             local_cos_sin = self.rotary_local(positions)
-        for i, layer in enumerate(self.layers):
+        for kv, i in zip(kv_cache, self.here, strict=False):
             angles = cos_sin if self.config.windows[i] is None else local_cos_sin
             is_last = i == len(self.layers) - 1
-            hidden, residual = layer(hidden, residual, angles, kv_cache[i], batch,
-                                     wanted if is_last else None)
-        return self.norm.add(hidden, residual)[0]
+            hidden, residual = self.layers[i](hidden, residual, angles, kv, batch,
+                                              wanted if is_last else None)
+        return hidden, residual
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only

@@ -77,7 +77,8 @@ class RankParts:
     """What annexes give the runner of each rank; `engine.Extra.prepare` adds to it."""
 
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
-    make_network: Callable[[Placement], Network] | None = None  # in place of `Decoder`
+    decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
+    make_network: Callable[[Placement], Network] | None = None  # in place of `decoder`
     pooler: Pooler | None = None
     make_adapters: Callable[["ModelRunner"], Adapters] | None = None  # when weights are loaded
     make_copier: Callable[["ModelRunner"], BlockCopier] | None = None  # when the cache is there
@@ -120,7 +121,7 @@ class ModelRunner:
     def _load(self, model_config: ModelConfig, folder: Path,
               pooler: Pooler | None = None) -> Decoder:
         """This rank's share of a network."""
-        model = Decoder(model_config, self.placement, self.config.expert_parallel)
+        model = self.parts.decoder(model_config, self.placement, self.config.expert_parallel)
         if pooler is not None:
             pooler.replace_head(model, self.placement)
         if self.config.load_format == "dummy":
@@ -128,8 +129,8 @@ class ModelRunner:
         else:
             model.left_out = load_weights(
                 model, model_config, folder, self.ranks.rank == 0,
-                pooler.unused if pooler is not None else (), self.config.load_format,
-                self.placement.assemble)
+                model.elsewhere + (pooler.unused if pooler is not None else ()),
+                self.config.load_format, self.placement.assemble)
         return model
 
     # ---------------------------------------------------------------- memory
