@@ -58,6 +58,8 @@ CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 TRACE = rules.new_file("a file in a folder that exists, ending in .html (a page to look at) or "
                        ".json (for Perfetto)", ".html", ".json")
+LAYERS = rules.instance((dict, list), "how many layers each rank has, as [12, 16], or those that "
+                        "stay on disk, as {'disk': 8}")
 POOLER = rules.of_annexe("extras/pooling.py")
 GRAMMAR = rules.of_annexe("extras/structured.py")
 PENALTY, FACTOR = number(-2, 2), number(*REPETITION_PENALTIES)
@@ -88,6 +90,8 @@ class EngineConfig:
     model_impl: str = option("auto", MODEL_IMPL)  # whose network; "auto": ours if we have it
     quantization: str | None = option(None, QUANTIZATION)  # of weights: see extras/quantization.py
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
+    pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks: layer_plan.py
+    layer_plan: dict | list | None = option(None, LAYERS)  # where layers are: extras/layer_plan.py
     expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
     seed: int = option(0, rules.WHOLE)
     max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens
@@ -126,6 +130,10 @@ class EngineConfig:
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
                              f"{num_seqs}: raise the first or lower the second")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_drafts(self) -> int:

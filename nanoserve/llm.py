@@ -73,7 +73,7 @@ class LLM(LLMEngine):
             plan = extra.prepare(plan)
         config = plan.config
         make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
-        ranks = start_ranks(config.tensor_parallel_size, config.device,
+        ranks = start_ranks(config.num_ranks, config.device,
                             "nanoserve.parallel.serving:serve_rank", make_runner)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
@@ -277,6 +277,9 @@ def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra
     elif (EXTRAS / "structured.py").exists():
         from nanoserve.extras.structured import StructuredOutput
         extras.append(StructuredOutput())
+    if config.pipeline_parallel_size > 1 or config.layer_plan is not None:
+        from nanoserve.extras.layer_plan import LayerPlan
+        extras.append(LayerPlan())
     if config.speculative_config is not None:
         from nanoserve.extras.speculative import Speculation
         extras.append(Speculation())

@@ -46,7 +46,7 @@ class Row(NamedTuple):
     ours: str = ""  # our name for it
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether leaving the name out would mean the same. Example: pipeline_parallel_size=1."""
+        """Whether leaving the name out would mean the same. Example: data_parallel_size=1."""
         if value is None or not self.remedy:
             return True
         if self.nothing:  # True == 1, and means something else
@@ -81,10 +81,9 @@ TABLE = (
     Row("LLM", "seed enable_prefix_caching enable_chunked_prefill", nothing=(None,)),
     Row("LLM", "disable_log_stats disable_log_requests disable_custom_all_reduce "
         "disable_cascade_attn max_cpu_loras"),
-    Row("LLM", "pipeline_parallel_size", "use tensor_parallel_size, which shares out every layer",
-        (1,)),
     Row("LLM", "data_parallel_size", "all ranks serve one copy of the model with "
-        "tensor_parallel_size; for several copies start several processes", (1,)),
+        "tensor_parallel_size or pipeline_parallel_size; for several start several processes",
+        (1,)),
     Row("LLM", "distributed_executor_backend", "ranks are processes of this machine, or torchrun's:"
         " leave it out, or start the script with torchrun", ("mp",)),
     Row("LLM", "compilation_config cudagraph_capture_sizes max_seq_len_to_capture", "there is no "

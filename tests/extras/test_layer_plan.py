@@ -1,0 +1,125 @@
+"""Stages: whole layers on several ranks give, to the last bit, what one rank gives.
+
+The oracle is the engine on one rank, whose own oracle is transformers. The ranks are threads;
+tests/parallel/test_layer_plan_processes.py has processes.
+"""
+
+import json
+
+import pytest
+import torch
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.extras.layer_plan import Stage, share_out
+
+SMALL = dict(num_gpu_blocks_override=64, dtype="float32", device="cpu")
+PARAMS = [SamplingParams(temperature=0, max_tokens=14, logprobs=3),
+          SamplingParams(seed=3, n=2, top_p=0.9, repetition_penalty=1.3, max_tokens=12),
+          SamplingParams(temperature=0, max_tokens=10, prompt_logprobs=2, bad_words=["e"]),
+          SamplingParams(temperature=0, max_tokens=20, structured_outputs={"regex": "[a-f]{9}"})]
+
+
+def numbers(entries) -> list | None:
+    """Logprobs as plain numbers, to be compared bit by bit."""
+    return entries and [one and [(i, it.logprob, it.rank) for i, it in one.items()]
+                        for one in entries]
+
+
+def texts(llm: LLM, prompts: list) -> list:
+    asked = [(prompt, params) for prompt in prompts for params in PARAMS]
+    outputs = llm.generate([prompt for prompt, _ in asked], [one for _, one in asked],
+                           use_tqdm=False)
+    assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
+    return [(numbers(output.prompt_logprobs), one.token_ids, one.text, numbers(one.logprobs))
+            for output in outputs for one in output.outputs]
+
+
+def both(folder, prompts: list, options: dict, stages: dict) -> tuple[list, list]:
+    """On one rank (of each stage), and in stages. Twice: the second time from the prefix cache."""
+    results = []
+    for more in ({}, stages):
+        with LLM(folder, **SMALL | options, **more) as llm:
+            results.append([texts(llm, prompts), texts(llm, prompts)])
+    return results
+
+
+@pytest.mark.parametrize("name, options, stages", [
+    ("qwen3", {}, dict(pipeline_parallel_size=2)),
+    ("qwen3", dict(dtype="bfloat16"), dict(layer_plan=[1, 1, 1])),
+    ("qwen3-tied", dict(kernels="torch"), dict(layer_plan=[2, 1])),
+    ("gemma3", dict(max_num_batched_tokens=11, max_num_seqs=6), dict(layer_plan=[1, 2])),
+    ("mixtral", dict(dtype="bfloat16", max_num_batched_tokens=40), dict(layer_plan=[1, 1, 1])),
+    ("llama-bias", dict(num_gpu_blocks_override=12, max_model_len=190, max_num_seqs=20),
+     dict(pipeline_parallel_size=3)),
+    ("qwen2", dict(quantization="int8"), dict(pipeline_parallel_size=2)),
+    ("llama3.1", dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
+     dict(layer_plan=[2, 1])),
+    ("gemma2", dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)),
+], ids=lambda it: it if isinstance(it, str) else json.dumps(it))
+def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoints, prompts,
+                                                 ranks_in_threads):
+    """Tokens and logprobs: plain, drawn, scored, penalised and by a grammar; in chunks, from the
+    prefix cache, and with so few blocks that sequences are preempted."""
+    one, several = both(checkpoints[name], prompts[2:5], options, stages)
+    assert one == several
+
+
+def test_a_rank_has_its_layers_and_no_others(checkpoints, ranks_in_threads, monkeypatch):
+    """Weights, and blocks of the KV cache; the embedding, the last norm and the head on rank 0."""
+    made, make = {}, Stage.__init__
+
+    def record(stage, *args):
+        make(stage, *args)
+        made[stage.stage] = stage
+
+    monkeypatch.setattr(Stage, "__init__", record)
+    with LLM(checkpoints["qwen3-sharded"], **SMALL, layer_plan=[1, 2]) as llm:
+        sizes = {name.split(".")[0] + "." * name.startswith("layers") + name.split(".")[1]
+                 * name.startswith("layers") for name, _ in made[0].named_parameters()}
+        assert sizes == {"layers.0", "embed_tokens", "norm"} and made[0].lm_head is not None
+        assert {name[:8] for name, _ in made[1].named_parameters()} == {"layers.1", "layers.2"}
+        assert len(llm.runner.kv_cache) == len(made[0].kv_shapes) == 1
+        assert len(made[1].kv_shapes) == 2
+
+
+@pytest.mark.parametrize("layers, vocabulary, stages, expected", [
+    (28, 0.1, 2, [14, 14]), (28, 0.1, 3, [9, 9, 10]), (3, 0.1, 3, [1, 1, 1]),
+    (28, 10, 2, [9, 19]), (28, 60, 3, [1, 13, 14]), (4, 60, 4, [1, 1, 1, 1])])
+def test_equal_parts_by_weight(checkpoints, tmp_path, layers, vocabulary, stages, expected):
+    """vocabulary: how many layers the embedding and the head weigh together."""
+    config = json.loads((checkpoints["llama2"] / "config.json").read_text())
+    layer = 4 * 64 * 64 + 3 * 64 * 96
+    sizes = dict(num_hidden_layers=layers, vocab_size=round(vocabulary * layer / 64),
+                 tie_word_embeddings=True)
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    plan = share_out(ModelConfig.from_folder(tmp_path), stages)
+    assert [len(one) for one in plan] == expected
+    assert [i for one in plan for i in one] == list(range(layers))
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(pipeline_parallel_size=4), "there are 3 layers: a stage needs one"),
+    (dict(layer_plan=[1, 1]), "and 3 together"), (dict(layer_plan=[3, 0]), "at least 1"),
+    (dict(layer_plan=[1, 2], pipeline_parallel_size=3), "leave one of them out"),
+    (dict(layer_plan=[1, 2], kv_offload_bytes=10 ** 6), "kv_offload_bytes=1000000"),
+    (dict(layer_plan=[1, 2], runner="pooling"), "runner='pooling' does not go together"),
+    (dict(layer_plan=[1, 2], model_impl="transformers"), "run on one rank"),
+    (dict(layer_plan=[1, 2], speculative_config=dict(
+        method="draft_model", model="m", num_speculative_tokens=2)), "speculative_config=")],
+    ids=str)
+def test_what_is_refused_by_name(checkpoints, options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        LLM(checkpoints["qwen3"], **SMALL, **options)
+
+
+def test_sums_of_a_stream_are_those_that_the_next_norm_reads():
+    """Bfloat16 rounds the sum before the norm: were it sent as two terms, or wider, it would be the
+    same; a norm that read the terms apart would not."""
+    from nanoserve import ops
+
+    x, residual = torch.randn(2, 50, 64).bfloat16().unbind()
+    weight = torch.rand(64)
+    apart = ops.add_rms_norm(x, residual, weight, 1e-6)
+    alone = ops.add_rms_norm(x + residual, None, weight, 1e-6)
+    assert all(map(torch.equal, apart, alone))
