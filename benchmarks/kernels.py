@@ -94,6 +94,7 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
             kernels.act_and_mul, torch.zeros(1, 64, dtype=dtype), activation)
         for phase, num_tokens in (("few", 4), ("many", 2048)):
             found[f"experts {phase} {activation}"] = partial(mix, dtype, num_tokens, activation)
+    found["delta rule"] = partial(fold, dtype)
     found["sample"] = partial(sample, dtype, filtered=False)
     found["sample filtered"] = partial(sample, dtype, filtered=True)
     return found
@@ -141,6 +142,14 @@ def mix(dtype: torch.dtype, num_tokens: int, activation: str) -> None:
     hidden, weights = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(num_tokens, 8)
     gate_up, down = torch.zeros(128, 128, 64, dtype=dtype), torch.zeros(128, 64, 64, dtype=dtype)
     kernels.experts(hidden, weights, weights.long(), gate_up, down, 0, activation)
+
+
+def fold(dtype: torch.dtype, num_rows: int = 2, offset: int = 0) -> None:
+    """Qwen3.5-4B's shapes: two heads of values share one of keys."""
+    gates, states = torch.zeros(num_rows, 32), torch.zeros(1, 32, 128, 128)
+    kernels.delta_rule(torch.zeros(num_rows, 64 * 128, dtype=dtype), gates, gates, states,
+                       torch.zeros(offset + num_rows, dtype=torch.int64)[offset:],
+                       ints(num_rows + 1, offset))
 
 
 def sample(dtype: torch.dtype, filtered: bool, num_rows: int = 2, offset: int = 0) -> None:

@@ -20,8 +20,8 @@ from nanoserve.config import KERNELS, SamplingParams
 from nanoserve.device.choice import namespace
 from nanoserve.sequence import Step
 
-NAMES = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-         "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+NAMES = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
+         "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 # How far a result may be from float64's, relative to the largest number: of one rounding.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CPU = torch.device("cpu")
@@ -440,9 +440,10 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
     angles, slots = torch.rand(70, 32), torch.randperm(num_blocks * 16)[:70].int()
     stored = [numbers(num_blocks * 16, 2, 32, dtype=dtype) for _ in range(2)]
     logits, seeds = numbers(33, 5000, dtype=dtype), torch.arange(33)
+    delta, gates, state = numbers(70, 256, dtype=dtype), torch.rand(2, 70, 2), numbers(3, 2, 16, 96)
 
     def everything() -> list[torch.Tensor]:
-        cache = ops.new_cache(num_blocks, 16, 2, 32, dtype, CPU)
+        cache, states = ops.new_cache(num_blocks, 16, 2, 32, dtype, CPU), state.clone()
         write(ops, cache, *stored, list(range(num_blocks * 16)))
         return [ops.linear(x, weight, bias), ops.act_and_mul(x, "silu"),
                 *ops.add_rms_norm(x, x, torch.ones(256), 1e-6),
@@ -450,6 +451,8 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
                 ops.norm_rope_store(qkv, None, None, 1e-6, angles.cos(), angles.sin(), *cache,
                                     slots), *cache,
                 ops.paged_attention(q, *cache, batch, 0.2), ops.argmax(logits),
+                ops.delta_rule(delta, *gates, states, torch.tensor([2, 0]),
+                               torch.tensor([0, 1, 70]).int()), states,
                 ops.draw(logits, torch.ones(33), seeds, seeds)]
 
     expected = everything()

@@ -22,8 +22,8 @@ from nanoserve.device.build import load
 from nanoserve.device.library import functions_of, in_float32
 from nanoserve.device.memory import zeros
 
-__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
-           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
+           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
@@ -106,6 +106,11 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
         window or 0, softcap or 0, sinks, heads=heads - heads % kv_heads,
         padded=size + -size % PANEL, _ends=rows + 1)
+
+
+def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
+               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return LIBRARY.delta_rule(qkv, decay, beta, states, slots, starts, _ends=len(slots) + 1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

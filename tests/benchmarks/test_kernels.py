@@ -126,7 +126,7 @@ def test_steps_do_not_make_the_engine_compile():
     would stop to compile in the middle of serving."""
     finish(run("-c", """if 1:
         import torch
-        from benchmarks.kernels import attend, compiled, multiply, sample, turn
+        from benchmarks.kernels import attend, compiled, fold, multiply, sample, turn
 
         def steps():
             for rows, width, offset in ((1, 1, 0), (2, 4, 1), (3, 16, 4), (40, 5, 3)):
@@ -134,7 +134,9 @@ def test_steps_do_not_make_the_engine_compile():
                 turn(torch.bfloat16, 64, num_tokens=rows, offset=offset)
                 sample(torch.bfloat16, True, rows, offset)
                 multiply(torch.bfloat16, min(rows, 16), 32)
+                fold(torch.bfloat16, rows, offset)
         programs = [program.asm["ptx"] for program in compiled("sm_90", steps)]
-        # Split decode, combine, prefill; norm, RoPE and the cache; floors, samples; small weights.
-        assert len(programs) == 4 * 7 and len(set(programs)) == 7, len(set(programs))
+        # Split decode, combine, prefill; norm, RoPE and the cache; floors, samples; small weights;
+        # the delta rule.
+        assert len(programs) == 4 * 8 and len(set(programs)) == 8, len(set(programs))
     """))

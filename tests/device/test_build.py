@@ -312,15 +312,15 @@ def test_no_compiler_warns(flavour):
 
 
 HERE = Path(__file__).parent
-ORACLES = HERE.parent / "test_ops.py"
+ORACLES = [str(HERE.parent / name) for name in ("test_ops.py", "test_ops_delta_rule.py")]
 
 
 def run_oracles(cache: Path, flags: str, *options: str, but: str = "") -> str:
-    """test_ops.py for the compiled twin, in a process whose library has other flags. but:
+    """ORACLES for the compiled twin, in a process whose library has other flags. but:
     what need not be repeated, as float16, which comes to the library as float32."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *options, "-k",
-         f"cpu and not (attention and (many or mixed or long)){but}", str(ORACLES)],
+         f"cpu and not (attention and (many or mixed or long)){but}", *ORACLES],
         text=True, capture_output=True, check=False, env=os.environ | {
             "CXXFLAGS": flags, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(HERE)})
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
