@@ -100,6 +100,7 @@ class LLMEngine:
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step
         self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
+        self.refusal = ""  # why there can be no request for now: it sleeps, say
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
             extra.attach(self)
@@ -112,7 +113,7 @@ class LLMEngine:
         """Tokenise and check a request, and load its adapter. Nothing is queued. Raises
         `ValueError` for whatever `process` refuses. What passes fits in the KV cache, because a
         sequence of `max_model_len` tokens does."""
-        self.check_open()
+        self.check_ready()
         request = self.process(request_id, prompt, params, priority, lora_request)
         for check in self.checks:
             check(request)
@@ -122,7 +123,7 @@ class LLMEngine:
         """Queue a request. Its outputs go to `inbox`, which may be anything with `append`. Raises
         `ValueError`, and queues nothing, if its id is in use."""
         with self.turns:
-            self.check_open()
+            self.check_ready()
             if not request.request_id:  # chosen here: a stream may start long after it was made
                 request.request_id = next(
                     name for name in map(str, self.names) if name not in self.requests)
@@ -315,6 +316,16 @@ class LLMEngine:
         if self.runner is None:
             raise RuntimeError("this engine was shut down: make a new LLM")
         self.runner.ranks.raise_if_broken()
+
+    def refuse(self, why: str) -> None:
+        """From now on take no request, and say why; "" takes them again."""
+        self.refusal = why
+
+    def check_ready(self) -> None:
+        """Raises `RuntimeError` if no request can be served, now or for ever."""
+        self.check_open()
+        if self.refusal:
+            raise RuntimeError(self.refusal)
 
     # -------------------------------------------------------------- the rest
 

@@ -224,6 +224,11 @@ class LLM(LLMEngine):
         """How well texts go together: see `extras.pooling.PoolingInputs.score`."""
         return self.inputs.pool("score", self, data_1, data_2, **options)
 
+    def update_weights(self, weights) -> None:
+        """Other weights for the same network: see `extras.new_weights.NewWeights.update`."""
+        from nanoserve.extras.new_weights import NewWeights
+        self.extra(NewWeights).update(weights)
+
     def extra(self, kind: type[AnExtra]) -> AnExtra | None:
         """The annexe of this class, `extras.speculative.Speculation` say; None if no option asked
         for it."""
@@ -280,6 +285,9 @@ def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra
     if config.pipeline_parallel_size > 1 or config.layer_plan is not None:
         from nanoserve.extras.layer_plan import LayerPlan
         extras.append(LayerPlan())
+    if (EXTRAS / "new_weights.py").exists():
+        from nanoserve.extras.new_weights import NewWeights
+        extras.append(NewWeights())
     if config.speculative_config is not None:
         from nanoserve.extras.speculative import Speculation
         extras.append(Speculation())

@@ -31,16 +31,23 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.loader import load_dummy_weights, load_weights
+from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
 from nanoserve.device.graphs import CudaGraph, DecodeGraphs
-from nanoserve.device.memory import count_kv_blocks, largest_step, memory_for, take_device
+from nanoserve.device.memory import (
+    count_kv_blocks,
+    largest_step,
+    memory_for,
+    return_freed_memory,
+    take_device,
+)
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache, Network
 from nanoserve.parallel.ranks import SOLO, Ranks
@@ -61,8 +68,8 @@ class Pooler(Protocol):
 class Adapters(Protocol):
     """Changes the products of each row by its own small matrices: see extras/lora.py."""
 
+    def join(self, model: nn.Module) -> None: ...  # of which each layer is to ask it
     def send(self) -> None: ...  # on rank 0, before a step: what was loaded since the last one
-    def receive(self, head: torch.Tensor) -> bool: ...  # on another rank; True: steps will follow
     def choose(self, batch: Batch, wanted: torch.Tensor) -> None: ...  # for the products to come
 
 
@@ -78,11 +85,13 @@ class RankParts:
 
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
-    make_network: Callable[[Placement], Network] | None = None  # in place of `decoder`
+    make_network: Callable[..., Network] | None = None  # of (placement, tensors), for `decoder`
     pooler: Pooler | None = None
     make_adapters: Callable[["ModelRunner"], Adapters] | None = None  # when weights are loaded
     make_copier: Callable[["ModelRunner"], BlockCopier] | None = None  # when the cache is there
     constraints: Constraints = field(default_factory=dict)  # of rows; rank 0's sampler reads them
+    # What a rank above 0 does when it gets a message that is no step, by its first number.
+    calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -95,42 +104,68 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path,
                  ranks: Ranks = SOLO, parts: RankParts | None = None,
                  graph_class: type = CudaGraph):
-        self.config, self.model_config, self.ranks = config, model_config, ranks
+        self.config, self.model_config, self.folder = config, model_config, folder
+        self.ranks = ranks
         self.parts = parts or RankParts()
         self.pooler = self.parts.pooler
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
         self.ops = namespace(config.kernels)
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
-        self.networks: list[Network] = [
-            self._load(model_config, folder, self.pooler) if self.parts.make_network is None
-            else self.parts.make_network(self.placement)]
-        if config.draft_model is not None:
-            folder = find_model(config.draft_model)
-            self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
-        self.model: Network | None = self.networks[0]  # that is served
-        self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see `start`
-        self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
+        self.adapters: Adapters | None = None
         self.copier: BlockCopier | None = None  # see `start`
+        self.networks: list[Network] = []
+        self.model: Network | None = None  # the first of them, which is served
+        self.load()
+        if config.draft_model is not None:
+            folder = find_model(config.draft_model)
+            self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
+        self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
+        self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
 
-    def _load(self, model_config: ModelConfig, folder: Path,
-              pooler: Pooler | None = None) -> Decoder:
+    def load(self, tensors: Tensors | None = None) -> None:
+        """Make the network that is served, once more if need be. tensors: its weights, if they are
+        not those in its folder. After an error there is none."""
+        self.unload()
+        self.model = (self._load(self.model_config, self.folder, self.pooler, tensors)
+                      if self.parts.make_network is None
+                      else self.parts.make_network(self.placement, tensors=tensors))
+        self.networks.insert(0, self.model)
+        if self.adapters is not None:
+            self.adapters.join(self.model)
+        self._record()
+
+    def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
+        """Give memory back to the system: that of the network that is served, or of the KV cache,
+        and of the graphs, which read both. There can be no step until it is taken again."""
+        self.synchronize()
+        if weights and self.model is not None:
+            self.networks.remove(self.model)
+        self.model = None if weights else self.model
+        self.kv_cache = [] if kv_cache else self.kv_cache
+        self.graphs = None
+        return_freed_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self, model_config: ModelConfig, folder: Path, pooler: Pooler | None = None,
+              tensors: Tensors | None = None) -> Decoder:
         """This rank's share of a network."""
         model = self.parts.decoder(model_config, self.placement, self.config.expert_parallel)
         if pooler is not None:
             pooler.replace_head(model, self.placement)
-        if self.config.load_format == "dummy":
+        if self.config.load_format == "dummy" and tensors is None:
             load_dummy_weights(model, self.config.seed)
         else:
             model.left_out = load_weights(
                 model, model_config, folder, self.ranks.rank == 0,
                 model.elsewhere + (pooler.unused if pooler is not None else ()),
-                self.config.load_format, self.placement.assemble)
+                self.config.load_format, self.placement.assemble, tensors)
         return model
 
     # ---------------------------------------------------------------- memory
@@ -166,9 +201,13 @@ class ModelRunner:
         """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
         memory that it has left over; raises `ValueError` when that is too little."""
         self.allocate_kv_cache(num_blocks, max_model_len)
-        if self.wants_graphs:
-            self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
+        self._record()
         self.copier = self.parts.make_copier and self.parts.make_copier(self)
+
+    def _record(self) -> None:
+        """Graphs, once weights and cache are there."""
+        if self.wants_graphs and self.kv_cache and self.model is not None:
+            self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
 
     @property
     def wants_graphs(self) -> bool:

@@ -59,10 +59,12 @@ Tensors = Iterator[tuple[Path, str, torch.Tensor]]  # a checkpoint's, each with 
 def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
                  show_progress: bool = True, unused: tuple[str, ...] = (),
                  load_format: str = "auto",
-                 assemble: Callable[[Tensors, dict], Tensors] | None = None) -> int:
+                 assemble: Callable[[Tensors, dict], Tensors] | None = None,
+                 tensors: Tensors | None = None) -> int:
     """Fill `model` from the files in `folder`. unused: beginnings of the names of tensors that are
     skipped. load_format: see FORMATS. assemble: makes weights of a quantised checkpoint's tensors.
-    Returns the bytes of a wrapping's towers, which are passed over.
+    tensors: in the place of those in the files. Returns the bytes of a wrapping's towers, which are
+    passed over.
 
     The dict `missing` begins with every tensor that the model needs, and each tensor that is read
     is removed from it. A tensor that is not in it is left over, or comes twice; what remains in it
@@ -70,10 +72,11 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
 
     Raises `ValueError` naming the file or the tensor that is missing, left over or of wrong shape.
     """
-    check_names(folder, config.architecture, config.has_towers)
+    if tensors is None:
+        check_names(folder, config.architecture, config.has_towers)
+        tensors = stored_tensors(folder, load_format, show_progress)
     missing, tied_head, left_out = expected_tensors(model), None, [0]
     expected = frozenset(missing)
-    tensors = stored_tensors(folder, load_format, show_progress)
     if config.has_towers:
         tensors = text_alone(tensors, left_out)
     if config.quantization is not None:

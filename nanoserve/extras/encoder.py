@@ -33,7 +33,7 @@ import transformers
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import stored_tensors
+from nanoserve.checkpoint.loader import Tensors, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
@@ -244,13 +244,16 @@ def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
 
 def load_encoder(asked: EngineConfig, folder: Path, model_class: type,
                  hf_config: transformers.PreTrainedConfig, config: ModelConfig,
-                 first_position: int, separator: int | None, on: Placement) -> Encoder:
-    if asked.load_format == "dummy":
+                 first_position: int, separator: int | None, on: Placement,
+                 tensors: Tensors | None = None, trial: bool = False) -> Encoder | None:
+    if asked.load_format == "dummy" and tensors is None:
         network = made_up(partial(model_class, hf_config), asked)
     else:
         passed_over = "$^" if config.architecture.endswith(CLASSIFIES) else PASSED_OVER
         network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
-                       passed_over + r"|position_ids$")
+                       passed_over + r"|position_ids$", tensors=tensors)
+        if trial:
+            return None
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     return Encoder(network, config, on, first_position, separator)
 

@@ -42,6 +42,7 @@ from nanoserve.checkpoint.loader import translated
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
 from nanoserve.layers import Linear, beside
+from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
@@ -157,14 +158,20 @@ class Adapters:
         self.lock = Lock()  # requests are made in any thread
         self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by id, what no layer has yet
         self.products: dict[str, tuple[AdaptedProducts, str]] = {}  # by the checkpoint's name
+        self.join(model)
+
+    def join(self, model: Decoder) -> None:
+        """Have each layer of a network add what adapters change. In one that takes another's place
+        they are those that were loaded before."""
         last = f"layers.{len(model.layers) - 1}."
         for path, layer in model.named_modules():
             if isinstance(layer, Linear) and path.startswith("layers."):
-                products = AdaptedProducts(
+                names = {beside(path, name): name for name in layer.matrices}
+                known = self.products.get(next(iter(names)))
+                products = known[0] if known else AdaptedProducts(
                     self, layer, path.startswith(last) and "q_proj" not in layer.matrices)
                 layer.adapt(products)
-                for name in layer.matrices:
-                    self.products[beside(path, name)] = products, name
+                self.products |= {path: (products, name) for path, name in names.items()}
 
     def zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -197,13 +204,12 @@ class Adapters:
                     self.ranks.broadcast_host(content)
                 self._fill(adapter_id, tensors)
 
-    def receive(self, head: torch.Tensor) -> bool:
-        """On another rank: the adapter whose head has been received. True: steps will follow."""
+    def receive(self, head: torch.Tensor) -> None:
+        """On another rank: the adapter whose head has been received."""
         _, adapter_id, length = head[:3].tolist()
         content = torch.empty(length, dtype=torch.uint8)
         self.ranks.broadcast_host(content)
         self._fill(adapter_id, load(content.numpy().tobytes()))
-        return True
 
     def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
         columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)
@@ -272,6 +278,10 @@ class Adapters:
         names = ", ".join(repr(adapter.name) for adapter in self.loaded.values())
         raise ValueError(f"lora_request={asked.lora_name!r}: requests use {names}, and "
                          f"max_loras={self.max_loras}: raise it, or wait for one of them")
+
+
+def receive(runner: ModelRunner, head: torch.Tensor) -> None:
+    runner.adapters.receive(head)
 
 
 def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[AdaptedProducts, str]],
@@ -373,7 +383,9 @@ class LoRA(Extra):
             raise ValueError("enable_lora=True does not go together with model_impl='transformers':"
                              " leave one of them out, or merge the adapter into the weights "
                              "(peft's merge_and_unload)")
-        return replace(plan, parts=replace(plan.parts, make_adapters=Adapters))
+        parts = replace(plan.parts, make_adapters=Adapters,
+                        calls=plan.parts.calls | {ADAPTER: receive})
+        return replace(plan, parts=parts)
 
     def attach(self, engine: LLMEngine) -> None:
         self.adapters = engine.runner.adapters

@@ -52,9 +52,10 @@ class Int8Linear(Linear):
         self.new_weight = partial(on.weight, *self.weight.shape)
         self.weight = on.weight(0, self.inputs.size)  # for now
 
-    def make_room(self) -> None:
-        """Allocate the weight as it is before it is rounded."""
-        self.weight = self.new_weight()
+    def make_room(self, dtype: torch.dtype | None = None) -> None:
+        """Allocate the weight as it is before it is rounded: in a wider dtype if that is given, so
+        that it is rounded once."""
+        self.weight = self.new_weight(dtype=dtype)
 
     def fill(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
         self.take(here, rows, tensor)
@@ -64,7 +65,7 @@ class Int8Linear(Linear):
 
     def take(self, here: slice, rows: Span, tensor: torch.Tensor) -> None:
         if not len(self.weight):
-            self.make_room()
+            self.make_room(tensor.dtype if tensor.is_floating_point() else None)
         super().fill(here, rows, tensor)
 
     def finish_loading(self) -> None:

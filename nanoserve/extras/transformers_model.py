@@ -39,7 +39,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import translated
+from nanoserve.checkpoint.loader import Tensors, translated
 from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
@@ -475,17 +475,21 @@ def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
 
 def load(asked: EngineConfig, folder: Path, model_class: type,
          hf_config: transformers.PreTrainedConfig, config: ModelConfig, on: Placement,
-         make: Callable[..., TransformersModel] = TransformersModel) -> TransformersModel:
-    """The network with its weights on a device. "dummy": transformers' own random weights."""
+         make: Callable[..., TransformersModel] = TransformersModel,
+         tensors: Tensors | None = None, trial: bool = False) -> TransformersModel | None:
+    """The network with its weights on a device. "dummy": transformers' own random weights. tensors:
+    in the place of those in the files. trial: only see whether they fill it."""
     left_out: list[int] = []
     kept: dict[str, Grouped] = {}
-    if asked.load_format == "dummy":
+    if asked.load_format == "dummy" and tensors is None:
         network, _ = made_up(partial(
             make_network, model_class, hf_config, {}, on.dtype, config.has_towers), asked)
     else:
         network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
                        left_out=left_out if config.has_towers else None, kept=kept,
                        assemble=config.quantization and partial(
-                           on.assemble, entry=config.quantization))
+                           on.assemble, entry=config.quantization), tensors=tensors)
+    if trial:
+        return None
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
     return make(network, config, on, left_out=sum(left_out), kept=kept)

@@ -44,9 +44,10 @@ def serve_one(runner) -> bool:
         broadcast(runner.ranks, message)
         if message[0] == STOP:
             return False
-        if message[0] < 0:  # weights of an adapter: see extras/lora.py
-            return runner.adapters.receive(message)
-        runner.run(message)
+        if message[0] < 0:  # for an annexe: an adapter's weights, say (extras/lora.py)
+            runner.parts.calls[int(message[0])](runner, message)
+        else:
+            runner.run(message)
     return True
 
 
