@@ -46,6 +46,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.device.memory import return_freed_memory
 from nanoserve.extras.foreign_weights import fill, made_up
 from nanoserve.extras.int4_linear import Grouped
+from nanoserve.extras.latent import keep_latents
 from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.frontend.metrics import say
 from nanoserve.layers import Linear, Placement
@@ -91,8 +92,11 @@ def attend(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: tor
         raise ValueError(f"its attention is given s_aux of {tuple(s_aux.shape)}, not one for each "
                          f"of {query.shape[1]} heads")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return nanoserve.attend(getattr(module, "layer_idx", None), query, key, value, attention_mask,
-                            scale, sliding_window, softcap, s_aux), None
+    latent = getattr(module, "latent", None)
+    out = nanoserve.attend(getattr(module, "layer_idx", None),
+                           latent.absorb(query) if latent else query, key, value, attention_mask,
+                           scale, sliding_window, softcap, s_aux)
+    return latent.expand(out) if latent else out, None
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,8 @@ class TransformersModel(nn.Module):
                  first_position: int = 0, left_out: int = 0,
                  kept: dict[str, Grouped] | None = None):
         super().__init__()
+        if on.device.type == "cpu":
+            keep_latents(network)
         pack(network, on, kept or {})
         return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
