@@ -113,7 +113,8 @@ class BlockManager:
         return (len(seq.token_ids) - 1) // self.block_size
 
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
-        """Look up the longest cached prefix of `seq`. Takes no reference and changes no block."""
+        """Look up the longest cached prefix of `seq`. Takes no reference and changes no block.
+        `usable`, where it is set, may cut what was found."""
         hits: list[CacheEntry] = []
         parent, token_ids = seq.request.root, seq.token_ids
         size, cached = self.block_size, self.cached
@@ -138,7 +139,8 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) - num_held
 
     def share(self, seq: Sequence, hits: list[CacheEntry]) -> None:
-        """Start `seq`'s table with the blocks of a found prefix, which are committed already."""
+        """Start `seq`'s table with the blocks of a found prefix. They are committed already, which
+        `num_committed_blocks` and `cache_entry` say."""
         assert not seq.block_table, f"sequence {seq.name} already has blocks: free them first"
         for entry in hits:
             if self.ref_counts[entry.block_id] == 0:

@@ -106,14 +106,14 @@ class Scheduler:
         """The sort key of both queues; the smallest is first. A sequence's key is unique and never
         changes, so a preempted sequence returns to its old position.
 
+        "fcfs" is first come, first served. "priority" has the lowest number first, then the same.
         "shortest" is shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one
         of 10 that came 0.99 seconds later. All waiting times grow at the same rate, so the order of
         two sequences never changes, and no sequence starves. (A key that counts what is *left* to
         compute would change in every step.)
         """
         request = seq.request
-        urgency = {"fcfs": 0,  # first come, first served
-                   "priority": request.priority,  # the lowest number first
+        urgency = {"fcfs": 0, "priority": request.priority,
                    "shortest": request.arrival_time + seq.num_prompt_tokens / RATE}
         return (urgency[self.policy], request.arrival, seq.index)
 
@@ -213,6 +213,7 @@ class Scheduler:
         return True
 
     def _preempt_last(self, step: Step, seq: Sequence) -> Sequence:
+        """The last running sequence makes way for `seq`, and starts anew. Returns it."""
         victim = self.running.pop()
         self._start_anew(victim)
         step.preempted[victim] = seq
