@@ -9,8 +9,8 @@ from nanoserve.sequence import Sequence
 SIZE = 4
 
 
-def sequence(tokens, name="s") -> Sequence:
-    return helpers.sequence(name, list(tokens))
+def sequence(tokens, name="s", **fields) -> Sequence:
+    return helpers.sequence(name, list(tokens), **fields)
 
 
 def compute(blocks: BlockManager, tokens, name="s", share=True) -> Sequence:

@@ -60,6 +60,16 @@ def test_a_shared_block_goes_back_with_its_last_owner():
     assert hits(blocks, [1, 2, 3, 4, 99]) == [head]
 
 
+def test_a_shared_prefix_is_committed_already():
+    """Whoever starts with it does not enter it anew, and goes on below its last block."""
+    blocks = BlockManager(8, SIZE)
+    blocks.free(compute(blocks, range(8)))
+    seq = sequence(range(9))
+    found = blocks.find_prefix(seq)
+    blocks.share(seq, found)
+    assert (seq.num_committed_blocks, seq.cache_entry) == (2, found[1])
+
+
 def test_sharing_into_a_table_that_is_not_empty_is_an_error():
     blocks = BlockManager(8, SIZE)
     seq = compute(blocks, range(5))

@@ -13,6 +13,7 @@ import xxhash
 from blocks_by_hand import SIZE, collide, compute, hits, sequence
 
 from nanoserve.block_manager import BlockManager
+from nanoserve.sequence import CacheEntry
 
 pytestmark = pytest.mark.floor
 
@@ -119,6 +120,21 @@ def test_keys_are_the_same_in_every_process(hash_seed):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                             env=os.environ | {"PYTHONHASHSEED": hash_seed})
     assert result.stdout.split() == KEYS, result.stderr
+
+
+def test_equal_tokens_below_two_roots_have_two_keys_and_two_entries():
+    """A root stands for an adapter, say: by its key, which leads the first block's hash, engines
+    that share a store tell its blocks apart; by its identity, a look-up does."""
+    blocks, roots = BlockManager(8, SIZE), [CacheEntry(key, -1, [], None) for key in (b"1", b"2")]
+    for root in roots:
+        seq = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], root=root)
+        first = xxhash.xxh3_128_digest(root.key + struct.pack("<4i", 1, 2, 3, 4))
+        assert blocks.keys(seq)[0] == first and blocks.find_prefix(seq) == []
+        blocks.allocate(seq, 9)
+        seq.num_computed_tokens = 9
+        blocks.commit(seq)
+    for root in roots:
+        assert len(blocks.find_prefix(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9], root=root))) == 2
 
 
 # ----------------------------------------------------------------- duplicates
@@ -281,6 +297,7 @@ def test_reset_forgets_everything_or_nothing():
 
 
 def test_each_key_is_reported_once_when_it_comes_and_when_it_is_forgotten():
+    """To `on_commit` and `on_evict`, whoever forgets it: its next owner, or a reset."""
     blocks, told, new = BlockManager(4, SIZE), [], []
     blocks.on_evict.append(lambda entry: told.append(entry.key))
     blocks.on_commit.append(lambda entry: new.append(entry.key))

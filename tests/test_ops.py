@@ -371,6 +371,16 @@ def test_top_p_is_met_to_a_thousandth(ops, p, vocab_size):
         assert set(stays.nonzero()[:, 0].tolist()) == set(ids[:count].tolist())
 
 
+def test_a_top_p_of_one_takes_nothing_away(ops):
+    """In float32 the first token's probability is 1 already, and the last one's is 0."""
+    logits = torch.tensor([[0.0, -30.0, -60.0, -200.0]]).expand(2, -1).contiguous()
+    top_k, ones = torch.tensor([0, 3], dtype=torch.int32), torch.ones(2)
+    for row, floor, last_id, count in zip(
+            logits, *ops.floors(logits, ones, top_k, ones, 0 * ones), (4, 3), strict=True):
+        stays = (row > floor) | (row == floor) & (torch.arange(4) <= last_id)
+        assert stays.sum() == count
+
+
 def draws(ops, logits, temperature, count, floors=None):
     s = count
     return ops.draw(logits.expand(s, -1).contiguous(), torch.full((s,), temperature),

@@ -321,6 +321,16 @@ def test_a_long_text_holds_no_more_blocks_than_its_window_sees(window, budget, c
     assert scheduler.blocks.num_free_blocks == 25
 
 
+@pytest.mark.parametrize("window, num_released", [(1, 2), (4, 1), (5, 1), (6, 0), (9, 0)])
+def test_a_block_goes_back_when_the_next_query_is_past_it(window, num_released):
+    """8 tokens are computed, in blocks of 4, and the next query stands at 8. A window of 5 shows it
+    4 to 8, so 0 to 3 are not needed any more; a window of 6 shows it 3, too."""
+    scheduler = make(window=window)
+    seq = add(scheduler, 8)
+    run_step(scheduler)
+    assert seq.num_released_blocks == num_released
+
+
 def test_many_long_texts_run_side_by_side_behind_their_windows():
     """8 texts of 60 tokens are 120 blocks; with a window of 5 they fit into 30, and none is ever
     preempted, though each prompt asks for room for all of it when it starts."""
