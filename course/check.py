@@ -15,6 +15,7 @@ from textwrap import dedent, indent
 import pytest
 
 SECONDS = 15  # of one test: more is taken for a loop without an end
+WIDEST = 300  # a line of a failure: a sequence with all its fields hides what is said of it
 
 
 class OneFailure:
@@ -25,10 +26,10 @@ class OneFailure:
         self.out = open(os.dup(1), "w", encoding="utf-8")  # pytest takes what tests print
 
     def pytest_collection_finish(self, session):
-        """Keep the steps of the newest scheduler. By now the tests have imported it."""
+        """Keep the newest scheduler's steps, and who ended. By now the tests have imported it."""
         if (module := sys.modules.get("nanoserve.scheduler")) is None:
             return
-        schedule = module.Scheduler.schedule
+        schedule, finish = module.Scheduler.schedule, module.Scheduler.finish
 
         def watched(scheduler):
             if scheduler is not self.scheduler:
@@ -36,7 +37,12 @@ class OneFailure:
             step = schedule(scheduler)
             self.steps.append(str(step))
             return step
-        module.Scheduler.schedule = watched
+
+        def ended(scheduler, seq, reason, *others, **named):
+            if scheduler is self.scheduler:
+                self.steps.append(f"        {seq.name} ends: {reason}")
+            return finish(scheduler, seq, reason, *others, **named)
+        module.Scheduler.schedule, module.Scheduler.finish = watched, ended
 
     def pytest_collectreport(self, report):
         if report.failed and not self.failed:
@@ -56,7 +62,9 @@ class OneFailure:
         if report.failed and not self.failed:
             self.failed, error = True, call.excinfo.value
             said = f"{type(error).__name__}: {error}".replace("Use -v to get more diff", "")
-            self.show("\n".join(said.splitlines()[:12]), traceback.extract_tb(call.excinfo.tb))
+            lines = [one if len(one) < WIDEST else f"{one[:WIDEST]} ..." for one in
+                     said.splitlines()[:12]]
+            self.show("\n".join(lines), traceback.extract_tb(call.excinfo.tb))
         return report
 
     def does_not_end(self, number, frame):

@@ -31,12 +31,23 @@ def test_a_check_fails_at_what_is_not_written_and_passes_with_what_is(number, co
     assert re.fullmatch(r"\d+ tests pass\.", said.strip())
 
 
-def test_a_failure_tells_the_test_the_audit_and_the_steps(copy):
-    """A body that forgets something: the sentence of the audit and the steps up to there."""
+FORGETS = ("            seq.num_inflight_tokens -= num_done\n", "",
+           ["tests/test_scheduler.py::", "the picture of the docstring",
+            "Budget 8, prompts of 5, 9 and 4 tokens",
+            "AssertionError: sequence A has computed 10 tokens in blocks for 8",
+            "nanoserve/block_manager.py:", "The steps up to there",
+            "step 0: 8 tokens | A 0..5 ↦ | B 0..3"])
+ENDS_EARLY = ("elif len(seq.token_ids) >= request.", "elif seq.num_tokens >= request.",
+              ["step 3: 0 tokens\n            A ends: length"])
+
+
+@pytest.mark.parametrize("old, new, expected", [FORGETS, ENDS_EARLY], ids=["forgets", "too early"])
+def test_a_failure_tells_the_test_the_audit_and_the_steps(copy, old, new, expected):
+    """A body that is wrong: the sentence of the audit, the steps up to there, and who ended."""
     task = EXERCISES["5"]
     path = copy / task.file
     whole = path.read_text(encoding="utf-8")
-    broken = whole.replace("            seq.num_inflight_tokens -= num_done\n", "")
+    broken = whole.replace(old, new)
     assert broken != whole
     path.write_text(broken, encoding="utf-8")
     try:
@@ -44,11 +55,7 @@ def test_a_failure_tells_the_test_the_audit_and_the_steps(copy):
     finally:
         path.write_text(whole, encoding="utf-8")
     assert status == 1
-    for words in ("tests/test_scheduler.py::", "the picture of the docstring",
-                  "Budget 8, prompts of 5, 9 and 4 tokens",
-                  "AssertionError: sequence A has computed 10 tokens in blocks for 8",
-                  "nanoserve/block_manager.py:", "The steps up to there",
-                  "step 0: 8 tokens | A 0..5 ↦ | B 0..3"):
+    for words in expected:
         assert words in said, said
 
 
