@@ -19,14 +19,16 @@ tokens at once, and in chunks of 4, 3, 1 and 1 beside another row. Networks whos
 state from outside (Mamba 1, Jamba) fail it and are refused.
 
 Known limits: one rank, no drafts, no adapters, no second place for blocks; the speed is that of
-transformers' mixers, in plain torch. Not known here: blocks, requests. Road not taken: mixers of
-our own for each kind of layer, which is what makes larger engines fast, and large.
+transformers' mixers, in plain torch, but for gated delta nets (recurrent_delta.py). Not known here:
+blocks, requests. Road not taken: mixers of our own for each kind of layer, which is what makes
+larger engines fast, and large.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -35,6 +37,7 @@ from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.extras.recurrent_delta import DeltaNet, is_known
 from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
 from nanoserve.extras.transformers_model import Pages, Probe, TransformersModel
 from nanoserve.frontend.metrics import Metric, say
@@ -80,6 +83,21 @@ class Rows:
     def update_recurrent_state(self, new: torch.Tensor, layer_idx: int,
                                state_idx: int = 0) -> torch.Tensor:
         return self.states["recurrent", layer_idx, state_idx].copy_(new)
+
+    def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of (num_tokens, width) all single tokens as one batch, (b, 1, width), then each chunk,
+        (1, n, width); and their rows."""
+        num_decodes = self.num_decodes
+        parts = tokens.split([num_decodes, *self.query_lens[num_decodes:]])
+        rows = self.rows.split([num_decodes] + [1] * (len(parts) - 1))
+        return [(x.unsqueeze(0 if i else 1), row)
+                for i, (x, row) in enumerate(zip(parts, rows, strict=True)) if len(x)]
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """Where each row's tokens begin, and the end of all."""
+        return torch.tensor([0, *accumulate(self.query_lens)], dtype=torch.int32,
+                            device=self.rows.device)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -150,17 +168,12 @@ def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache
             **unused) -> torch.Tensor:
     """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own: all rows of one
     token as one batch, then each chunk. No mask is handed on: a row has no padding."""
-    num_decodes, out = cache.num_decodes, []
-    tokens = hidden_states[0].split([num_decodes, *cache.query_lens[num_decodes:]])
-    rows = cache.rows.split([num_decodes] + [1] * (len(tokens) - 1))
-    for i, (x, row) in enumerate(zip(tokens, rows, strict=True)):
-        if len(x):
-            held = {key: cache.states[key].index_select(0, row) for key in keys}
-            here = replace(cache, states=held)
-            x = x.unsqueeze(0 if i else 1)  # (1, n, hidden_size) of a chunk, (b, 1, hidden_size)
-            out.append(mixer(x, cache=here).flatten(0, 1))
-            for key, state in held.items():
-                cache.states[key].index_copy_(0, row, state)
+    out = []
+    for x, row in cache.split(hidden_states[0]):
+        held = {key: cache.states[key].index_select(0, row) for key in keys}
+        out.append(mixer(x, cache=replace(cache, states=held)).flatten(0, 1))
+        for key, state in held.items():
+            cache.states[key].index_copy_(0, row, state)
     return torch.cat(out)[None]
 
 
@@ -239,15 +252,26 @@ class RecurrentModel(TransformersModel):
             finder.close()
         if not finder.states:
             raise ValueError("its layers keep a state somewhere else than in transformers' cache")
-        self.shapes = finder.states
-        for module, keys in finder.keys.items():
-            # Weak: a module that holds itself would keep its weights after the engine's end.
-            own = partial(type(module).forward, weakref.proxy(module))
-            module.forward = partial(by_rows, own, keys)
-        for text, expected in zip(texts, dense, strict=True):
-            if not self.are_close([expected], [self.in_chunks(*text, *texts[0])]):
-                raise ValueError("its layers do not go on from a state that is handed to them")
-        return super()._probe(width)
+        self.num_mixers, known = len(finder.keys), [*filter(is_known, finder.keys)]
+        for fast in (known, []):
+            self.num_fast, self.shapes = len(fast), dict(finder.states)
+            for module, keys in finder.keys.items():
+                self.replace(module, keys, module in fast)
+            got = [self.in_chunks(*text, *texts[0]) for text in texts]
+            if self.are_close(dense, got):
+                return super()._probe(width)
+        raise ValueError("its layers do not go on from a state that is handed to them")
+
+    def replace(self, module: nn.Module, keys: list[Key], fast: bool) -> None:
+        """A mixer's forward. Weak: a module that holds itself would keep its weights after the
+        engine's end."""
+        if fast:
+            module.forward = DeltaNet(weakref.proxy(module), self.on.ops).forward
+            conv = "conv", module.layer_idx, 0
+            self.shapes[conv] = self.shapes[conv].transpose(1, 2)  # (1, width, channels)
+        else:
+            module.forward = partial(by_rows, partial(type(module).forward, weakref.proxy(module)),
+                                     keys)
 
     def at_once(self, ids: torch.Tensor, positions: torch.Tensor, **options) -> torch.Tensor:
         """Logits, (num_tokens, vocab_size), by the network as it is."""
@@ -301,10 +325,12 @@ class Recurrent(Extra):
         engine.observers.append(self.snapshots)
         # By way of the runner, which lets go of the model at its end.
         engine.before_launch.append(lambda step: runner.model.expect(self.snapshots.plan(step)))
+        slow = ", the others by transformers' own mixers, which are slower"
         say(f"recurrent states: {size_of(model.state_bytes)} a sequence, "
             f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
-            f"{size_of(model.state_bytes * (model.most_rows + model.num_snapshots))}; their layers "
-            "are as fast as transformers' own mixers")
+            f"{size_of(model.state_bytes * (model.most_rows + model.num_snapshots))}; "
+            f"{model.num_fast} of {model.num_mixers} layers by ops.delta_rule"
+            f"{slow if model.num_fast < model.num_mixers else ''}")
 
     def metrics(self) -> list[Metric]:
         return self.snapshots.read_metrics(self.labels)

@@ -17,6 +17,7 @@ from hybrids import HYBRIDS, WRAPPED, make_wrapped
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.recurrent import Recurrent, Rows
+from nanoserve.extras.recurrent_delta import DeltaNet
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -88,7 +89,8 @@ def assert_texts(llm: LLM, prompts, texts, where: str) -> int:
 def test_greedy_text_equals_transformers(made, few_prompts, texts_of, name, capsys):
     assert len({tuple(tokens) for tokens, _ in texts_of(name)}) == len(few_prompts)  # lively
     with start(made[name], snapshot_bytes=2 ** 20) as llm:
-        assert "recurrent states: " in capsys.readouterr().err
+        said = f"; {int('qwen' in name)} of {llm.runner.model.num_mixers} layers by ops.delta_rule"
+        assert said in capsys.readouterr().err
         assert assert_texts(llm, few_prompts, texts_of(name), f"{name}, batched") == 0
         assert assert_texts(llm, few_prompts, texts_of(name), f"{name}, cached") == 48 + 16
     with start(made[name], **BUSY) as llm:
@@ -98,6 +100,17 @@ def test_greedy_text_equals_transformers(made, few_prompts, texts_of, name, caps
     assert numbers["vllm:num_preemptions"] > 0
     assert numbers["vllm:state_snapshot_saved"] > numbers["vllm:state_snapshot_evicted"]
     assert numbers["vllm:state_snapshot_tokens"] > 0
+
+
+def test_a_net_that_only_looks_known_is_left_to_transformers(made, few_prompts, texts_of,
+                                                             monkeypatch):
+    """The trial at load compares. Here its gate is half of what the class computes."""
+    project = DeltaNet.project
+    monkeypatch.setattr(DeltaNet, "project", lambda net, x: [
+        one / (1 + (i == 1)) for i, one in enumerate(project(net, x))])
+    with start(made["qwen3.5"]) as llm:
+        assert (llm.runner.model.num_fast, llm.runner.model.num_mixers) == (0, 1)
+        assert_texts(llm, few_prompts, texts_of("qwen3.5"), "by transformers")
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -221,9 +234,9 @@ def test_mixers_that_take_no_state_are_refused(made, monkeypatch, forgotten):
     """As Mamba 1's do, whose scan begins at nothing, whatever the cache holds."""
     get = getattr(Rows, forgotten)
     monkeypatch.setattr(Rows, forgotten, lambda *args, **options: get(*args, **options) * 0)
-    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM is not supported: its layers do not "
+    with pytest.raises(ValueError, match="Hybrid.*ForCausalLM is not supported: its layers do not "
                                          "go on from a state that is handed to them"):
-        start(made["qwen3.5"])
+        start(made["granite4-h"])
 
 
 def test_jamba_is_refused(tmp_path):

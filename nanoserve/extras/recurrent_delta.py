@@ -1,0 +1,69 @@
+"""Gated delta nets (Yang et al. 2024) by the op `delta_rule`: the fast way for Qwen3.5 and its kin.
+
+transformers' module keeps its weights, and its matrices stay `Packed`, in int8 and int4, too. What
+it computes between them is done here, for all rows of a step at once:
+
+    x ─ [qkv] ─ convolve, SiLU ─ delta_rule ─ rms_norm ─ times SiLU(z) ─ [out] ─►
+      └ [z], [b], [a]: gates     the state: (heads, key_dim, value_dim) in float32
+
+Invariant: nobody believes that a module computes this because it looks so. The trial at load
+(recurrent.py) compares, and where numbers differ transformers' own way is taken. Not known here:
+rows of a sequence, snapshots.
+"""
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def is_known(net: nn.Module) -> bool:
+    """Whether a module has the parts of Qwen3-Next's or Qwen3.5's, under their names."""
+    parts = "conv1d A_log dt_bias norm out_proj".split()
+    projects = hasattr(net, "in_proj_qkv") or hasattr(net, "fix_query_key_value_ordering")
+    acts = {getattr(net, "activation", ""), getattr(getattr(net, "norm", None), "activation", "")}
+    return projects and acts == {"silu"} and all(hasattr(net, part) for part in parts)
+
+
+class DeltaNet:
+    """In the place of a module's forward. net: the module, or a weak proxy of it."""
+
+    def __init__(self, net: nn.Module, ops: ModuleType):
+        self.net, self.ops = net, ops
+        self.rate = -net.A_log.float().exp()
+        self.norm_weight = net.norm.weight.float()
+
+    def forward(self, hidden_states: torch.Tensor, cache, **unused) -> torch.Tensor:
+        """(1, num_tokens, hidden_size), of the rows of `cache`, a recurrent.py's `Rows`. No mask is
+        looked at: a row has no padding."""
+        net, ops = self.net, self.ops
+        conv_states, states = (cache.states[kind, net.layer_idx, 0]
+                               for kind in ("conv", "recurrent"))
+        qkv, z, b, a = self.project(hidden_states[0])
+        qkv = torch.cat([self.convolve(x, conv_states, rows) for x, rows in cache.split(qkv)])
+        decay = (self.rate * F.softplus(a.float() + net.dt_bias)).exp()
+        out = ops.delta_rule(qkv, decay, b.float().sigmoid(), states, cache.rows, cache.starts)
+        out = ops.rms_norm(out.flatten(0, 1), self.norm_weight, net.norm.variance_epsilon)
+        out = ops.act_and_mul(torch.cat((z, out.view_as(z)), 1), "silu")
+        return net.out_proj(out)[None]
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """qkv, (num_tokens, channels); z, (num_tokens, heads * value_dim); b and a, (num_tokens,
+        heads). Qwen3-Next's two products have all of a key head side by side."""
+        net = self.net
+        if hasattr(net, "in_proj_qkv"):
+            return net.in_proj_qkv(x), net.in_proj_z(x), net.in_proj_b(x), net.in_proj_a(x)
+        q, k, v, *gates = (one[0] for one in net.fix_query_key_value_ordering(
+            net.in_proj_qkvz(x)[None], net.in_proj_ba(x)[None]))
+        return torch.cat([one.flatten(1) for one in (q, k, v)], 1), gates[0].flatten(1), *gates[1:]
+
+    def convolve(self, x: torch.Tensor, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Each channel's last few numbers, weighted. x: (b, n, channels); states: of all rows,
+        (num_states, width, channels). As an image of one line whose channels are neighbours in
+        memory, it takes an eighth of conv1d's time (docs/LOG.md). Returns (b * n, channels)."""
+        conv, window = self.net.conv1d, torch.cat((states.index_select(0, rows), x), 1)
+        states.index_copy_(0, rows, window[:, -states.shape[1]:])
+        out = F.conv2d(window.transpose(1, 2).unsqueeze(2), conv.weight.unsqueeze(2), conv.bias,
+                       groups=conv.groups)
+        return F.silu(out)[..., -x.shape[1]:].squeeze(2).transpose(1, 2).flatten(0, 1)
