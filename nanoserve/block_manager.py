@@ -92,13 +92,14 @@ class BlockManager:
         xxh3 is no cryptographic hash, but the same in every process and version, so that a key can
         be compared between engines.
         """
-        keys, root, size = seq.block_keys, seq.request.root, self.block_size
+        keys, request, size = seq.block_keys, seq.request, self.block_size
         if not self.enable_prefix_caching:
             return keys
         for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            parent = keys[-1] if keys else root.key if root else ROOT_KEY
+            parent = keys[-1] if keys else request.root.key if request.root else ROOT_KEY
             tokens = array("i", seq.token_ids[start:start + size]).tobytes()
-            keys.append(xxhash.xxh3_128_digest(parent + tokens))
+            content = request.contents.get(len(keys), b"")
+            keys.append(xxhash.xxh3_128_digest(parent + tokens + content))
         return keys
 
     def max_hits(self, seq: Sequence) -> int:
@@ -116,13 +117,14 @@ class BlockManager:
         """Look up the longest cached prefix of `seq`. Takes no reference and changes no block.
         `usable`, where it is set, may cut what was found."""
         hits: list[CacheEntry] = []
-        parent, token_ids = seq.request.root, seq.token_ids
+        parent, token_ids, contents = seq.request.root, seq.token_ids, seq.request.contents
         size, cached = self.block_size, self.cached
         keys = self.keys(seq)
         for i in range(self.max_hits(seq)):
             entry = cached.get(keys[i])
             if (entry is None or entry.parent is not parent
-                    or entry.tokens != token_ids[i * size:(i + 1) * size]):
+                    or entry.tokens != token_ids[i * size:(i + 1) * size]
+                    or entry.content != contents.get(i, b"")):
                 break
             hits.append(entry)
             parent = entry
@@ -181,16 +183,17 @@ class BlockManager:
             if i > 0 and parent is None:
                 continue  # an earlier block of ours is not in the cache: no look-up gets past it
             block_id, tokens = seq.block_table[i], seq.token_ids[i * size:(i + 1) * size]
+            content = seq.request.contents.get(i, b"")
             entry = self.cached.get(keys[i])
             if entry is None or (entry.parent is not parent and entry.tokens == tokens):
                 # Nothing there, or a leftover whose parent was evicted and computed anew.
                 if entry is not None:
                     self._forget(entry.block_id)
-                entry = CacheEntry(keys[i], block_id, tokens, parent)
+                entry = CacheEntry(keys[i], block_id, tokens, parent, content)
                 self.cached[entry.key] = self.entry_of[block_id] = entry
                 for tell in self.on_commit:
                     tell(entry)
-            elif entry.tokens != tokens:
+            elif entry.tokens != tokens or entry.content != content:
                 entry = None  # a collision: the first one stays
             seq.cache_entry = entry
 

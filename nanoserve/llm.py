@@ -257,7 +257,8 @@ def read_model(asked: EngineConfig, folder: Path,
                ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
     """The options, the checkpoint's config, and the annexe that makes its network, if one does."""
     known = asked.model_impl == "nanoserve" or ModelConfig.is_known(folder, asked.hf_overrides)
-    if asked.model_impl != "transformers" and (known or not (EXTRAS / "foreign.py").exists()):
+    theirs = asked.model_impl == "transformers" or asked.limit_mm_per_prompt  # towers, too
+    if not theirs and (known or not (EXTRAS / "foreign.py").exists()):
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), []
     from nanoserve.extras.foreign import ForeignNetwork
     network = ForeignNetwork(asked, folder)
@@ -288,6 +289,9 @@ def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra
     if (EXTRAS / "new_weights.py").exists():
         from nanoserve.extras.new_weights import NewWeights
         extras.append(NewWeights())
+    if config.limit_mm_per_prompt:
+        from nanoserve.extras.multimodal import Multimodal
+        extras.append(Multimodal())
     if config.speculative_config is not None:
         from nanoserve.extras.speculative import Speculation
         extras.append(Speculation())

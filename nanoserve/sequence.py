@@ -76,6 +76,8 @@ class CoreRequest:
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
     adapter_id: int = 0  # of its LoRA adapter, 0 for none: extras/lora.py
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
+    # By block: what its tokens stand for, beside themselves (extras/multimodal.py: pixels).
+    contents: dict[int, bytes] = field(default_factory=dict)
 
     @cached_property
     def needs_output_tokens(self) -> bool:
@@ -155,6 +157,7 @@ class CacheEntry:
     block_id: int
     tokens: list[int]
     parent: "CacheEntry | None"
+    content: bytes = b""  # see `CoreRequest.contents`
 
 
 @dataclass(eq=False)

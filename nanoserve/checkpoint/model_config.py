@@ -85,6 +85,7 @@ class ModelConfig:
     architecture: str
     pools: bool = False  # made for pooling and not for generating, as far as its files tell
     has_towers: bool = False  # for images or sound: a wrapping, of which only the text is run
+    sees: bool = False  # a wrapping whose tower for images is run as well: extras/multimodal.py
     keeps_states: bool = False  # some layers have a memory of their own: extras/recurrent.py
     vocab_size: int
     hidden_size: int

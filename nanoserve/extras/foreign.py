@@ -62,6 +62,9 @@ def read_foreign(asked: EngineConfig,
 
     Raises `ValueError` for a network that transformers lacks, or that can't be served by it.
     """
+    if asked.model_impl == "nanoserve":
+        raise ValueError("limit_mm_per_prompt does not go together with model_impl='nanoserve': "
+                         "the towers are transformers', leave one of the two out")
     asked = replace(asked, model_impl="transformers")
     entries = override(read_json(folder / "config.json", required=True), asked.hf_overrides or {})
     architecture = read_architecture(entries)
@@ -82,7 +85,8 @@ def read_foreign(asked: EngineConfig,
         text_part(architecture, entries)  # its classes would take their defaults, of 4B and more
     generation = read_generation(folder, asked.hf_overrides or {})
     eos = read_eos(entries, generation) or read_eos(entries.get("text_config") or {}, {})
-    config = replace(describe(architecture, hf_config), generation_defaults=generation,
+    sees = asked.limit_mm_per_prompt is not None
+    config = replace(describe(architecture, hf_config, sees), generation_defaults=generation,
                      eos_token_ids=eos, quantization=stored,
                      keeps_states=keeps_states(model_class, text_config_of(hf_config)))
     model_class, hf_config = text_class(model_class, hf_config)

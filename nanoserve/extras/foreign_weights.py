@@ -53,16 +53,17 @@ def made_up(make: Callable[[], nn.Module], asked: EngineConfig) -> nn.Module:
 def fill(model_class: type, hf_config: transformers.PreTrainedConfig, folder: Path,
          load_format: str, dtype: torch.dtype, passed_over: str = "$^",
          left_out: list[int] | None = None, assemble: Callable[[Tensors], Tensors] | None = None,
-         kept: dict[str, Grouped] | None = None, tensors: Tensors | None = None) -> nn.Module:
+         kept: dict[str, Grouped] | None = None, tensors: Tensors | None = None,
+         has_towers: bool = False) -> nn.Module:
     """transformers makes up what is missing, with a warning. Here that is an error, and so are
     tensors that are left over or come twice. passed_over: a pattern of names that nobody needs,
-    there or not. left_out: of a wrapping, takes the sizes of its towers' tensors. assemble: makes
-    weights of a quantised checkpoint's tensors; those that stay in 4 bits are also put into `kept`.
-    tensors: in the place of those in the files.
+    there or not. left_out: of a wrapping, takes the sizes of its towers' tensors; None to fill
+    towers, if it has_towers. assemble: makes weights of a quantised checkpoint's tensors; those
+    that stay in 4 bits are also put into `kept`. tensors: in the place of those in the files.
     """
     stored: dict[str, torch.Tensor] = {}
     if tensors is None:
-        check_names(folder, model_class.__name__, has_towers=left_out is not None)
+        check_names(folder, model_class.__name__, has_towers or left_out is not None)
         tensors = stored_tensors(folder, load_format, show_progress=True)
     tensors = tensors if left_out is None else text_alone(tensors, left_out)
     for file, name, tensor in assemble(tensors) if assemble else tensors:

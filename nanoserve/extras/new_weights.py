@@ -75,9 +75,11 @@ class NewWeights(Extra):
         with engine.turns:
             engine.check_open()
             self.wait_until_idle("update_weights()")
-            if engine.runner.model_config.keeps_states or engine.config.kv_store is not None:
-                raise ValueError("update_weights() is not supported with recurrent states, nor with"
-                                 " kv_store, whose files are named by the weights: make a new LLM")
+            model_config = engine.runner.model_config
+            if model_config.keeps_states or model_config.sees or engine.config.kv_store is not None:
+                raise ValueError("update_weights() is not supported with recurrent states, with "
+                                 "images, nor with kv_store, whose files are named by the weights: "
+                                 "make a new LLM")
             runner, tensors = engine.runner, read(weights, engine.runner)
             if not isinstance(tensors, Iterator):
                 try_names(runner, tensors)

@@ -55,6 +55,12 @@ def outside_of_text(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         above = getattr(above, step)
 
 
+def towers_of(network: nn.Module) -> set[nn.Module]:
+    """All modules within towers."""
+    return {part for above, name in outside_of_text(network) if name in above._modules
+            for part in getattr(above, name).modules()}
+
+
 def make_network(model_class: type, hf_config: transformers.PreTrainedConfig,
                  stored: dict[str, torch.Tensor], dtype: torch.dtype,
                  has_towers: bool) -> tuple[nn.Module, dict]:

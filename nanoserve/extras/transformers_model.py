@@ -47,7 +47,7 @@ from nanoserve.device.memory import return_freed_memory
 from nanoserve.extras.foreign_weights import fill, made_up
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.latent import keep_latents
-from nanoserve.extras.towers import make_network, text_config_of
+from nanoserve.extras.towers import make_network, text_config_of, towers_of
 from nanoserve.frontend.metrics import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.model import KVCache, Pair
@@ -231,12 +231,14 @@ class Packed(nn.Module):
         return self.linear.multiply(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
 
 
-def pack(network: nn.Module, on: Placement, kept: dict[str, Grouped]) -> None:
-    """Replace all matrices within a network. GPT-2's are stored transposed. kept: by our names."""
+def pack(network: nn.Module, on: Placement, kept: dict[str, Grouped], sees: bool = False) -> None:
+    """Replace all matrices within a network, but not those of its towers, if it sees. GPT-2's are
+    stored transposed. kept: by our names."""
     head, before = network.get_output_embeddings(), sum(p.nbytes for p in network.parameters())
+    towers = towers_of(network) if sees else ()
     for path, module in network.named_modules():  # no list: what was replaced must be freed
         for name, child in module.named_children():
-            if type(child) in (nn.Linear, Conv1D):
+            if type(child) in (nn.Linear, Conv1D) and child not in towers:
                 weight = child.weight if type(child) is nn.Linear else child.weight.T.contiguous()
                 setattr(module, name, Packed(
                     weight, child.bias, on, "lm_head" if child is head else name,
@@ -274,7 +276,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         if on.device.type == "cpu":
             keep_latents(network)
-        pack(network, on, kept or {})
+        pack(network, on, kept or {}, config.sees)
         return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         self.first_position = first_position
@@ -285,8 +287,8 @@ class TransformersModel(nn.Module):
         self.set_attention(PAGED)
 
     def set_attention(self, name: str) -> None:
-        """Of a wrapping, in its text part alone: the towers that its config has are not there."""
-        whole = not self.config.has_towers
+        """Of a wrapping, in its text part alone: a tower that is there keeps its own attention."""
+        whole = not (self.config.has_towers or self.config.sees)
         (self.layers if whole else self.layers.get_decoder()).set_attn_implementation(name)
 
     @torch.inference_mode()
@@ -429,7 +431,8 @@ def keeps_states(model_class: type, hf_config: transformers.PreTrainedConfig) ->
         getattr(model_class, "_is_stateful", False) and not set(STATES).isdisjoint(kinds))
 
 
-def describe(architecture: str, outer: transformers.PreTrainedConfig) -> ModelConfig:
+def describe(architecture: str, outer: transformers.PreTrainedConfig,
+             sees: bool = False) -> ModelConfig:
     """The sizes, of a wrapping those of its text network, but dtype and whether the head is the
     embedding. Other fields are neutral, since the network knows them. Windows are left out, so
     blocks behind them are kept. The MLP is guessed for the roofline, which counts three matrices:
@@ -451,7 +454,7 @@ def describe(architecture: str, outer: transformers.PreTrainedConfig) -> ModelCo
     heads, hidden, layers = (size(name) for name in (
         "num_attention_heads", "hidden_size", "num_hidden_layers"))
     return ModelConfig(
-        architecture=architecture, has_towers=hf_config is not outer,
+        architecture=architecture, has_towers=hf_config is not outer and not sees, sees=sees,
         vocab_size=size("vocab_size"), hidden_size=hidden,
         num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=size("num_key_value_heads", heads),
@@ -493,6 +496,7 @@ def load(asked: EngineConfig, folder: Path, model_class: type,
     else:
         network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
                        left_out=left_out if config.has_towers else None, kept=kept,
+                       has_towers=config.sees,
                        assemble=config.quantization and partial(
                            on.assemble, entry=config.quantization), tensors=tensors)
     if trial:

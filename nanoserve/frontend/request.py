@@ -52,6 +52,7 @@ class Request:
     lora_request: object = None  # the adapter that it names: extras/lora.py
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
+    contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
@@ -77,7 +78,7 @@ class Request:
             self.request_id, params, arrival, self.priority, self.stats.arrival_time,
             self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
             eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter_id=self.adapter_id, root=self.root)
+            adapter_id=self.adapter_id, root=self.root, contents=self.contents)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
             # Only the first sample scores the prompt, whose last position predicts an output token.

@@ -129,6 +129,13 @@ def of_annexe(file: str) -> Rule:
                 lambda value: only_if((PACKAGE / file).exists(), value))
 
 
+def keep_limits(limits: Any) -> dict[str, int] | None:
+    """How many images a prompt may have, in vLLM's form. None where it may have none."""
+    only_if(isinstance(limits, dict), limits)
+    kept = {kind: SIZE.keep(most) for kind, most in limits.items() if SIZE.keep(most)}
+    return only_if(kept.keys() <= {"image"}, limits) and kept or None
+
+
 def keep_dtype(dtype: Any) -> str:
     """Accepts torch.float32 and vLLM's "half", too, and keeps one spelling."""
     name = str(dtype).removeprefix("torch.")

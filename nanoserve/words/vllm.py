@@ -72,9 +72,11 @@ TABLE = (
     Row("LLM", "override_generation_config", "pass SamplingParams with these values to generate()"),
     Row("LLM", "task", "use runner='generate' or 'pooling', and convert='embed' or 'classify'",
         ("auto",)),
-    Row("LLM call prompt method body", "limit_mm_per_prompt mm_processor_kwargs media_io_kwargs "
-        "multi_modal_data multi_modal_uuids reset_mm_cache", "models here read text alone: leave "
-        "it out"),
+    Row("LLM call prompt method body", "mm_processor_kwargs media_io_kwargs multi_modal_uuids "
+        "reset_mm_cache", "images are read as the checkpoint says, and known by content: leave it "
+        "out"),
+    Row("prompt", "multi_modal_data", "this engine reads text alone: make it with "
+        "limit_mm_per_prompt={'image': 1}, see docs/vision.md"),
     # How it runs.
     Row("LLM", "enable_expert_parallel", ours="expert_parallel"),
     # Three names of ours, for which vLLM writes None where we have another default.

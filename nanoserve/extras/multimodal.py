@@ -1,0 +1,257 @@
+"""Models that see: the features of an image take the place of its placeholders' embeddings.
+
+A vision-language model (Liu et al. 2023, "LLaVA") is a decoder with a *tower* beside it. The tower
+makes an image into features, one for each placeholder token of the prompt; from there on a feature
+is a token like any other:
+
+    prompt     What  is  <image> <image> <image> <image>  ?
+    decoder     e     e     f0      f1      f2      f3    e      e: embedding, f: feature
+    chunks     └────────────────────────┘└────────────────┘     cut anywhere, through an image, too
+
+The network and its tower are transformers' (transformers_model.py). What this file adds is one hook
+in front of the decoder: it puts the step's features, and the positions of M-RoPE (time, height,
+width; Wang et al. 2024, "Qwen2-VL"), in the place of what is there. Which these are follows from a
+token's index in its sequence alone. So chunks, prefix hits, preemption, overlap, recurrent states
+and drafts need no case of their own.
+
+Invariants. **A block is found only by who shows the same pixels**: in the key of the block with its
+first placeholder, and so in all keys behind it, is an image's content, a hash of all that the tower
+gets (`CoreRequest.contents`). The text before it is shared. **An image is encoded once** while the
+encoder cache holds it, by content: for n samples, chunks, preempted requests, a chat's next turn.
+
+Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video and no
+sound. Gemma's images are refused, since their tokens see each other, and those of a chunk could
+not. Road not taken: towers and processors of our own for each family, as in larger engines.
+"""
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from threading import RLock
+
+import numpy as np
+import torch
+
+from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.extras.multimodal_inputs import MultimodalInputs, Picture
+from nanoserve.extras.transformers_model import TransformersModel, refusal
+from nanoserve.frontend.metrics import Observer, say
+from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.request import Request
+from nanoserve.layers import Placement
+from nanoserve.sequence import Sequence, Step
+
+# Wrappings that were compared with transformers' `generate`, with images (docs/vision.md).
+SEEING = tuple(f"{name}ForConditionalGeneration" for name in (
+    "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL", "Llava",
+    "Mistral3", "Lfm2Vl"))
+
+
+@dataclass(eq=False)
+class Shown:
+    """A request's pictures, and where its prompt has them."""
+
+    pictures: list[Picture]
+    places: np.ndarray  # of all placeholders, ascending
+    positions: np.ndarray | None  # (3, num_prompt_tokens), where the decoder has M-RoPE
+
+    def positions_of(self, start: int, count: int) -> np.ndarray:
+        """(3, count). Behind the prompt all three go on from the largest one."""
+        index = np.broadcast_to(np.arange(start, start + count), (3, count))
+        if self.positions is None:
+            return index
+        length = self.positions.shape[1]
+        behind = index[:, max(length - start, 0):] + self.positions.max() + 1 - length
+        return np.concatenate((self.positions[:, start:start + count], behind), 1)
+
+
+@dataclass
+class View:
+    """What the decoder gets in one step."""
+
+    index: torch.Tensor  # (k,) which tokens of the batch are placeholders
+    features: torch.Tensor  # (k, width)
+    positions: torch.Tensor | None  # (3, 1, num_tokens)
+
+
+class Eyes:
+    """A network's tower, its encoder cache, and the hook in front of its decoder."""
+
+    def __init__(self, model: TransformersModel, budget: int):
+        network, self.on = model.layers, model.on
+        self.network = weakref.proxy(network)  # which holds this object, by its hook
+        self.size = network.get_input_embeddings().embedding_dim
+        self.index_of = getattr(network.base_model, "get_rope_index", None) and (
+            weakref.WeakMethod(network.base_model.get_rope_index))
+        self.token_id: int = network.config.image_token_id
+        self.budget, self.num_tokens, self.num_runs = budget, 0, 0
+        self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
+        self.lock = RLock()  # requests are made in any thread
+        self.view: View | None = None  # of the step to come
+        network.get_decoder().register_forward_pre_hook(self.look, with_kwargs=True)
+
+    # ------------------------------------------------------------ the tower
+
+    def features_of(self, picture: Picture) -> torch.Tensor:
+        """(picture.num_tokens, width), from the cache or by the tower."""
+        with self.lock:
+            found = self.held.pop(picture.content, None)
+            if found is None:
+                found = self.encode(picture)
+                self.num_tokens += len(found)
+                while self.held and self.num_tokens > self.budget:
+                    self.num_tokens -= len(self.held.popitem(last=False)[1])
+            self.held[picture.content] = found
+            return found
+
+    @torch.inference_mode()
+    def encode(self, picture: Picture) -> torch.Tensor:
+        """Run the tower. Qwen3-VL's gives features for several layers: they lie side by side."""
+        given = {name: tensor.to(self.on.device, self.on.dtype if tensor.is_floating_point()
+                                 else None) for name, tensor in picture.tensors.items()}
+        out = self.network.get_image_features(**given, return_dict=True)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        self.num_runs += 1
+        return torch.cat([torch.cat([part.reshape(-1, self.size) for part in layer])
+                          for layer in layers], 1).to(self.on.dtype)
+
+    def takes(self) -> list[str]:
+        """What pictures are made of: the tensors that `get_image_features` names."""
+        return [name for name in signature(self.network.get_image_features).parameters
+                if name not in ("vision_feature_layer", "vision_feature_select_strategy", "kwargs")]
+
+    def show(self, ids: list[int], pictures: list[Picture]) -> Shown:
+        """Find the pictures in a checked prompt. M-RoPE's positions are the class's own."""
+        tokens = torch.tensor([ids])
+        marks = (tokens == self.token_id).int()
+        positions = None
+        if self.index_of is not None:
+            grids = torch.cat([picture.tensors["image_grid_thw"] for picture in pictures])
+            positions = self.index_of()(tokens, mm_token_type_ids=marks,
+                                        image_grid_thw=grids)[0][:, 0].numpy()
+        return Shown(pictures, marks[0].nonzero()[:, 0].numpy(), positions)
+
+    # --------------------------------------------------------------- a step
+
+    def expect(self, step: Step, shown: dict[Sequence, Shown]) -> None:
+        """The next step: encode what it needs, and note what goes where. shown: of its rows."""
+        index, features, positions, at = [], [], [], 0
+        rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
+        for (seq, count), start in sorted(rows, key=lambda row: row[0][1] > 1):  # as in the batch
+            one = shown.get(seq, NOTHING)
+            first, last = np.searchsorted(one.places, (start, start + count))
+            if first < last:
+                index.append(one.places[first:last] - start + at)
+                features += self.slices(one.pictures, first, last)
+            positions.append(one.positions_of(start, count))
+            at += count
+        turned = self.index_of is not None
+        self.view = View(
+            torch.from_numpy(np.concatenate(index or [NOTHING.places])).to(self.on.device),
+            torch.cat(features) if features else torch.empty(0, self.size),
+            torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
+            if turned else None)
+
+    def slices(self, pictures: list[Picture], first: int, last: int) -> list[torch.Tensor]:
+        """The features of a request's placeholders first .. last - 1. Two pictures of 4: 3 .. 6 are
+        the last one of the first picture, and three of the second."""
+        found, at = [], 0
+        for picture in pictures:
+            if first < at + picture.num_tokens and at < last:
+                found.append(self.features_of(picture)[max(first - at, 0):last - at])
+            at += picture.num_tokens
+        return found
+
+    def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
+        """In front of the decoder: what it is given, with the step's features in it."""
+        view, self.view = self.view, None
+        if view is None:
+            return None
+        if view.positions is not None:
+            given["position_ids"] = view.positions
+        if len(view.index):
+            first, *deeper = view.features.split(self.size, 1)
+            given["inputs_embeds"] = given["inputs_embeds"].index_copy(1, view.index, first[None])
+            if deeper:  # added to the hidden states behind the first layers
+                mask = torch.zeros_like(given["inputs_embeds"][..., 0], dtype=torch.bool)
+                mask[0, view.index] = True
+                given |= dict(visual_pos_masks=mask, deepstack_visual_embeds=deeper)
+        return args, given
+
+
+NOTHING = Shown([], np.zeros(0, dtype=np.int64), None)  # a text
+
+
+class Multimodal(Extra, Observer):
+    """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
+
+    eyes: Eyes
+
+    def prepare(self, plan: Plan) -> Plan:
+        config, architecture = plan.config, plan.model_config.architecture
+        if architecture.startswith("Gemma"):
+            raise refusal(f"{architecture} with images", "its image tokens see each other, which "
+                          "attention that looks back alone can't do. Without limit_mm_per_prompt "
+                          "it writes text")
+        if architecture not in SEEING:
+            raise refusal(f"{architecture} with images", "it has no tower for images, or none that "
+                          "was tried. Without limit_mm_per_prompt it writes text")
+        for option in ("kv_offload_bytes", "kv_store"):
+            if value := getattr(config, option):
+                raise ValueError(f"{option}={value!r} does not go together with limit_mm_per_prompt"
+                                 ": blocks there know tokens and no pixels, leave it out")
+        if config.runner == "pooling":
+            raise ValueError("limit_mm_per_prompt does not go together with runner='pooling': "
+                             "leave one of them out")
+        parts = replace(plan.parts, make_network=partial(self.make, plan))
+        return replace(plan, parts=parts, make_inputs=partial(MultimodalInputs, self))
+
+    def make(self, plan: Plan, on: Placement, **options) -> TransformersModel:
+        model = plan.parts.make_network(on, **options)
+        self.budget = plan.config.encoder_cache_tokens
+        self.eyes = Eyes(model, self.budget)
+        self.token_id, self.takes = self.eyes.token_id, self.eyes.takes
+        return model
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.requests, self.block_size = engine.requests, engine.config.block_size
+        self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
+        self.shown: dict[Sequence, Shown] = {}
+        engine.observers.append(self)
+        engine.before_launch.append(self.expect)
+        say(f"images: by transformers' tower, encoder cache of {self.eyes.budget:,} tokens")
+
+    def count(self, picture: Picture) -> int:
+        """How many tokens it stands for."""
+        return len(self.eyes.features_of(picture))
+
+    def take(self, request: Request, pictures: list[Picture]) -> None:
+        """A checked request has these pictures: from here on its blocks are theirs, too."""
+        shown = self.eyes.show(request.prompt_token_ids, pictures)
+        first = np.cumsum([0] + [picture.num_tokens for picture in pictures])
+        for picture, at in zip(pictures, first, strict=False):
+            block = int(shown.places[at]) // self.block_size
+            request.contents[block] = request.contents.get(block, b"") + picture.content
+        self.waiting[request] = shown
+
+    # ------------------------------------------------------ the life of a request
+
+    def added(self, sequences: list[Sequence], stats: RequestStateStats,
+              prompt: str | None) -> None:
+        shown = self.waiting.pop(self.requests[sequences[0].request.request_id], None)
+        if shown is not None:
+            self.shown.update(dict.fromkeys(sequences, shown))
+
+    def expect(self, step: Step) -> None:
+        self.eyes.view = None
+        if not self.shown.keys().isdisjoint(step.num_new_tokens):
+            self.eyes.expect(step, self.shown)
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.shown.pop(seq, None)
+
+    def close(self) -> None:
+        del self.eyes

@@ -1,0 +1,119 @@
+"""Tiny random networks that see, pictures for them, and the oracle: transformers' `generate` with
+the pixels of all pictures at once, one prompt at a time.
+
+A picture is random pixels in the form that the network's own processor has. Its size is in patches.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from architectures import GQA
+from checkpoints import byte_tokenizer
+from hybrids import DELTA, HYBRIDS, VISION, WRAPPED
+
+from benchmarks.models import IMAGE, PIXTRAL, QWEN_VISION, WRAPPINGS, randomise, wrap
+
+QWEN3_5 = wrap("qwen3_5", dict(
+    GQA, **DELTA, head_dim=8, layer_types=["linear_attention", "full_attention"],
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 1],
+                         partial_rotary_factor=0.75)), dict(
+    QWEN_VISION, num_position_embeddings=16), **IMAGE)
+NETWORKS: dict[str, Callable] = {
+    **{name: WRAPPINGS[name] for name in (
+        "qwen2.5-vl", "qwen3-vl", "smolvlm", "idefics3", "internvl", "llava")},
+    "mistral3": wrap("mistral3", dict(GQA, model_type="mistral", head_dim=8, sliding_window=None),
+                     PIXTRAL, image_token_index=250),
+    "qwen2-vl": wrap("qwen2_vl", WRAPPINGS["qwen2-vl"]().text_config.to_dict(), dict(
+        QWEN_VISION, hidden_size=32, embed_dim=16), **IMAGE),
+    "qwen3.5": QWEN3_5,
+    "lfm2-vl": lambda: transformers.Lfm2VlConfig(
+        text_config=HYBRIDS["lfm2"]().to_dict(), vision_config=dict(VISION, patch_size=2),
+        image_token_id=250, projector_hidden_size=16, downsample_factor=2),
+}
+PADDED = ("pixel_values", "pixel_attention_mask")
+
+
+def make_seeing(name: str, folder: Path) -> Path:
+    config = (WRAPPINGS | WRAPPED | NETWORKS)[name]()
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    randomise(model)
+    with torch.no_grad():  # words count beside pictures
+        model.get_input_embeddings().weight *= 10
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Seer:
+    """The oracle of one checkpoint; it also makes pictures and prompts for it."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name = name
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32).eval()
+        self.config = self.model.config
+
+    def picture(self, height: int, width: int, seed: int) -> dict:
+        """Of height x width patches, where the network takes them as they are."""
+        generator = torch.Generator().manual_seed(seed)
+        size = torch.tensor([[height, width]])
+        vision = self.config.vision_config
+
+        def pixels(*shape):
+            return dict(pixel_values=torch.randn(shape, generator=generator))
+
+        if self.name.startswith("qwen"):
+            patch = 3 * vision.temporal_patch_size * vision.patch_size ** 2
+            return pixels(height * width, patch) | dict(
+                image_grid_thw=F.pad(size, (1, 0), value=1))
+        if self.name == "mistral3":
+            return pixels(1, 3, *(14 * size[0])) | dict(image_sizes=14 * size)
+        if self.name == "lfm2-vl":
+            return pixels(1, height * width, 3 * vision.patch_size ** 2) | dict(
+                spatial_shapes=size, pixel_attention_mask=torch.ones(1, height * width).long())
+        # In tiles of 28 x 28; of LLaVA it is one.
+        tiles = 1 if self.name == "llava" else height // 2
+        return pixels(*[1] * (self.name in ("smolvlm", "idefics3")), tiles, 3, 28, 28)
+
+    @torch.no_grad()
+    def count(self, picture: dict) -> int:
+        features = self.model.get_image_features(**picture, return_dict=True).pooler_output
+        return sum(one.numel() for one in features) // self.config.text_config.hidden_size
+
+    def prompt(self, *pictures: dict, seed: int = 0, before: int = 9, behind: int = 2) -> dict:
+        """Some words, then each picture with some words behind it."""
+        rng = random.Random(seed)
+        ids = [rng.randrange(200) for _ in range(before)]
+        for picture in pictures:
+            ids += [self.config.image_token_id] * self.count(picture)
+            ids += [rng.randrange(200) for _ in range(behind)]
+        prompt = dict(prompt_token_ids=ids)
+        return prompt | dict(multi_modal_data={"image": [*pictures]}) if pictures else prompt
+
+    @torch.no_grad()
+    def generate(self, prompt: dict, max_tokens: int) -> tuple[list[int], list[float]]:
+        """As `checkpoints.Reference.generate`."""
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        pictures = prompt.get("multi_modal_data", {}).get("image", [])
+        given = {name: self.join([one[name] for one in pictures], name)
+                 for name in (pictures[0] if pictures else ())}
+        if pictures and hasattr(self.model.base_model, "get_rope_index"):
+            given["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
+        out = self.model.generate(ids, max_new_tokens=max_tokens, do_sample=False, **given,
+                                  return_dict_in_generate=True, output_logits=True)
+        best = [logits[0].topk(2).values for logits in out.logits]
+        return out.sequences[0, ids.shape[1]:].tolist(), [float(b[0] - b[1]) for b in best]
+
+    def join(self, parts: list[torch.Tensor], name: str) -> torch.Tensor:
+        """The tensors of several pictures as their processor joins them, padded where need be."""
+        if self.name in ("mistral3", "lfm2-vl") and name in PADDED:
+            most = torch.tensor([part.shape for part in parts]).amax(0)
+            parts = [F.pad(part, [n for whole, own in zip(
+                most.tolist()[:0:-1], part.shape[:0:-1], strict=True) for n in (0, whole - own)])
+                for part in parts]
+        return torch.cat(parts, 1 if self.name in ("smolvlm", "idefics3") else 0)
