@@ -262,7 +262,7 @@ class ChatAnswer(Answer):
         if piece.calls:
             first = reader.num_calls - len(piece.calls)
             parts["tool_calls"] = [
-                dict(id=f"call_{uuid4().hex[:24]}", type="function", function=vars(call),
+                dict(id=uuid4().hex[:9], type="function", function=vars(call),
                      **(dict(index=first + i) if self.body.stream else {}))
                 for i, call in enumerate(piece.calls)]
         if not piece.said and (parts or reader.state == "calls"):

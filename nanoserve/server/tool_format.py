@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from os.path import commonprefix
 
-from nanoserve.server.tools import JSON, NAME, Format
+from nanoserve.server.tools import ID, JSON, NAME, Format
 
 # Of the made-up conversation. No template writes these words by itself.
 OTHER, KEY, MORE = "zq_other", "zq_key", "zq_more"
@@ -79,12 +79,12 @@ class Probe:
         self.begun = begun[self.start:]  # of a turn, by the prompt
 
     def _render(self, turn: dict | None = None, **options) -> str:
-        """"": the template refuses it."""
+        """What stands behind the question. "": the template refuses it."""
         chat = [{"role": "user", "content": ASKED}]
         if turn is not None:
             chat.append({"role": "assistant", "content": ""} | turn)
         try:
-            return self.render(chat, tools=TOOLS, **options)
+            return self.render(chat, tools=TOOLS, **options).rpartition(ASKED)[2]
         except Exception:
             return ""
 
@@ -163,7 +163,7 @@ class Probe:
         more += [[{"text": f"a{found.close} b"}]] if found.is_json else []
         for calls in [*([arguments] for arguments in PROOF), *more]:
             reader = found.reader({NAME: SCHEMA, OTHER: SCHEMA}, found.header)
-            read = reader.feed(self.turn(_turn(*calls)), "stop").calls
+            read = reader.feed(self.turn(_turn(*calls, id_="another02")), "stop").calls
             back = [(call.name, json.loads(call.arguments)) for call in read]
             if back != list(zip((NAME, OTHER), calls, strict=False)):
                 raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
@@ -201,8 +201,8 @@ def _find_object(text: str, wanted: dict) -> tuple[int, int]:
     return -1, -1
 
 
-def _turn(*calls: dict) -> dict:
-    """A turn that calls the made-up tools."""
-    return {"tool_calls": [{"id": f"call{i:05}", "type": "function", "function": dict(
-        name=name, arguments=arguments)} for i, (name, arguments) in enumerate(
-            zip((NAME, OTHER), calls, strict=False))]}
+def _turn(*calls: dict, id_: str = ID) -> dict:
+    """A turn that calls the made-up tools. Mistral's templates want ids of nine letters."""
+    return {"tool_calls": [{"id": id_, "type": "function", "function": dict(
+        name=name, arguments=arguments)} for name, arguments in zip(
+            (NAME, OTHER), calls, strict=False)]}

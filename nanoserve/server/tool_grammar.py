@@ -27,7 +27,7 @@ from nanoserve.config import SamplingParams
 from nanoserve.llm import EXTRAS, LLM
 from nanoserve.server.protocol import BadRequest, ChatBody
 from nanoserve.server.tool_format import derive
-from nanoserve.server.tools import NAME, Format, Reader, kinds_of, resolve
+from nanoserve.server.tools import ID, ID_PART, NAME, Format, Reader, kinds_of, resolve
 
 TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
@@ -137,13 +137,15 @@ class ToolGrammar:
             f"{name}{body}" for body, name in self.rules.items())])
 
     def literal(self, text: str) -> str:
-        """Lark's literals are written as JSON's texts are; special tokens as their ids."""
-        if not text:
-            return ""
-        known = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
-        parts = re.split(f"({known})", text) if known else [text]
-        return " ".join(f"<[{self.special[part]}]>" if part in self.special else json.dumps(part)
-                        for part in parts if part)
+        """Lark's literals are written as JSON's texts are; special tokens as their ids. The id of
+        a call is any, or left out."""
+        if (part := ID_PART.search(text)) and part[0] != text:
+            before, behind = text[:part.start()], text[part.end():]
+            return f"{self.literal(before)} ({self.literal(part[0])})? {self.literal(behind)}"
+        known = "|".join(map(re.escape, [*sorted(self.special, key=len, reverse=True), ID]))
+        return " ".join(f"<[{self.special[part]}]>" if part in self.special else
+                        "/[a-zA-Z0-9]{9}/" if part == ID else json.dumps(part)
+                        for part in re.split(f"({known})", text) if part)
 
     def _add(self, name: str, body: str) -> str:
         """A rule. An attribute, `[lazy]` say, stands behind its name."""

@@ -20,7 +20,9 @@ from itertools import islice
 from os.path import commonprefix
 from typing import Any
 
-NAME = "zq_tool"  # of the made-up calls that a format is derived from: see tool_format.py
+NAME, ID = "zq_tool", "zqcall001"  # of made-up calls, which a format is derived from
+# What of a literal a model may leave out: the id of a call, with its key or its marker.
+ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
 THOUGHTS = ("reasoning_content", "thinking")  # keys of a message
 MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
 WORDS = {"None": "null", "True": "true", "False": "false"}
@@ -49,7 +51,8 @@ class Piece:
 class Format:
     """What stands around the parts of an assistant's turn. "": nothing does.
 
-    header: in front of every turn. A name that is written twice stands in `after` as `NAME`.
+    header: in front of every turn. A name that is written twice stands in `after` as `NAME`, and a
+    call's id stands in any literal as `ID`.
     """
 
     header: str
@@ -78,7 +81,7 @@ class Format:
     @property
     def trigger(self) -> str:
         """The beginning of `open` that nothing else begins with: its tag, or all of it."""
-        return (re.match(r"<[^<>\s]+>", self.open) or [self.open])[0]
+        return (re.match(r"<[^<>\s]+>", self.open) or [self.open.partition(ID)[0]])[0]
 
     @property
     def literals(self) -> list[str]:
@@ -327,6 +330,14 @@ def _clear(text: str, marks: list[str], holds_space: bool) -> int:
 
 
 def _loose(literal: str) -> str:
-    """A pattern for the literal with any white space where it has some."""
-    return "".join(r"\s*" if part.isspace() else re.escape(part)
-                   for part in re.split(r"(\s+)", literal))
+    """A pattern for the literal, with any white space where it has some, and any id or none where
+    it has one."""
+    if part := ID_PART.search(literal):
+        before, behind = literal[:part.start()], literal[part.end():]
+        return f"{_loose(before)}({_spaced(part[0])})?{_loose(behind)}"
+    return _spaced(literal)
+
+
+def _spaced(literal: str) -> str:
+    return "".join(r"\s*" if part.isspace() else r"[\w-]+" if part == ID else re.escape(part)
+                   for part in re.split(rf"(\s+|{ID})", literal))

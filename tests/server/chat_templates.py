@@ -72,6 +72,20 @@ MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}" + CALL % (
         "[TOOL_CALLS]" + NAME + "[ARGS]" + JSON) + "</s>{% else %}[INST]{{ m.content }}[/INST]"
     "{% endif %}{% endfor %}")
+WITH_IDS = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}"
+    "[TOOL_CALLS][" + CALL % (
+        "{% if c.id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}"
+        '{"name": "' + NAME + '", "arguments": ' + JSON + ', "id": "{{ c.id }}"}'
+        "{{ ', ' if not loop.last }}") + "]{% endif %}</s>{% else %}[INST]{{ m.content }}[/INST]"
+    "{% endif %}{% endfor %}")
+CALL_IDS = MISTRAL.replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
+SOLAR = (
+    "{% for m in messages %}<|begin|>{{ m.role }}<|content|>{{ m.content }}{% if m.tool_calls %}"
+    "<|tool_calls|>" + CALL % (
+        "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>" + NAME + "<|tool_call:args|>" + JSON +
+        "<|tool_call:end|>") + "<|calls|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant<|content|>{% endif %}")
 LLAMA = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}"
@@ -98,6 +112,9 @@ TEMPLATES = {
     "recipients": RECIPIENTS,
     "DeepSeek V3": DEEPSEEK,
     "Mistral": MISTRAL,
+    "Mistral Nemo": WITH_IDS,
+    "Mistral Small 3.2": CALL_IDS,
+    "Solar": SOLAR,
     "Llama 3.1": LLAMA,
 }
 ENDS = ("<|im_end|>", "<turn|>", "<|call|>", "<|return|>", "<|eot|>", "<｜end▁of▁sentence｜>",

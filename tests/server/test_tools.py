@@ -55,7 +55,7 @@ def tool(name: str, schema: dict) -> dict:
 
 
 def calls_of(*calls: tuple[str, dict]) -> list[dict]:
-    return [{"id": f"call{i:05}", "type": "function", "function": dict(
+    return [{"id": f"used{i:05}", "type": "function", "function": dict(
         name=name, arguments=arguments)} for i, (name, arguments) in enumerate(calls)]
 
 
@@ -196,6 +196,16 @@ def test_a_turn_ends_by_a_token_that_the_text_does_not_show():
             '<|channel|>commentary json<|message|>{"x": 1}')
     assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), text, [40]) == Piece(
         "Hm.", "", [Call("add", '{"x": 1}')])
+
+
+def test_a_model_may_leave_a_calls_id_out():
+    for name, text in (
+            ("Mistral Nemo", '[TOOL_CALLS][{"name": "a", "arguments": {}%s}, {"name": "b", '
+             '"arguments": {}}]'),
+            ("Mistral Small 3.2", "[TOOL_CALLS]a%s[ARGS]{}[TOOL_CALLS]b[ARGS]{}")):
+        for id_ in ("", ', "id": "x-1"' if "Nemo" in name else "[CALL_ID]x-1"):
+            assert read(Reader(FORMATS[name], dict(a={}, b={}), ""), text % id_, [20, 31]) == Piece(
+                calls=[Call("a", "{}"), Call("b", "{}")])
 
 
 def test_the_prompt_may_have_begun_or_ended_the_thought():
