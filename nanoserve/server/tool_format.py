@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from os.path import commonprefix
 
-from nanoserve.server.tools import ID, JSON, NAME, Format
+from nanoserve.server.tools import ID, JSON, NAME, Format, loose
 
 # Of the made-up conversation. No template writes these words by itself.
 OTHER, KEY, MORE = "zq_other", "zq_key", "zq_more"
@@ -32,7 +32,7 @@ ONE, TWO, ASKED, SAID, THOUGHT = "zq_one", "zq_two", "zq_asked", "zq_said", "zq_
 KINDS_OF_KEYS = dict(text="string", more="string", count="integer", nested="object") | {
     KEY: "string", MORE: "string"}
 SCHEMA = dict(type="object", required=[], properties={
-    key: dict(type=kind) for key, kind in KINDS_OF_KEYS.items()})
+    key: dict(type=kind, description="A value.") for key, kind in KINDS_OF_KEYS.items()})
 TOOLS = [dict(type="function", function=dict(name=name, description="A tool.", parameters=SCHEMA))
          for name in (NAME, OTHER)]
 PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
@@ -70,7 +70,7 @@ class Probe:
     """Renders made-up turns, and looks at what the template puts around their parts."""
 
     def __init__(self, render: Callable[..., str], end_texts: list[str]):
-        self.render, self.end_texts = render, end_texts
+        self.render, self.end_texts, self.error = render, end_texts, ""
         begun = self._render(add_generation_prompt=True)
         turns = map(self._render, (
             {"content": SAID}, {"content": SAID, "reasoning_content": THOUGHT}, _turn({KEY: ONE})))
@@ -85,28 +85,35 @@ class Probe:
             chat.append({"role": "assistant", "content": ""} | turn)
         try:
             return self.render(chat, tools=TOOLS, **options).rpartition(ASKED)[2]
-        except Exception:
+        except Exception as error:
+            self.error = str(error)
             return ""
 
     def turn(self, turn: dict) -> str:
         """What is written behind the header."""
         return self._render(turn)[self.start:]
 
+    def _behind_prompt(self, text: str) -> str:
+        """A turn without what the prompt has written of it, with other white space perhaps."""
+        for mark in re.finditer(r"[<\[]", self.begun):
+            if found := re.match(r"\s*" + loose(self.begun[mark.start():]), text):
+                return text[found.end():]
+        return text
+
     def thoughts(self) -> Format:
         """The markers of thoughts and answers."""
         found = Format(self.header)
-        found.say, _, self.end = self.turn({"content": SAID}).partition(SAID)
+        said = self._behind_prompt(self.turn({"content": SAID}))
+        found.say, _, self.end = said.partition(SAID)
         name_at = self.turn(_turn({KEY: ONE})).partition(NAME)[0]
         for turn, behind in (({"content": SAID}, SAID), (_turn({KEY: ONE}), name_at + NAME)):
             text = self.turn({"reasoning_content": THOUGHT, "thinking": THOUGHT} | turn)
             think, thought, rest = text.partition(THOUGHT)
             if thought and behind in rest:
                 thought = rest.partition(behind)[0]
-                found.think, found.thought = think.strip(), thought.strip()
-                if found.think and not found.say.startswith(think):  # an answer has its own marker
-                    found.thought = thought.removesuffix(found.say).strip()
-                else:  # what looks like one is the end of an empty thought
+                if thought.strip() in found.say:  # the end of an empty thought
                     found.say = ""
+                found.think, found.thought = think.strip(), thought.removesuffix(found.say).strip()
                 return found
         if tag := re.search(r"<(\w+)>\s*$", self.begun):  # the template drops thoughts, ...
             found.think, found.thought = tag[0].strip(), f"</{tag[1]}>"  # ... the prompt begins one
@@ -118,9 +125,10 @@ class Probe:
         one = self.turn(_turn({KEY: ONE}))
         before, name, rest = one.partition(NAME)
         if not name:
-            raise ValueError("it does not write them")
+            raise ValueError(self.error or "it does not write them")
         if found.thought and found.thought in before:  # an empty thought
             before = before.rpartition(found.thought)[2]
+        before = self._behind_prompt(before)
         found.open = before.lstrip()
         found.gap = before[:len(before) - len(found.open)]
         at, end = _find_object(rest, {KEY: ONE})
@@ -162,8 +170,11 @@ class Probe:
         more = [[PROOF[1], PROOF[4]]] if found.between else []
         more += [[{"text": f"a{found.close} b"}]] if found.is_json else []
         for calls in [*([arguments] for arguments in PROOF), *more]:
-            reader = found.reader({NAME: SCHEMA, OTHER: SCHEMA}, found.header)
-            read = reader.feed(self.turn(_turn(*calls, id_="another02")), "stop").calls
+            reader = found.reader({NAME: SCHEMA, OTHER: SCHEMA}, found.header + self.begun)
+            text = self._behind_prompt(self.turn(_turn(*calls, id_="another02")))
+            if reader.state == "thinks" and found.thought not in text.partition(NAME)[0]:
+                text = found.thought + text
+            read = reader.feed(text, "stop").calls
             back = [(call.name, json.loads(call.arguments)) for call in read]
             if back != list(zip((NAME, OTHER), calls, strict=False)):
                 raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")

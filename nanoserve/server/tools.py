@@ -117,13 +117,13 @@ class Reader:
         # Only where this comes a call may have ended.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
-        behind = "(?P=name)".join(map(_loose, form.after.split(NAME)))
+        behind = "(?P=name)".join(map(loose, form.after.split(NAME)))
         self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
-                      for begin in (_loose(form.open), r"\s*")]
+                      for begin in (loose(form.open), r"\s*")]
         # Where several calls share what ends them; else each next one begins as the first does.
         shares = form.between and not form.between.startswith(form.close)
-        more = f"(?P<more>{_loose(form.between)})|" if shares else ""
-        self.ends = re.compile(f"{more}(?P<close>{_loose(form.close)})")
+        more = f"(?P<more>{loose(form.between)})|" if shares else ""
+        self.ends = re.compile(f"{more}(?P<close>{loose(form.close)})")
         if form.header and form.header in prompt:  # the prompt may have begun the turn
             self.feed(prompt.rpartition(form.header)[2])
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
@@ -169,7 +169,9 @@ class Reader:
             return None
         found = self._read(self.rest)
         if ended == "stop" and (found is None or found[1] is None):  # what ends a turn is no text
-            found = self._read(self.rest + self.form.close) or found
+            close = self.form.close
+            has = max(at for at in range(len(close) + 1) if self.rest.endswith(close[:at]))
+            found = self._read(self.rest + close[has:]) or found
         if found is None or found[1] is None:
             if ended == "stop":  # nothing that was written is lost
                 piece.said, self.rest = piece.said + self.rest, ""
@@ -329,12 +331,12 @@ def _clear(text: str, marks: list[str], holds_space: bool) -> int:
     return len(text[:at].rstrip()) if holds_space else at
 
 
-def _loose(literal: str) -> str:
+def loose(literal: str) -> str:
     """A pattern for the literal, with any white space where it has some, and any id or none where
     it has one."""
     if part := ID_PART.search(literal):
         before, behind = literal[:part.start()], literal[part.end():]
-        return f"{_loose(before)}({_spaced(part[0])})?{_loose(behind)}"
+        return f"{loose(before)}({_spaced(part[0])})?{loose(behind)}"
     return _spaced(literal)
 
 
