@@ -105,6 +105,7 @@ class Probe:
         found = Format(self.header)
         said = self._behind_prompt(self.turn({"content": SAID}))
         found.say, _, self.end = said.partition(SAID)
+        found.end = self._cut(self.end, self.end_texts).strip()
         name_at = self.turn(_turn({KEY: ONE})).partition(NAME)[0]
         for turn, behind in (({"content": SAID}, SAID), (_turn({KEY: ONE}), name_at + NAME)):
             text = self.turn({"reasoning_content": THOUGHT, "thinking": THOUGHT} | turn)
@@ -179,9 +180,9 @@ class Probe:
             if back != list(zip((NAME, OTHER), calls, strict=False)):
                 raise ValueError(f"the call {json.dumps(calls[0])} does not come back as it was")
 
-    def _cut(self, text: str) -> str:
+    def _cut(self, text: str, ends: list[str] | None = None) -> str:
         """Without what ends the turn."""
-        for end in filter(None, [self.end, *self.end_texts]):
+        for end in filter(None, ends or [self.end, *self.end_texts]):
             text = text.partition(end)[0]
         return text.rstrip("\n")
 

@@ -108,41 +108,41 @@ class ToolGrammar:
         """The grammar of a turn. start: where the prompt has left it; one: at most one call;
         answer: a JSON schema for what is no call. Raises `ValueError`."""
         form, literal, self.is_lenient = self.form, self.literal, not required
+        end = f"({literal(form.end)})?" if form.end else ""
         thought, gap = "", "" if start.began else form.gap
         if start.may_think:
             thought = self._add("thought", self._until(form.thought))
             if start.state != "thinks":
                 thought = rf"(/[ \n]{{0,2}}/ {literal(form.think)} {thought})?"
             gap = form.gap
-        calls, said = "", self._add("said", f"{literal(form.say)} {TEXT}")
-        if self.schemas:
-            call = self._add("call", " | ".join(self._call(*tool) for tool in self.schemas.items()))
-            more = f"({literal(form.between)} {call})*" if form.between and not one else ""
-            calls = f"{literal(gap + form.open)} {call} {more} {literal(form.close)}"
+        calls, said = "", self._add("said", f"{literal(form.say)} {TEXT} {end}")
+        is_free = not required and answer is None and not form.say
+        if self.schemas and is_free:
+            head = self._add("head", self._until(form.trigger))
+            calls = f"{head} {self._calls(form.open.removeprefix(form.trigger), one)}"
+        elif self.schemas:
+            calls = self._calls(gap + form.open, one)
         if answer is not None:
-            said = rf"/[ \n]{{0,2}}/ {literal(form.say)} {self._json(answer, answer)}"
-            if calls and form.open.startswith("{"):
-                raise ValueError("response_format: with tools it needs a model whose calls begin "
-                                 "with a marker: leave one of them out")
+            said = rf"/[ \n]{{0,2}}/ {literal(form.say)} {self._json(answer, answer)} {end}"
         if required or not calls:
             body = calls or said
-        elif answer is not None or form.say:
-            body = f"({calls} | {said})"
+        elif is_free:
+            body = f"({calls}){'?' if one else '*'} {TEXT}"
         else:
-            head = self._add("head", self._until(form.trigger))
-            calls = calls.removeprefix(literal(gap + form.open))
-            body = f"({head} {literal(form.open.removeprefix(form.trigger))} {calls})"
-            body += f"{'?' if one else '*'} {TEXT}"
+            body = f"({calls} | {said})"
         return "\n".join([f"start: {thought} {body}", *(
             f"{name}{body}" for body, name in self.rules.items())])
 
     def literal(self, text: str) -> str:
         """Lark's literals are written as JSON's texts are; special tokens as their ids. The id of
-        a call is any, or left out."""
+        a call is any, or left out. A call without a marker is written in JSON's own parts: an
+        answer in JSON may begin with the same one."""
         if (part := ID_PART.search(text)) and part[0] != text:
             before, behind = text[:part.start()], text[part.end():]
             return f"{self.literal(before)} ({self.literal(part[0])})? {self.literal(behind)}"
         known = "|".join(map(re.escape, [*sorted(self.special, key=len, reverse=True), ID]))
+        if self.form.open.startswith(('{"', "[{")):
+            known += rf'|"(?!{ID})[^"]*"|[,:] ?'
         return " ".join(f"<[{self.special[part]}]>" if part in self.special else
                         "/[a-zA-Z0-9]{9}/" if part == ID else json.dumps(part)
                         for part in re.split(f"({known})", text) if part)
@@ -160,12 +160,20 @@ class ToolGrammar:
         before = re.sub(r"([^\w\s])", r"\\\1", mark[:min(where)]).replace("\n", r"\n")
         return f"/{text}{before}/ {self.literal(mark[min(where):])}"
 
-    def _call(self, name: str, schema: Any) -> str:
-        form = self.form
-        after = self.literal(name + form.after.replace(NAME, name))
-        arguments = self._json(schema, schema) if form.is_json else self._object(
-            schema, schema, form.first, form.then)
-        return self._add("tool", f"{after} {arguments}")
+    def _calls(self, before: str, one: bool) -> str:
+        """A call, and perhaps more. before: what stands in front of the first one's name."""
+        form, calls = self.form, []
+        for name, schema in self.schemas.items():
+            arguments = self._json(schema, schema) if form.is_json else self._object(
+                schema, schema, form.first, form.then)
+            calls.append((name + form.after.replace(NAME, name), self._add("tool", arguments)))
+
+        def call(before: str) -> str:
+            return " | ".join(f"{self.literal(before + head)} {arguments}"
+                              for head, arguments in calls)
+
+        more = "" if one or not form.between else self._add("more", call(form.between)) + "*"
+        return f"{self._add('call', call(before))} {more} {self.literal(form.close)}"
 
     def _json(self, schema: Any, root: Any) -> str:
         """JSON in one line. root: where the schema's references lead."""

@@ -59,6 +59,7 @@ class Format:
     think: str = ""  # in front of a thought
     thought: str = ""  # behind it; "": there are no thoughts
     say: str = ""  # in front of an answer
+    end: str = ""  # behind it
     gap: str = ""  # white space in front of `open`
     open: str = ""  # in front of a call's name; "": there are no calls
     after: str = ""  # behind its name
@@ -85,8 +86,8 @@ class Format:
 
     @property
     def literals(self) -> list[str]:
-        return [self.think, self.thought, self.say, self.open, self.after, self.between, self.close,
-                self.first, self.then, *self.text, *self.value]
+        return [self.think, self.thought, self.say, self.end, self.open, self.after, self.between,
+                self.close, self.first, self.then, *self.text, *self.value]
 
 
 def _no_number(text: str) -> None:
@@ -114,12 +115,14 @@ class Reader:
         self.is_next = False  # a call of several, behind the first
         self.is_fresh = self.may_think  # white space in front of what comes is dropped
         self.is_heard = not form.say  # text without a marker in front is an answer
+        self.unheard = ""  # what is one after all, if no marker comes
         # Only where this comes a call may have ended.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
+        self.longest = 2 * len(form.open + form.after) + len(names)  # of a call's beginning
         behind = "(?P=name)".join(map(loose, form.after.split(NAME)))
         self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
-                      for begin in (loose(form.open), r"\s*")]
+                      for begin in (r"\s*" + loose(form.open), r"\s*")]
         # Where several calls share what ends them; else each next one begins as the first does.
         shares = form.between and not form.between.startswith(form.close)
         more = f"(?P<more>{loose(form.between)})|" if shares else ""
@@ -135,6 +138,8 @@ class Reader:
         while step := (self._calls(piece, text, ended) if self.state == "calls" else
                        self._texts(piece, ended)):
             self.state, text = step, self.rest
+        if ended == "stop" and not self.is_heard and not self.num_calls:
+            piece.said += self.unheard
         return piece
 
     # Both take from `rest` what is clear, and name the state that follows, if one does.
@@ -144,9 +149,9 @@ class Reader:
         form, text = self.form, self.rest.lstrip() if self.is_fresh else self.rest
         thinks, say = self.state == "thinks", form.say.strip()
         marks = {form.thought: "says"} if thinks else {
-            mark: state for mark, state, is_possible in (
-                (say, "says", say), (form.trigger, "calls", self.schemas),
-                (form.think, "thinks", self.may_think)) if is_possible}
+            say: "says", form.end: "says", form.think if self.may_think else "": "thinks",
+            form.trigger if self.schemas else "": "calls"}
+        marks.pop("", None)
         found = [(text.find(mark), -len(mark), mark) for mark in marks if mark in text]
         at, _, mark = min(found, default=(len(text), 0, ""))
         if mark and not ended and any(one != mark and one.startswith(text[at:]) for one in marks):
@@ -159,26 +164,35 @@ class Reader:
             self.may_think = not mark
         elif self.is_heard:
             piece.said += shown
+        else:
+            self.unheard += shown
         self.is_fresh = bool(mark) or self.is_fresh and not shown
         self.is_heard |= mark == say != ""
-        self.rest = text[at if marks.get(mark) == "calls" else at + len(mark):]
+        self.rest = text[len(shown) if marks.get(mark) == "calls" else at + len(mark):]
         return marks.get(mark)
 
     def _calls(self, piece: Piece, new: str, ended: str | None) -> str | None:
+        head = self.heads[self.is_next].match(self.rest)
+        if head is None:
+            if ended != "stop" and len(self.rest) <= self.longest:
+                return None
+            piece.said, self.rest = piece.said + self.rest[:1], self.rest[1:]  # it is no call
+            self.is_next = self.is_fresh = False
+            return "says"
         if not ended and self.tip not in new:
             return None
-        found = self._read(self.rest)
-        if ended == "stop" and (found is None or found[1] is None):  # what ends a turn is no text
+        found = self._read(head, self.rest)
+        if ended == "stop" and found[1] is None:  # what ends a turn is no text
             close = self.form.close
             has = max(at for at in range(len(close) + 1) if self.rest.endswith(close[:at]))
-            found = self._read(self.rest + close[has:]) or found
-        if found is None or found[1] is None:
+            found = self._read(head, self.rest + close[has:])
+        call, end = found
+        if end is None:
             if ended == "stop":  # nothing that was written is lost
                 piece.said, self.rest = piece.said + self.rest, ""
-            elif ended and found:
-                self._tell(piece, found[0])
+            elif ended:
+                self._tell(piece, call)
             return None
-        call, end = found
         self._tell(piece, call)
         self.is_next = end.lastgroup == "more"
         self.rest, self.is_fresh = self.rest[end.end():], True
@@ -191,12 +205,9 @@ class Reader:
 
     # ------------------------------------------------------------- one call
 
-    def _read(self, text: str) -> tuple[Call, re.Match | None] | None:
-        """The call at the beginning of the text, as far as it came, and what ends it; None where
-        its name isn't whole."""
-        head = self.heads[self.is_next].match(text)
-        if head is None:
-            return None
+    def _read(self, head: re.Match, text: str) -> tuple[Call, re.Match | None]:
+        """The call that begins the text, as far as it came, and what ends it. head: its name, and
+        what is around it."""
         name, at = head["name"], head.end()
         if not self.form.is_json:
             arguments, end = self._parameters(text, at, self.schemas[name])

@@ -93,6 +93,31 @@ LLAMA = (
     "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
 
+XLAM = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content }}{% if m.tool_calls %}[" + CALL % (
+        '{"name": "' + NAME + '", "arguments": ' + JSON + "}{{ ', ' if not loop.last }}") +
+    "]{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+HUNYUAN = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.content }}<|eot|>"
+    "{% else %}{{ '助手：' + m.content if not m.tool_calls }}{% if m.tool_calls %}<tool_calls>[" +
+    CALL % ('{"name": "' + NAME + '", "arguments": ' + JSON + "}{{ ', ' if not loop.last }}") +
+    "]</tool_calls>{% endif %}<|im_end|>{% endif %}{% endfor %}")
+COMMAND = (
+    "{% for m in messages %}<|turn>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.tool_calls %}<|START_THINKING|><|END_THINKING|><|START_ACTION|>[" + CALL % (
+        '{"tool_name": "' + NAME + '", "parameters": ' + JSON + "}{{ ', ' if not loop.last }}") +
+    "]<|END_ACTION|>{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}<turn|>{% endfor %}{% if add_generation_prompt %}"
+    "<|turn>assistant\n<|START_THINKING|><|END_THINKING|>{% endif %}")
+NEMOTRON_2 = (
+    "{% for m in messages %}<|turn>{{ m.role }}\n{% if m.role == 'assistant' and not "
+    "m.tool_calls %}<think>\n{% endif %}{{ m.content }}{% if m.tool_calls %}<TOOLCALL>[" + CALL % (
+        '{"name": "' + NAME + '", "arguments": ' + JSON + "}{{ ', ' if not loop.last }}") +
+    "]</TOOLCALL>{% endif %}<turn|>{% endfor %}{% if add_generation_prompt %}"
+    "<|turn>assistant\n<think>\n{% endif %}")
+
 SAID = "{{ m.content }}"
 TEMPLATES = {
     "Qwen2.5": TURNS % (SAID + HERMES, ""),
@@ -116,6 +141,9 @@ TEMPLATES = {
     "Mistral Small 3.2": CALL_IDS,
     "Solar": SOLAR,
     "Llama 3.1": LLAMA,
+    "xLAM": XLAM,
+    "Hunyuan A13B": HUNYUAN,
+    "Command R7B": COMMAND,
 }
 ENDS = ("<|im_end|>", "<turn|>", "<|call|>", "<|return|>", "<|eot|>", "<｜end▁of▁sentence｜>",
         "</s>", "<|eot_id|>")  # the tokens that end a turn in one of them

@@ -7,7 +7,7 @@ import json
 from functools import partial
 
 import pytest
-from chat_templates import ENDS, TEMPLATES
+from chat_templates import ENDS, NEMOTRON_2, TEMPLATES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -42,8 +42,10 @@ def written(name: str, tools: list = (), **turn) -> tuple[str, str]:
     """The prompt, and what the template writes behind it, up to the token that ends it."""
     render = renderer(TEMPLATES[name])
     whole = render([*ASKED, {"role": "assistant", "content": ""} | turn], tools=tools)
-    header = FORMATS[name].header
+    header, begun = FORMATS[name].header, render(ASKED, tools=tools, add_generation_prompt=True)
     at = whole.index(header, whole.index("now?") + 4) + len(header or "[/INST]")
+    if whole.startswith(begun):
+        at = len(begun)
     prompt, text = whole[:at], whole[at:]
     for end in ENDS:
         text = text.partition(end)[0]
@@ -219,7 +221,33 @@ def test_the_prompt_may_have_begun_or_ended_the_thought():
     assert read(Reader(form, {}, header), "Yes.") == Piece("", "Yes.")
 
 
+def test_a_history_may_leave_out_the_thought_that_the_prompt_begins():
+    form, header = derive(renderer(NEMOTRON_2), list(ENDS)), "<|turn>assistant\n<think>\n"
+    call = '<TOOLCALL>[{"name": "add", "arguments": {}}]</TOOLCALL>'
+    for text, said, calls in (("Yes.", "Yes.", []), (call, "", [Call("add", "{}")])):
+        assert read(form.reader({"add": {}}, header), f"Hm.\n</think>\n\n{text}") == Piece(
+            "Hm.", said, calls)
+
+
+def test_an_answer_without_its_marker_is_an_answer():
+    for name in ("Hunyuan A13B", "gpt-oss", "Command R7B"):
+        for text in ("助手Yes.", "<|x|>"):
+            assert read(Reader(FORMATS[name], {"add": {}}, ""), text, [1, 3]) == Piece("", text)
+
+
+def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
+    """Llama's calls have no marker, and JSON may hold what looks like one."""
+    reader = Reader(FORMATS["Llama 3.1"], {"add": {}}, "")
+    text = '[{"name": "Bob"}, {"name": "add", "at": 5}, ' + "5, " * 40
+    assert reader.feed(text).said[:20] == text[:20]  # no longer held back
+    assert read(Reader(FORMATS["Llama 3.1"], {"add": {}}, ""), text, [20]).said == text
+    assert read(Reader(FORMATS["Qwen2.5"], {"add": {}}, ""), "<tool_call>x" + "y" * 99, [20],
+                "length") == Piece("", "<tool_call>x" + "y" * 99)
+
+
 @pytest.mark.parametrize(("template", "why"), [
+    ("{% for m in messages %}{{ m.content }}{{ m.tool_calls.x.y }}{% endfor %}",
+     "has no attribute"),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not write them"),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
      "{{ c.function.name }} {{ c.function.arguments | tojson | upper }}</call>{% endfor %}\n"
