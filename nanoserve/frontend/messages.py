@@ -11,8 +11,9 @@ is each message's text in it, and no Python object? If not, the next form is tri
 
 Invariants: an empty list, null and an absent key are one thing, and a template sees none of them
 (in the place of a content that is not there it sees ""). And no message is dropped without a word:
-one whose text no form brings into the prompt is an error. A text that isn't found may have been
-changed on purpose, trimmed say, so the conversation is rendered once more with marks for texts.
+one whose text or calls no form brings into the prompt is an error. A text that isn't found may have
+been changed on purpose, trimmed say, so the conversation is rendered once more with marks for texts
+and for the names of calls.
 
 Not known here: tokens. Road not taken: to read the template's source, as vLLM does to find out
 whether it loops over parts; what it does is what counts.
@@ -25,7 +26,7 @@ from itertools import product
 
 def render_messages(conversation: list[dict], render: Callable[[list[dict]], str]) -> str:
     """Raises `ValueError` for a message that is none, or that the template refuses or drops."""
-    messages, why = [_tidy(message) for message in conversation], ""
+    messages, why = [_tidy(message, f"messages.{i}") for i, message in enumerate(conversation)], ""
     texts = [message["content"].strip() for message in messages]
     has_developer = any(message["role"] == "developer" for message in messages)
     has_calls = any("tool_calls" in message for message in messages)
@@ -50,45 +51,56 @@ def render_messages(conversation: list[dict], render: Callable[[list[dict]], str
 
 def _find_dropped(messages: list[dict], texts: list[str], prompt: str,
                   render: Callable) -> dict | None:
-    """The first message whose text is not written. A short text may be in the prompt by chance, so
-    that is proof enough only if all are of the usual roles, and there in their order."""
+    """The first message whose text, or calls, are not written. A short text may be in the prompt by
+    chance, so that is proof enough only if all are of the usual roles, and there in their order."""
     at = 0  # each text is looked for behind the one before it: a long chat is read once
     for message, text in zip(messages, texts, strict=True):
         at = prompt.find(text, at)
-        if at < 0 or message["role"] not in ("user", "assistant"):
+        if at < 0 or message["role"] not in ("user", "assistant") or "tool_calls" in message:
             break
         at += len(text)
     else:
         return None
-    marks = [text and f"mark{i}mark" for i, text in enumerate(texts)]
+    marks = [(text and f"mark{i}mark", f"call{i}mark" if "tool_calls" in message else "")
+             for i, (message, text) in enumerate(zip(messages, texts, strict=True))]
     try:
-        prompt = render([message | {"content": _like(message["content"], mark)}
-                         for message, mark in zip(messages, marks, strict=True)])
+        prompt = render([_marked(message, *mark) for message, mark in zip(
+            messages, marks, strict=True)])
     except Exception:  # the template looks into the text: then that counts
-        marks = texts
+        marks = [(text, "") for text in texts]
     return next((message for message, mark in zip(messages, marks, strict=True)
-                 if mark not in prompt), None)
+                 if not all(part in prompt for part in mark)), None)
 
 
-def _tidy(message: dict) -> dict:
-    """One form for all that means the same."""
+def _marked(message: dict, text: str, name: str) -> dict:
+    """The message with another text, and with calls of another name."""
+    marked = message | {"content": _like(message["content"], text)}
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [_with(call, name=name) for call in calls]
+    return marked
+
+
+def _tidy(message: dict, where: str) -> dict:
+    """One form for all that means the same. where: what an error calls the message."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"a message needs a 'role' such as 'system', 'user' or 'assistant', got "
+        raise ValueError(f"{where} needs a 'role' such as 'system', 'user' or 'assistant', got "
                          f"role={role!r} in {str(message)[:80]}")
     kept = {key: value for key, value in message.items() if value not in (None, [], {})}
     if function := kept.pop("function_call", None):  # the older form of one call
         kept.setdefault("tool_calls", [{"type": "function", "function": function}])
     content = kept.pop("content", None)
-    if isinstance(content, list) and all(
+    if isinstance(content, list):
+        strange = [(f"{where}.content.{i}", part) for i, part in enumerate(content) if not (
             isinstance(part, dict) and part.get("type") == "text"
-            and isinstance(part.get("text"), str) for part in content):
-        content = "\n".join(part["text"] for part in content)
+            and isinstance(part.get("text"), str))]
+        where, content = strange[0] if strange else (
+            where, "\n".join(part["text"] for part in content))
     if content is None and (role == "assistant" or message.get("content") == []):
         content = kept.pop("refusal", "")
     if not isinstance(content, str):
-        raise ValueError("a message's content must be text or text parts, because models here read "
-                         f"text alone, got {content!r:.80}")
+        raise ValueError(f"{where}: a message's content must be text or text parts, because models "
+                         f"here read text alone, got {content!r:.80}")
     return kept | {"role": role, "content": content}
 
 
@@ -110,12 +122,17 @@ def _call(call: dict, as_text: bool) -> dict:
         arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a message's tool_calls must be a list of functions, each with a name and "
                          f"arguments that are a JSON object, got {call!r:.80}")
     if as_text:
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    function = function | {"arguments": arguments}
+    return _with(call, arguments=arguments)
+
+
+def _with(call: dict, **changed) -> dict:
+    """The call, whose function is changed so."""
+    function = call.get("function", call) | changed
     return call | {"function": function} if "function" in call else function
 
 

@@ -120,6 +120,8 @@ def test_no_message_is_dropped_without_a_word(role):
     with pytest.raises(ValueError, match=f"does not write this message.*'role': '{role}'"):
         got("old llama", chat)
     assert got("old llama", [chat[0], dict(role="assistant", content="")])
+    with pytest.raises(ValueError, match="does not write this message.*tool_calls"):
+        got("old llama", [chat[0], dict(role="assistant", tool_calls=[call({})])])
     with pytest.raises(ValueError, match="does not write this message.*'Second'"):
         render_messages([dict(role="user", content="First"), dict(role="user", content="Second")],
                         lambda messages: str(messages[0]["content"]))
@@ -135,15 +137,18 @@ def test_texts_that_a_template_changes_are_not_missed():
 
 @pytest.mark.parametrize(("message", "words"), [
     (dict(role="user", content=None), "content must be text"), (dict(role="user"), "must be text"),
-    (dict(role="user", content=[dict(type="image_url")]), "content must be text"),
+    (dict(role="user", content=[dict(type="text", text="x" * 99), dict(type="image_url")]),
+     r"^messages\.1\.content\.1: .*got {'type': 'image_url'}"),
     (dict(role="user", content=[dict(type="text")]), "content must be text"),
     (dict(role="user", content=[dict(type="text", text=5)]), "content must be text"),
-    (dict(content="x"), "needs a 'role'.*x"), (dict(role=None, content="x"), "needs a 'role'"),
+    (dict(content="x"), "messages.1 needs a 'role'.*x"),
+    (dict(role=None, content="x"), "needs a 'role'"),
     (dict(role="", content="x"), "needs a 'role'"),
     (dict(role=["user"], content="x"), "needs a 'role'"),
     (dict(role="assistant", tool_calls=[call("{")]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[call("[1]")]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[call("[" * 10 ** 6)]), "arguments that are a JSON object"),
+    (dict(role="assistant", tool_calls=[dict(function={})]), "each with a name"),
     (dict(role="assistant", tool_calls=[5]), "tool_calls must be a list of functions"),
     (dict(role="assistant", tool_calls=5), "tool_calls must be a list of functions"),
     (dict(role="assistant", tool_calls=[dict(function="f")]), "must be a list of functions"),
