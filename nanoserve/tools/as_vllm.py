@@ -33,7 +33,7 @@ MODULES = {"vllm", *(f"vllm.{name}" for name in """
     utils.argparse_utils distributed engine engine.arg_utils engine.llm_engine
     engine.async_llm_engine entrypoints entrypoints.llm lora lora.request v1 v1.engine
     v1.engine.async_llm v1.engine.llm_engine v1.metrics v1.metrics.reader
-    assets assets.image assets.audio assets.video multimodal multimodal.utils""".split())}
+    logprobs assets assets.image assets.audio assets.video multimodal multimodal.utils""".split())}
 # Names that are not in `nanoserve` itself: where they are, and what they are called there.
 HOMES = {"EngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
          "AsyncEngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),

@@ -169,6 +169,8 @@ TABLE = (
     Row("import", "ImageAsset AudioAsset VideoAsset fetch_image MultiModalDataBuiltins",
         "models here read text alone"),
     Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
+    Row("import", "random_uuid", "use uuid.uuid4().hex"),
+    Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
     Row("import", "UsageContext", "nothing is reported to anybody: leave it out"),
     # vLLM's options of its server.
     Row("serve", "uvicorn_log_level disable_uvicorn_access_log disable_fastapi_docs max_log_len "

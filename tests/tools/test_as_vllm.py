@@ -155,6 +155,8 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
     ("from vllm.assets.image import ImageAsset", "text alone"),
     ("from vllm import SamplingParam", "did you mean SamplingParams"),
     ("import vllm; vllm.xyzzy", "it is not here"),
+    ("from vllm.logprobs import Logprob; from vllm.utils import random_uuid", "uuid4"),
+    ("from vllm import envs", "options of LLM"),
     ("import vllm.model_executor.layers", "no vllm.model_executor"),
     ("from vllm.config import KVTransferConfig", "kv_store='folder'")])
 def test_a_name_that_is_missing_says_what_to_use(tmp_path, line, said):
