@@ -126,11 +126,12 @@ class BatchBuilder:
     buffer more than steps in flight while a batch is built, and before a buffer is reused its copy
     has ended. staged: the numbers are copied to one fixed buffer on the device; on a CPU only a
     stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which is one more
-    sample.
+    sample. num_buffers: 2 at least.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-                 block_size: int, device: torch.device, staged: bool = False, num_drafts: int = 0):
+                 block_size: int, device: torch.device, staged: bool = False, num_drafts: int = 0,
+                 num_buffers: int = 2):
         self.block_size, width = block_size, -(-max_model_len // block_size)
         num_samples = max_num_seqs + min(max_num_seqs * num_drafts, max_num_batched_tokens)
         most = {"token": max_num_batched_tokens, "row": max_num_seqs,
@@ -140,7 +141,8 @@ class BatchBuilder:
                 "move": 4 * MAX_MOVES}  # saves and loads, of two numbers each
         size = HEADER + sum(most[one.per] * one.dtype.itemsize // 4 for one in SECTIONS.values())
         pin = device.type == "cuda"
-        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        self.buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+                        for _ in range(max(2, num_buffers))]
         self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device) if (
             pin or staged) else None
         self.copied = [torch.cuda.Event() if pin else None for _ in self.buffers]

@@ -135,8 +135,23 @@ class EngineConfig:
                              f"{num_seqs}: raise the first or lower the second")
 
     @property
+    def num_stages(self) -> int:
+        return len(self.layer_plan) if isinstance(self.layer_plan, list) else (
+            self.pipeline_parallel_size)
+
+    @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.num_stages
+
+    @property
+    def steps_at_once(self) -> int:
+        """Steps of disjoint sequences that are in flight together: one for each stage."""
+        return self.num_stages if self.async_scheduling else 1
+
+    @property
+    def depth(self) -> int:
+        """How many steps stay in flight while the next is scheduled."""
+        return max(1, self.steps_at_once - 1) if self.async_scheduling else 0
 
     @property
     def num_drafts(self) -> int:

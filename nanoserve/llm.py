@@ -283,7 +283,7 @@ def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra
     elif (EXTRAS / "structured.py").exists():
         from nanoserve.extras.structured import StructuredOutput
         extras.append(StructuredOutput())
-    if config.pipeline_parallel_size > 1 or config.layer_plan is not None:
+    if config.num_stages > 1 or config.layer_plan is not None:
         from nanoserve.extras.layer_plan import LayerPlan
         extras.append(LayerPlan())
     if (EXTRAS / "new_weights.py").exists():

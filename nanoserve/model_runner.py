@@ -26,6 +26,7 @@ Not known here: the queue, text, users.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -51,8 +52,8 @@ from nanoserve.device.memory import (
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache, Network
 from nanoserve.parallel.ranks import SOLO, Ranks
-from nanoserve.parallel.serving import LAST_WORD, broadcast
-from nanoserve.sampler import SamplerOutput, choose_plain, sample
+from nanoserve.parallel.serving import LAST_WORD, Arrivals, broadcast
+from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
 from nanoserve.sequence import Step
 
 
@@ -114,6 +115,7 @@ class ModelRunner:
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
+        self.arrivals = Arrivals(ranks)
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see `start`
@@ -230,7 +232,7 @@ class ModelRunner:
                         f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
                                         self.device, num_drafts=config.num_drafts,
-                                        staged=self.wants_graphs)
+                                        staged=self.wants_graphs, num_buffers=config.depth + 1)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)
 
@@ -253,7 +255,7 @@ class ModelRunner:
         with self.ranks.together():
             if self.adapters is not None:
                 self.adapters.send()
-            broadcast(self.ranks, message)
+            broadcast(self.ranks, message, wait=self.config.steps_at_once == 1)
             output = self.run(message, step, size)
         return output.to_host()
 
@@ -273,8 +275,12 @@ class ModelRunner:
             hidden, chosen = self.graphs.replay(batch)
         if self.pooler is not None:
             return self.pooler.pool(hidden, len(batch.logits_indices))
-        output = sample(step, batch, hidden, model.compute_logits, self.ops,
-                        self.parts.constraints, chosen)
+        finish = partial(sample, inputs=SamplingInputs.of(step, batch, self.parts.constraints),
+                         batch=batch, compute_logits=model.compute_logits, ops=self.ops,
+                         chosen=chosen)
+        if callable(hidden):  # another rank has them, and computes
+            return self.arrivals.expect(hidden, finish)
+        output = finish(hidden)
         # A graph has remembered what it chose.
         if output.token_ids is not chosen and (self.config.async_scheduling or batch.network):
             self._remember(batch, output.token_ids)
@@ -315,6 +321,7 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""
+        self.arrivals.drop()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -42,13 +42,16 @@ class SamplingInputs:
     num_prompt_logprobs: int = 0  # the most top logprobs that any of these positions asks for
 
     @classmethod
-    def of(cls, step: Step, batch: Batch, constraints: Constraints) -> "SamplingInputs":
-        """Find out what the rows of a step ask for.
+    def of(cls, step: Step | None, batch: Batch, constraints: Constraints) -> "SamplingInputs":
+        """Find out what the rows of a step ask for; nothing, on ranks above 0, which have none.
 
         Parameters are read on the host, because reading them from the device would wait for it. A
         draft network is always greedy.
         """
-        seqs, inputs = step.samples(), cls()
+        inputs = cls()
+        if step is None:
+            return inputs
+        seqs = step.samples()
         here = partial(put, device=batch.seeds.device)
         if positions_of := step.prompt_logprob_positions:
             inputs.prompt_targets = here([
@@ -139,17 +142,15 @@ class SamplerOutput:
         return self.token_ids.tolist(), logprobs, prompt_logprobs
 
 
-def sample(step: Step | None, batch: Batch, hidden: torch.Tensor, compute_logits: Callable,
-           ops: ModuleType, constraints: Constraints, chosen: torch.Tensor | None = None,
-           ) -> SamplerOutput:
+def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_logits: Callable,
+           ops: ModuleType, chosen: torch.Tensor | None = None) -> SamplerOutput:
     """All that a step's rows ask for: tokens, logprobs, and the scores of prompts.
 
-    step: ranks above 0 do without. They compute their shares of all logits, for which
-    `compute_logits` gives them None, and return stand-ins for rank 0's tokens. hidden: (s + p,
-    hidden_size), of the tokens that sample, then of the prompt positions. ops: the namespace that
-    computes. constraints: of rows, by annexes. chosen: what a graph has chosen, without the edits.
+    hidden: (s + p, hidden_size), of the tokens that sample, then of the prompt positions. Ranks
+    above 0 compute their shares of all logits, for which `compute_logits` gives them None, and
+    return stand-ins for rank 0's tokens. ops: the namespace that computes. chosen: what a graph has
+    chosen, without the edits.
     """
-    inputs = SamplingInputs() if step is None else SamplingInputs.of(step, batch, constraints)
     rows, positions = hidden.split((len(batch.logits_indices), len(batch.prompt_logprob_indices)))
     if chosen is None or inputs.edits is not None or inputs.logprob_rows:
         logits = compute_logits(rows)  # (s, vocab_size)

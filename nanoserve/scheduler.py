@@ -64,6 +64,7 @@ class Scheduler:
         self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.policy = config.scheduling_policy
+        self.steps_at_once = config.steps_at_once  # above 1: of disjoint sequences
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
         self.running: list[Sequence] = []  # sorted, too; the last is the first victim
@@ -159,7 +160,8 @@ class Scheduler:
         block_size, has_policy = self.blocks.block_size, self.policy != "fcfs"
         prompts: dict[Sequence, int] = {}  # and where they go on
         # The last one may have to make way; and `_make_room` takes victims off the end.
-        for seq in self.running[:-1] if step.stopped else self.running:
+        rows = self.running[:-1] if step.stopped else self.running
+        for seq in rows if self.steps_at_once == 1 else self._for_this_step(rows):
             if budget <= 0:
                 step.stopped = seq, "budget", 0
                 break
@@ -181,6 +183,15 @@ class Scheduler:
                 self._add_row(step, seq, done, num_new)
                 budget -= num_new
         return self._schedule_prompts(step, budget, prompts) if prompts else budget
+
+    def _for_this_step(self, rows: list[Sequence]) -> list[Sequence]:
+        """Where several steps are in flight: sequences whose tokens are all known, so that no two
+        steps share one that decodes, and no more of them than a step's part of all."""
+        return [seq for seq in rows if not seq.num_unknown_tokens][:self._most_rows()]
+
+    def _most_rows(self) -> int:
+        total = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        return -(-total // self.steps_at_once)
 
     def _schedule_prompts(self, step: Step, budget: int, prompts: dict[Sequence, int]) -> int:
         """What decodes have left goes to running and to waiting prompts, in the policy's order: one
@@ -234,11 +245,14 @@ class Scheduler:
         start only if the step holds their whole prompt: they only decode from then on. A sequence
         that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
-        sitting_out = step.sitting_out
+        sitting_out, most = step.sitting_out, self._most_rows()
         while budget > 0 and step.stopped is None and (
                 len(sitting_out) < min(len(self.waiting), len(self.free_rows))):
             seq = self.waiting[len(sitting_out)]
             if before and self.order(seq) > before:
+                break
+            if len(step.num_new_tokens) >= most:
+                step.stopped = seq, "rows", 0
                 break
             hits = self.blocks.find_prefix(seq)
             if owner := self._pending(step, seq, len(hits)):

@@ -28,7 +28,8 @@ The glossary. These words mean one thing each, everywhere:
     seq_len              tokens a row attends to: everything before the step plus query_len
     cu_seqlens_q         running sum of the query lengths, with a leading 0
     order                who goes first: the sort key of both queues, `Scheduler.order`
-    depth                how many steps stay in flight while the next is scheduled: 1 with overlap
+    depth                how many steps stay in flight while the next is scheduled: 1 with overlap,
+                         one less than there are stages (extras/layer_plan.py)
     pack                 lay a weight out as a device multiplies with it: `ops.pack`
     pool                 make one result of a prompt's hidden states: extras/pooling.py
     state                what a recurrent layer keeps of all tokens so far: extras/recurrent.py
@@ -176,8 +177,9 @@ class Step:
     # Waiting sequence: who computes its next block (itself: the store reads it).
     sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
-    # "blocks", "budget", "tokens" (budget for all of its tokens at once), or "step" (it must make
-    # way, but a step in flight still computes it). Nobody behind it in the order gets a share.
+    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "rows" (the step has its
+    # part of all, where several are in flight) or "step" (it must make way, but a step in flight
+    # still computes it). Nobody behind it in the order gets a share.
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings

@@ -195,4 +195,6 @@ def sampling_inputs(seqs: list[Sequence]) -> SamplingInputs:
 def sample_logits(logits: torch.Tensor, seqs: list[Sequence], ops: ModuleType,
                   constraints: Constraints | None = None) -> SamplerOutput:
     """What the sampler makes of such a step, whose logits are given."""
-    return sample(*sampling_step(seqs), logits, lambda hidden: hidden, ops, constraints or {})
+    step, batch = sampling_step(seqs)
+    inputs = SamplingInputs.of(step, batch, constraints or {})
+    return sample(logits, inputs, batch, lambda hidden: hidden, ops)

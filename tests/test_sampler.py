@@ -354,7 +354,8 @@ def test_sampling_never_waits_for_the_device(monkeypatch):
     step, batch = sampling_step(seqs)
     for name in ("item", "tolist", "nonzero", "__int__", "__float__", "__bool__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    output = sample(step, batch, torch.randn(7, 64), lambda hidden: hidden, ops, {})
+    inputs = SamplingInputs.of(step, batch, {})
+    output = sample(torch.randn(7, 64), inputs, batch, lambda hidden: hidden, ops)
     assert (output.token_ids.shape, output.logprobs.top_ids.shape) == ((7,), (2, 3))
 
 

@@ -25,6 +25,7 @@ Not known here: the queue, requests, how a rank's death is noticed (parallel/pro
 taken: to sample on the last stage, which would need each row's rules there, and all it counts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -92,17 +93,18 @@ def share_out(model_config: ModelConfig, stages: int) -> list[range]:
 class Stage(Decoder):
     """The layers of one rank; with the embedding, the last norm and the head on rank 0.
 
-    plan: the layers of all stages.
+    plan: the layers of all stages. waits: whether rank 0 waits for a step's hidden states before
+    it takes another one.
     """
 
-    def __init__(self, plan: list[range], config: ModelConfig, on: Placement,
+    def __init__(self, plan: list[range], waits: bool, config: ModelConfig, on: Placement,
                  expert_parallel: bool = False):
         world = on.ranks
         width = world.size // len(plan)  # ranks of a stage
         stage = world.rank // width
         part = world.part(f"stage {stage}", range(stage * width, (stage + 1) * width))
         super().__init__(config, replace(on, ranks=part), expert_parallel, plan[stage])
-        self.world, self.stage = world, stage
+        self.world, self.stage, self.waits = world, stage, waits
         self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
         if stage:
             self.embed_tokens = self.norm = self.lm_head = None
@@ -110,15 +112,22 @@ class Stage(Decoder):
         self.dtype, self.device = on.dtype, on.device
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
-        """`Decoder.forward`, from the embedding to the last norm, on rank 0. The other ranks return
-        what stands in for it: as many rows."""
+                batch: Batch, wanted: torch.Tensor) -> torch.Tensor | Callable:
+        """`Decoder.forward`, from the embedding to the last norm, on rank 0; or what waits for its
+        result. The other ranks return what stands in for it: as many rows."""
         stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
         if len(stream):
             self.world.send(stream, self.behind)
-        return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted)))
+        if not self.waits:
+            return partial(self.finish, len(wanted))
+        return stream[:len(wanted)] if self.stage else self.finish(len(wanted))
+
+    def finish(self, num_rows: int) -> torch.Tensor:
+        """On rank 0: the hidden states of a step, of which the last stage has sent the rows that
+        are wanted."""
+        return self.norm(self.receive(num_rows))
 
     def receive(self, num_rows: int) -> torch.Tensor:
         stream = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype)
@@ -143,12 +152,14 @@ class LayerPlan(Extra):
                 ("device", config.device, "cpu"), ("kv_offload_bytes", config.kv_offload_bytes, 0),
                 ("kv_store", config.kv_store, None), ("runner", config.runner, "generate"),
                 ("speculative_config", config.draft_model and config.speculative_config, None),
-                ("enable_lora", config.enable_lora, False)):
+                ("enable_lora", config.enable_lora, False),
+                ("async_scheduling", config.async_scheduling and config.tensor_parallel_size > 1,
+                 False)):
             if value != nothing:
                 raise ValueError(f"{option}={value!r} does not go together with stages "
                                  "(pipeline_parallel_size, layer_plan): leave one of them out")
-        return replace(plan, config=replace(config, pipeline_parallel_size=len(self.plan)),
-                       parts=replace(plan.parts, decoder=partial(Stage, self.plan)))
+        decoder = partial(Stage, self.plan, config.steps_at_once == 1)
+        return replace(plan, parts=replace(plan.parts, decoder=decoder))
 
     def attach(self, engine: LLMEngine) -> None:
         say("stages: " + ", ".join(f"layers {one.start} to {one.stop - 1}" for one in self.plan))

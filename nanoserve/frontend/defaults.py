@@ -3,7 +3,7 @@
     asked                            a CPU          a GPU
     max_num_batched_tokens=None      2048           8192          tokens a step
     max_num_seqs=None                64             256           at the same time
-    async_scheduling=None            False          True
+    async_scheduling=None            False          True          on a CPU: True with stages
     kernels="auto"                   "cpu"          "triton"      if there are any: device/choice.py
     dtype, runner, max_model_len     the checkpoint's own
 
@@ -61,7 +61,9 @@ def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> Engi
                          "it, and the model's max_position_embeddings if that is 1, too")
     on_gpu = device == "cuda"
     kernels = asked.kernels if asked.kernels != "auto" else "triton" if on_gpu else "cpu"
-    overlap = on_gpu if asked.async_scheduling is None else asked.async_scheduling
+    overlap = asked.async_scheduling
+    if overlap is None:  # stages that share out matrices, too, take one step at a time
+        overlap = on_gpu or asked.num_stages > 1 and asked.tensor_parallel_size == 1
     return replace(
         asked, device=device, max_model_len=max_model_len, max_num_batched_tokens=num_tokens,
         max_num_seqs=num_seqs, dtype=dtype, kernels=kernels, async_scheduling=overlap,

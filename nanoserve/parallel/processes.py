@@ -199,6 +199,7 @@ def _make_group(store: dist.Store, address: str | None, name: str, rank: int,
                 size: int) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = FOR_EVER
+    options._threads = max(2, size)  # as many collectives may be begun and not ended
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address) if address
                         else dist.ProcessGroupGloo.create_default_device()]
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)

@@ -26,9 +26,11 @@ steps. Road not taken: torch's DTensor, which shares tensors out by itself and h
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -108,7 +110,7 @@ class Ranks:
         self.watch = None  # processes.Watch
         self.process = os.getpid()  # a forked process has a copy of this object, and must not close
         self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
-        self.sent: tuple | None = None  # what is on its way to another rank, see `send`
+        self.posted: deque = deque()  # what is on its way to other ranks, see `post`
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
@@ -171,20 +173,26 @@ class Ranks:
         if self.size > 1:
             self._run(self.group.broadcast, [x], _from_rank_0())
 
-    def broadcast_host(self, x: torch.Tensor) -> None:
-        """The same between the hosts: idle ranks wait here, which keeps no GPU busy."""
+    def broadcast_host(self, x: torch.Tensor, wait: bool = True) -> None:
+        """The same between the hosts: idle ranks wait here, which keeps no GPU busy. wait: whether
+        rank 0 waits until all have it."""
         if self.size > 1:
-            self._run(self.control.broadcast, [x], _from_rank_0())
+            call = self._run if wait or self.rank else partial(self.post, x)
+            call(self.control.broadcast, [x], _from_rank_0())
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Post numbers to one other rank, and go on. What was posted before has arrived by then."""
-        self.wait_for_sent()
-        self.sent = x, self.control.send([x], to, 0)  # x is kept until it has arrived
+        """Numbers for one other rank, which need not wait for them yet."""
+        self.post(x, self.control.send, [x], to, 0)
+        self.wait_for_posted(2 * self.size)
 
-    def wait_for_sent(self) -> None:
-        if self.sent is not None:
-            self._run(lambda: self.sent[1])
-            self.sent = None
+    def post(self, x: torch.Tensor, collective: Callable, *args) -> None:
+        """Begin a collective, and keep its numbers until it has ended."""
+        self.posted.append((x, collective(*args)))
+
+    def wait_for_posted(self, most: int) -> None:
+        """Go on when no more than `most` of those begun have not ended."""
+        while len(self.posted) > most:
+            self._run(lambda: self.posted.popleft()[1])
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Wait for what another rank has posted, which is as long as `x`; returns `x`, filled."""

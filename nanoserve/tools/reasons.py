@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
+SHARED = "waits for the next step: several are in flight, each with a part of the sequences"
+
 
 @dataclass
 class Waits:
@@ -63,6 +65,8 @@ def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, s
         if seq is stopped:
             reasons[seq] = _of_stopped(scheduler, step)
             reason = reasons[seq] if lacks == "budget" else f"stands behind {seq.name}"
+        elif not seq.num_inflight_tokens and stopped is None and scheduler.steps_at_once > 1:
+            reasons[seq] = SHARED
         else:
             reasons[seq] = reason
 
@@ -91,6 +95,8 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     seq, lacks, needed = step.stopped or (None, "budget", 0)
     drafts = sum(map(len, step.drafts.values()))
     budget = scheduler.max_num_batched_tokens - step.num_tokens + drafts
+    if lacks == "rows":
+        return SHARED
     if lacks == "step":
         return f"makes way for {scheduler.waiting[0].name} when its own step ends"
     if lacks == "budget":

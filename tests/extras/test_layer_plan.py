@@ -36,9 +36,10 @@ def texts(llm: LLM, prompts: list) -> list:
 
 
 def both(folder, prompts: list, options: dict, stages: dict) -> tuple[list, list]:
-    """On one rank (of each stage), and in stages. Twice: the second time from the prefix cache."""
+    """On one rank (of each stage), and in stages, one step at a time. Twice: the second time from
+    the prefix cache."""
     results = []
-    for more in ({}, stages):
+    for more in ({}, stages | dict(async_scheduling=False)):
         with LLM(folder, **SMALL | options, **more) as llm:
             results.append([texts(llm, prompts), texts(llm, prompts)])
     return results
@@ -63,6 +64,65 @@ def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoi
     prefix cache, and with so few blocks that sequences are preempted."""
     one, several = both(checkpoints[name], prompts[2:5], options, stages)
     assert one == several
+
+
+@pytest.mark.parametrize("name, options", [
+    ("qwen3", dict(pipeline_parallel_size=2)),
+    ("gemma2", dict(layer_plan=[1, 1, 1], max_num_batched_tokens=24, max_num_seqs=7)),
+    ("llama3.2", dict(layer_plan=[1, 1, 1], num_gpu_blocks_override=14, max_model_len=190)),
+    ("mistral", dict(layer_plan=[2, 1], scheduling_policy="priority"))], ids=str)
+def test_steps_in_flight_change_no_text(name, options, checkpoints, prompts, ranks_in_threads):
+    """As many as there are stages, so other rows share a step than on one rank: the same tokens,
+    and logprobs to 1e-4. No sequence is in two steps, unless all its tokens are known."""
+    with LLM(checkpoints[name], **SMALL) as llm:
+        expected = texts(llm, prompts[2:7])
+    with LLM(checkpoints[name], **SMALL | options) as llm:
+        most = 0
+
+        def look(step):
+            nonlocal most
+            flying = [seq for one in llm.scheduler.in_flight for seq in one.sampling]
+            assert len(set(flying)) == len(flying) and llm.scheduler.in_flight[-1] is step
+            most = max(most, len(llm.scheduler.in_flight))
+
+        llm.before_launch.append(look)
+        for _ in range(2):
+            for (scored, ids, text, logprobs), theirs in zip(
+                    texts(llm, prompts[2:7]), expected, strict=True):
+                assert (ids, text) == theirs[1:3]
+                assert values(scored) == pytest.approx(values(theirs[0]), abs=1e-4)
+                assert values(logprobs) == pytest.approx(values(theirs[3]), abs=1e-4)
+        assert most == llm.config.num_stages == llm.depth + 1
+
+
+def values(entries) -> list[float]:
+    return [it[1] for one in entries or () for it in one or ()]
+
+
+def test_a_failed_step_and_an_abort_lose_no_other_text(checkpoints, prompts, ranks_in_threads):
+    """Results of dropped steps are still sent: they must not be taken for those of later ones."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.1)
+    with LLM(checkpoints["qwen3"], **SMALL) as llm:
+        expected = [one.outputs[0].token_ids for one in llm.generate(prompts[2:8], greedy)]
+    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 1, 1]) as llm:
+        for fails in range(1, 14, 2):
+            for i, prompt in enumerate(prompts[2:8]):
+                llm.add_request(str(i), prompt, greedy)
+
+            def fail(step, at=llm.scheduler.num_steps + fails):
+                if step.index == at:
+                    raise ZeroDivisionError
+
+            llm.before_launch.append(fail)
+            found = {}
+            while llm.has_unfinished_requests():
+                try:
+                    found |= {out.request_id: out.outputs[0].token_ids for out in llm.step()}
+                except ZeroDivisionError:
+                    llm.abort_request("3")
+            llm.before_launch.remove(fail)
+            assert {i: expected[int(i)] for i in found if i != "3"} == {
+                i: ids for i, ids in found.items() if i != "3"} and len(found) >= 5
 
 
 def test_a_rank_has_its_layers_and_no_others(checkpoints, ranks_in_threads, monkeypatch):
