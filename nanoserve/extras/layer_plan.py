@@ -21,6 +21,10 @@ samples there, where the requests are: penalties, grammars, logprobs and seeds w
 rank, and none of them is sent. The price is that rank 0 computes the head; the plan that is made
 for the user gives it fewer layers for that.
 
+**As many steps are in flight as there are stages**, of disjoint sequences (`Scheduler`), so that no
+stage waits for another. A stage sends and goes on; rank 0 asks for a step's hidden states when the
+engine fetches its tokens.
+
 Not known here: the queue, requests, how a rank's death is noticed (parallel/processes.py). Road not
 taken: to sample on the last stage, which would need each row's rules there, and all it counts.
 """
