@@ -226,8 +226,19 @@ class LLM(LLMEngine):
 
     def update_weights(self, weights) -> None:
         """Other weights for the same network: see `extras.new_weights.NewWeights.update`."""
+        self._new_weights().update(weights)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back for a while: see `extras.new_weights.NewWeights.sleep`."""
+        self._new_weights().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Behind `sleep`: see `extras.new_weights.NewWeights.wake_up`."""
+        self._new_weights().wake_up(tags)
+
+    def _new_weights(self):
         from nanoserve.extras.new_weights import NewWeights
-        self.extra(NewWeights).update(weights)
+        return self.extra(NewWeights)
 
     def extra(self, kind: type[AnExtra]) -> AnExtra | None:
         """The annexe of this class, `extras.speculative.Speculation` say; None if no option asked

@@ -127,6 +127,7 @@ class ModelRunner:
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
+        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
         self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
         self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
 
@@ -183,7 +184,7 @@ class ModelRunner:
         """The caches of all networks' layers: one block table serves all of them."""
         return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim, self.dtype,
                                    device)
-                for network in self.networks for heads, head_dim in network.kv_shapes]
+                for heads, head_dim in self.kv_shapes]
 
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet. Raises

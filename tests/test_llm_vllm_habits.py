@@ -148,7 +148,7 @@ def test_tools_go_the_way_that_the_refusal_names(llm):
 
 
 @pytest.mark.parametrize("name", [
-    "beam_search", "sleep", "wake_up", "collective_rpc", "apply_model", "start_profile",
+    "beam_search", "collective_rpc", "apply_model", "start_profile",
     "stop_profile", "reward", "set_tokenizer"])
 def test_methods_that_are_missing_here(llm, name):
     with pytest.raises(AttributeError, match=rf"LLM\.{name} is not supported: \w+"):

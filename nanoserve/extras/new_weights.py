@@ -1,11 +1,12 @@
-"""New weights in a running engine: for those who train and sample.
+"""New weights in a running engine, and an engine that sleeps: for those who train and sample.
 
 A step of reinforcement learning samples texts, trains on them, and samples again with weights that
 are a little different. A new engine for each step would read a checkpoint each time; here the same
-engine gets the trainer's tensors:
+engine gets the trainer's tensors, and the trainer its memory meanwhile:
 
-    generate ── train ── update_weights(model.state_dict()) ── generate ── ...
-                         tensor by tensor, on all ranks
+    generate ── sleep(2) ── train ── update_weights(model.state_dict()) ── wake_up() ── generate
+                weights and          tensor by tensor, on all ranks        the KV cache
+                KV cache go
 
 The old network goes first, since packed weights can't be written in place and there may be no room
 for two; then the ordinary loader makes a new one. A trial against a network without memory comes
@@ -14,11 +15,11 @@ error that changes nothing.
 
 Invariants: no text is ever computed from two sets of weights, so whatever was computed from the old
 ones is forgotten: the prefix cache and what annexes keep (`Extra.reset`). All ranks see all tensors
-to the last one, whatever fails on one of them. An engine without its weights refuses requests with
-a sentence (elsewhere it wrote garbage: TRL #4571).
+to the last one, whatever fails on one of them. An engine without its weights, or without its KV
+cache, refuses requests with a sentence (elsewhere it wrote garbage: TRL #4571).
 
 Not known here: how a layer takes its tensors (layers.py). Known limits: a draft network keeps its
-weights; networks with recurrent states and encoders are refused. Road not taken: memory that both
+weights; networks with recurrent states are refused. Road not taken: memory that both
 processes map, which would tie the trainer's layout to ours.
 """
 
@@ -41,25 +42,31 @@ from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
 from nanoserve.parallel.serving import HEAD
 
-WEIGHTS = -3  # in the place of a step's first length: tensors follow
+CALL = -3  # in the place of a step's first length: one of the following comes next
+UPDATE, RELOAD, UNLOAD, START = range(4)
 THE_END, BROKEN = 0, -1  # in the place of the length of the next tensor
 GIVEN = Path("update_weights()")  # what messages say in the place of a file
 # What two folders of one network may differ in. A text's end is settled when the engine is made.
 FREE = ("architecture", "dtype", "eos_token_ids", "generation_defaults", "quantization")
-NO_WEIGHTS = ("this engine has no weights: call update_weights() with a folder, a dict or an "
-              "iterable of (name, tensor), all of which the last call must read")
+PARTS = ("weights", "kv_cache")  # vLLM's tags
+NO_WEIGHTS = ("this engine has no weights: they were given back by sleep(level=2), or "
+              "update_weights() failed. Call update_weights() with a folder, a dict or an iterable")
+ASLEEP = "this engine is asleep: call wake_up()"
 Weights = str | Path | dict[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class NewWeights(Extra):
-    """`LLM.update_weights`."""
+    """`LLM.update_weights`, `LLM.sleep` and `LLM.wake_up`."""
 
     def prepare(self, plan: Plan) -> Plan:
-        calls = plan.parts.calls | {WEIGHTS: receive_weights}
+        calls = plan.parts.calls | {CALL: take_call}
         return replace(plan, parts=replace(plan.parts, calls=calls))
 
     def attach(self, engine: LLMEngine) -> None:
         self.engine = weakref.proxy(engine)  # which holds this object
+        self.source: Path | None = engine.runner.folder  # of the weights; None: a trainer's tensors
+        self.gone: set[str] = set()  # of `PARTS`
+        self.are_lost = False  # no weights, and nothing to bring them back from
 
     def update(self, weights: Weights) -> None:
         """Put other weights in the place of the present ones, on all ranks.
@@ -71,33 +78,81 @@ class NewWeights(Extra):
         After any other error (an iterator that breaks) the engine has no weights, and refuses
         requests until an update succeeds.
         """
-        engine = self.engine
-        with engine.turns:
-            engine.check_open()
-            self.wait_until_idle("update_weights()")
-            model_config = engine.runner.model_config
-            if model_config.keeps_states or model_config.sees or engine.config.kv_store is not None:
-                raise ValueError("update_weights() is not supported with recurrent states, with "
-                                 "images, nor with kv_store, whose files are named by the weights: "
-                                 "make a new LLM")
-            runner, tensors = engine.runner, read(weights, engine.runner)
+        with self.engine.turns:
+            runner = self.idle_runner("update_weights()")
+            tensors = read(weights, runner)
             if not isinstance(tensors, Iterator):
                 try_names(runner, tensors)
-            engine.refuse(NO_WEIGHTS)
-            if not engine.reset_prefix_cache():  # before: after an error it is of no use either
-                raise AssertionError("an idle engine's blocks are free")
-            error = send_weights(runner, tensors)
-            if error is not None:
-                raise error
-            engine.refuse("")
+            self.are_lost = True
+            self.lose("weights")
+            self.raise_if(call(runner, UPDATE, tensors=tensors))
+            self.source = tensors.folder if isinstance(tensors, Stored) else None
+            self.are_lost = False
+            self.take_back("weights")
 
-    def wait_until_idle(self, what: str) -> None:
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back to the system until `wake_up`. level 1: the KV cache, and weights that
+        came from a folder, which is read again; a trainer's tensors stay. level 2: both, and only
+        `update_weights` brings weights back. Raises `RuntimeError` while requests run."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep(level={level!r}): choose 1, or 2 to lose the weights, too")
+        with self.engine.turns:
+            runner = self.idle_runner("sleep()")
+            if self.engine.config.kv_offload_bytes:
+                raise ValueError("sleep() is not supported with kv_offload_bytes: leave it out")
+            self.are_lost = self.are_lost or level == 2
+            with_weights = self.are_lost or self.source is not None
+            self.lose("kv_cache", *["weights"] * with_weights)
+            call(runner, UNLOAD, with_weights, True)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory again, and weights after `sleep(level=1)`. tags: "weights", "kv_cache", or
+        both. Raises `ValueError` for others."""
+        if not set(tags or PARTS).issubset(PARTS):
+            raise ValueError(f"wake_up(tags={tags!r}): choose of {', '.join(PARTS)}")
+        with self.engine.turns:
+            self.engine.check_open()
+            runner, tags = self.engine.runner, self.gone.intersection(tags or PARTS)
+            if "weights" in tags and not self.are_lost:
+                own = self.source == runner.folder
+                self.raise_if(call(runner, RELOAD) if own else call(
+                    runner, UPDATE, tensors=Stored(self.source)))
+                self.take_back("weights")
+            if "kv_cache" in tags:
+                call(runner, START, self.engine.scheduler.blocks.num_blocks,
+                     self.engine.config.max_model_len)
+                self.take_back("kv_cache")
+
+    def idle_runner(self, what: str) -> ModelRunner:
         """Take the results of steps in flight that nobody waits for. Raises `RuntimeError`."""
+        self.engine.check_open()
         if self.engine.requests:
             raise RuntimeError(f"{what} while {len(self.engine.requests)} requests are running: "
                                "wait until they have ended, or abort them")
+        runner, config = self.engine.runner, self.engine.config
+        network = runner.model_config
+        if network.keeps_states or network.sees or config.kv_store is not None:
+            raise ValueError(f"{what} is not supported with recurrent states, with images, nor with"
+                             " kv_store, whose files are named by the weights: make a new LLM")
         while self.engine.scheduler.in_flight:
             self.engine.advance()
+        return runner
+
+    def lose(self, *parts: str) -> None:
+        """From here on refuse requests; what was computed is forgotten."""
+        self.engine.reset_prefix_cache()
+        self.gone.update(parts)
+        self.engine.refuse(NO_WEIGHTS if self.are_lost else ASLEEP)
+
+    def take_back(self, part: str) -> None:
+        self.gone.discard(part)
+        self.engine.refuse(NO_WEIGHTS if self.are_lost else ASLEEP if self.gone else "")
+
+    def raise_if(self, error: Exception | None) -> None:
+        if error is not None:
+            self.are_lost = True
+            self.lose("weights")
+            raise error
 
 
 def read(weights: Weights, runner: ModelRunner) -> Iterable[tuple[str, torch.Tensor]]:
@@ -166,33 +221,46 @@ def checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 # ------------------------------------------------------------------ all ranks
 
 
-def send_weights(runner: ModelRunner,
-                 tensors: Iterable[tuple[str, torch.Tensor]]) -> Exception | None:
-    """Rank 0: load, while the others do the same. Returns what failed."""
+def call(runner: ModelRunner, what: int, *numbers: int,
+         tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> Exception | None:
+    """On rank 0: have all ranks do it. Returns what failed when weights were loaded."""
     with runner.ranks.together():
         head = torch.zeros(HEAD, dtype=torch.int32)
-        head[0] = WEIGHTS
+        head[:2 + len(numbers)] = torch.tensor([CALL, what, *numbers])
         if runner.ranks.size > 1:
             runner.ranks.broadcast_host(head)
         # transformers keeps what it is given, which goes on being trained.
-        return load_all(runner, sent(runner.ranks, tensors,
-                                     copies=runner.parts.make_network is not None))
+        return answer(runner, head, sent(runner.ranks, tensors,
+                                         copies=runner.parts.make_network is not None))
 
 
-def receive_weights(runner: ModelRunner, head: torch.Tensor) -> None:
-    """Another rank. Rank 0 raises the error."""
-    load_all(runner, received(runner.ranks))
+def take_call(runner: ModelRunner, head: torch.Tensor) -> None:
+    """On another rank. Rank 0 raises the error."""
+    answer(runner, head, received(runner.ranks))
 
 
-def load_all(runner: ModelRunner, tensors: Tensors) -> Exception | None:
-    """Make the network of these tensors on all ranks, or on none of them. Returns what failed."""
+def answer(runner: ModelRunner, head: torch.Tensor, tensors: Tensors) -> Exception | None:
+    """The same on every rank."""
+    _, what, first, second = head[:4].tolist()
+    if what == UNLOAD:
+        runner.unload(bool(first), bool(second))
+    elif what == START:
+        runner.start(first, second)
+    else:
+        return load_all(runner, tensors if what == UPDATE else None)
+    return None
+
+
+def load_all(runner: ModelRunner, tensors: Tensors | None) -> Exception | None:
+    """Make the network of these tensors, or of its files, on all ranks or on none of them. Returns
+    what failed."""
     error: Exception | None = None
     try:
         with torch.no_grad():
             runner.load(tensors)
     except Exception as wrong:
         error = wrong
-    for _ in tensors:  # the rest: all ranks must agree on what comes next
+    for _ in tensors or ():  # the rest: all ranks must agree on what comes next
         pass
     if not runner.ranks.least(error is None):
         runner.unload()

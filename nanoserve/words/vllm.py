@@ -110,8 +110,7 @@ TABLE = (
     Row("LLM", "use_tqdm_on_load", "set the environment variable TQDM_DISABLE=1", (True,)),
     Row("LLM method", "enable_log_requests profiler_config start_profile stop_profile", "make the "
         "engine with trace='run.html', or put torch.profiler around generate()"),
-    Row("LLM method", "enable_sleep_mode sleep wake_up", "shutdown() gives the memory back, and a "
-        "new LLM takes it again"),
+    Row("LLM", "enable_sleep_mode"),  # every engine can sleep
     Row("method", "collective_rpc apply_model", "LLM.runner is the model runner of this process, "
         "and LLM.runner.model the network; those of further ranks can't be called"),
     Row("method", "add_lora remove_lora list_loras pin_lora", "an adapter is loaded when a request "

@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoints import assert_same_text
 from helpers import poisoned, sequence, watch_steps
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -269,6 +270,23 @@ def test_small_weights_equal_eager(checkpoints, recorded):
             temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         texts.append([output.outputs[0].token_ids for output in outputs])
     assert texts[0] == texts[1] and recorded
+
+
+def test_new_weights_and_a_new_cache_are_recorded_anew(checkpoints, recorded):
+    """Graphs hold addresses of both: replayed behind an update or a sleep they would read what is
+    no longer there."""
+    weights = load_file(checkpoints["tiny"] / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].flip(1)
+    texts = []
+    for enforce_eager in (False, True):
+        engine = start(checkpoints["tiny"], max_num_seqs=2, enforce_eager=enforce_eager)
+        for change in (lambda: None, lambda: engine.update_weights(weights),  # noqa: B023
+                       lambda: engine.sleep() or engine.wake_up()):  # noqa: B023
+            change()
+            outputs = engine.generate([[1, 7, 9], [5]], SamplingParams(
+                temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+            texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[:3] == texts[3:] and texts[0] != texts[1] == texts[2] and recorded
 
 
 def test_a_recording_keeps_no_logits(checkpoints, recorded):
