@@ -50,10 +50,10 @@ def dtype(request, ops):
     return request.param
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
+def close(got: torch.Tensor, expected: torch.Tensor, factor: float = 1.0, where: str = "") -> None:
     assert got.shape == expected.shape
     error = (got.double() - expected).abs().max() / max(expected.abs().max(), 1e-3)
-    assert error <= factor * TOLERANCE[got.dtype], f"{error:.2e}"
+    assert error <= factor * TOLERANCE[got.dtype], f"an error of {error:.2e}{where}"
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -275,12 +275,15 @@ def check_attention(ops, dtype, shape, rows, window, softcap, sinks) -> None:
     if sinks is not None:
         sinks = sinks.repeat(-(-num_heads // len(sinks)))[:num_heads]
     got = ops.paged_attention(q, *cache, batch, scale, window, softcap, sinks)
-    expected, token = torch.zeros(q.shape, dtype=torch.float64), 0
+    expected, places = torch.zeros(q.shape, dtype=torch.float64), []
     for (query_len, seq_len), (k, v) in zip(rows, kvs, strict=True):
         for position in range(seq_len - query_len, seq_len):
-            expected[token] = naive(q[token], k, v, position, scale, window, softcap, sinks)
-            token += 1
-    close(got, expected, 2)
+            expected[len(places)] = naive(q[len(places)], k, v, position, scale, window, softcap,
+                                          sinks)
+            places.append(f", the largest at position {position} in a row of {seq_len} tokens, "
+                          f"{query_len} of them queries; {num_heads} heads, {num_kv_heads} for KV")
+    worst = (got.double() - expected).abs().amax((1, 2)).argmax()  # NaN is more than any number
+    close(got, expected, 2, places[worst])
 
 
 def test_rows_of_padding_attend_to_nothing(ops):
