@@ -331,6 +331,17 @@ def test_a_block_goes_back_when_the_next_query_is_past_it(window, num_released):
     assert seq.num_released_blocks == num_released
 
 
+def test_nobody_begins_in_a_step_in_which_blocks_ran_out():
+    """4 blocks: A and B hold 2 each when A needs a third. C is the shortest, and 1 block is left of
+    B's; it begins in the next step, when those that run have what they need."""
+    scheduler = make(4, enable_prefix_caching=False, scheduling_policy="shortest")
+    add(scheduler, 7, 5), add(scheduler, 7, 5)
+    run_step(scheduler), run_step(scheduler)
+    add(scheduler, 3, 1)
+    assert str(run_step(scheduler)) == "step 2: 1 tokens | A 8 ↦ | preempted B"
+    assert rows(run_step(scheduler)) == {"A": 1, "C": 3}
+
+
 def test_many_long_texts_run_side_by_side_behind_their_windows():
     """8 texts of 60 tokens are 120 blocks; with a window of 5 they fit into 30, and none is ever
     preempted, though each prompt asks for room for all of it when it starts."""
