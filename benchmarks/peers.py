@@ -1,15 +1,16 @@
 """nanoserve beside another engine: the same token ids, in turns, and the ratio of their speeds.
 
-    round 1   nanoserve  transformers  |  round 2   nanoserve  transformers  |  round 3   ...
-                  └── a ratio ──┘                       └── a ratio ──┘
+    round 1   nanoserve ─ transformers ─  |  round 2   nanoserve ─ transformers ─  |  round 3   ...
+                  └── a ratio ──┘                           └── a ratio ──┘
 
 On a machine that others use, bandwidth varies all the time, so two numbers that were not taken one
 after the other say little. Engines take turns; each pair gives a ratio, and the median of
 the ratios is the result. All ratios are shown, so that one can see how far they are apart.
 
 A peer is a process that speaks `benchmarks/engines/protocol.py`: engines may need different
-versions of torch, and must not share threads. Between its turns it waits for its input and takes no
-time.
+versions of torch, and must not share threads. Between its turns it waits for its input. Its threads
+may still spin: libiomp5's do for 0.2 s, and took a short run behind vLLM's from 0.105 s to 0.178.
+So behind every run there is a pause (─), until no engine has taken CPU time for a second.
 
 Not known here: what a peer is. Road not taken: comparing texts as well; random weights differ from
 engine to engine, and `nanoserve/tools/verify.py` does that with real ones.
@@ -17,16 +18,20 @@ engine to engine, and `nanoserve/tools/verify.py` does that with real ones.
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.workloads import Request, summarize, wrapped
+from benchmarks.workloads import ROWS, Request, summarize, wrapped
 
+PAUSE, IDLE = 1.0, 0.05  # seconds between two runs, and how much CPU time in it is none
 # What a workload is about, as (title, key, part of it), and whether more is better.
 HEADLINES = {
     "batch": [("output tok/s", "output_tok_s", None, True)],
@@ -34,6 +39,7 @@ HEADLINES = {
                ("total s", "seconds", None, False)],
     "long-prompt": [("TTFT s", "ttft", "mean", False)],
     "shared-prefix": [("total s", "seconds", None, False)],
+    **{name: [("ms a step", "step_ms", None, False)] for name in ROWS},
 }
 
 
@@ -42,10 +48,11 @@ class Peer:
 
     Starting one waits until it is loaded. Its standard output is the protocol's alone, one JSON
     object a line; what it logs goes to a file (a pipe that nobody reads fills up, and then it
-    hangs), of which the end is shown if it dies.
+    hangs), of which the end is shown if it dies. asked: the words by which it was asked for.
     """
 
-    def __init__(self, command: list[str]):
+    def __init__(self, asked: str, command: list[str]):
+        self.asked = asked
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=self.errors, text=True)
@@ -72,6 +79,10 @@ class Peer:
             raise ValueError("--against: the peer ended: " + self.errors.read()[-1500:].strip())
         return json.loads(line)
 
+    def cpu_seconds(self) -> float:
+        """Of all its threads so far."""
+        return cpu_seconds(self.process.pid)
+
     def __enter__(self) -> "Peer":
         return self
 
@@ -86,6 +97,27 @@ class Peer:
         self.errors.close()
 
 
+def cpu_seconds(process_id: int) -> float:
+    """CPU time of all the threads of another process. Without /proc nobody knows, and it is 0."""
+    path = Path(f"/proc/{process_id}/stat")
+    if not path.exists():
+        return 0.0
+    fields = path.read_text().rsplit(")")[-1].split()  # behind the name, which may have spaces
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def pause(*clocks: Callable[[], float], tries: int = 30) -> None:
+    """Wait until no engine's CPU time has moved for a second. Raises `ValueError` if one's goes on.
+    clocks: CPU seconds so far, of each engine that should rest."""
+    for _ in range(tries):
+        before = [clock() for clock in clocks]
+        time.sleep(PAUSE)
+        taken = [clock() - start for clock, start in zip(clocks, before, strict=True)]
+        if max(taken) < IDLE:
+            return
+    raise ValueError(f"an engine takes {max(taken) / PAUSE:.0%} of a core while it should wait")
+
+
 def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
             workload: dict[str, list[Request]], rounds: int, min_seconds: float = 0) -> dict:
     """A B A B on each workload. Prints the result and returns every run.
@@ -94,6 +126,8 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
     workload. More are run until all runs together took `min_seconds`, since short runs vary most.
     """
     runs: dict[str, dict[str, list]] = {}
+    commands = {peer.name: peer.asked for peer in peers}
+    clocks = [time.process_time, *(peer.cpu_seconds for peer in peers)]
     for name, requests in workload.items():
         mine = runs[name] = {engine: [] for engine in ["nanoserve", *(p.name for p in peers)]}
         warm = [Request(request.prompt[:64], 4) for request in requests[:2]]
@@ -104,10 +138,13 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
             with tqdm(desc=name, total=None if min_seconds else rounds, unit="round", leave=False,
                       disable=None) as bar:
                 while len(mine["nanoserve"]) < rounds or seconds < min_seconds:
+                    pause(*clocks)
                     found = [ours(requests, name)]
                     if found[0].pop("interrupted"):
                         raise KeyboardInterrupt
-                    found += [peer.run(requests) for peer in peers]
+                    for peer in peers:
+                        pause(*clocks)
+                        found.append(peer.run(requests))
                     for engine, run in zip(mine, found, strict=True):
                         mine[engine].append(run)
                     seconds += sum(run["seconds"] for run in found)
@@ -117,9 +154,9 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
                 print_comparison(name, mine)
             else:
                 print(f"{name}: interrupted in its first round", file=sys.stderr)
-            return dict(rounds=runs, interrupted=True)
+            return dict(rounds=runs, commands=commands, interrupted=True)
         print_comparison(name, mine)
-    return dict(rounds=runs)
+    return dict(rounds=runs, commands=commands)
 
 
 def headline(workload: str, run: dict) -> list[float]:

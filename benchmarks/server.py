@@ -7,7 +7,8 @@
                reads them to the end
 
 Both have the same options and get the same prompts, of random tokens, greedily and to the full
-length. They take turns, because others use the machine, too; medians count. Before any time is
+length. They take turns with a pause between (see peers.py), because others use the machine, too;
+medians count. Before any time is
 taken the texts are compared, stream by stream: a fast wrong answer is no result.
 
 The client runs on the same cores as the server, and so is part of what is measured: it does nothing
@@ -25,7 +26,9 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 
+from benchmarks.peers import cpu_seconds, pause
 from nanoserve.config import SamplingParams
 from nanoserve.llm import BUNDLED_MODEL, LLM
 
@@ -34,7 +37,7 @@ OPTIONS = dict(enable_prefix_caching=False, max_num_seqs=64)  # the second round
 
 @contextmanager
 def served(model: str, dtype: str):
-    """Run a server in a process of its own, on a free port; yields the port."""
+    """Run a server in a process of its own, on a free port; yields the port and its CPU clock."""
     process = subprocess.Popen(
         [sys.executable, "-m", "nanoserve", "serve", model, "--port", "0", "--dtype", dtype,
          "--no-enable-prefix-caching", "--max-num-seqs", str(OPTIONS["max_num_seqs"]),
@@ -42,7 +45,8 @@ def served(model: str, dtype: str):
     try:
         for line in process.stderr:
             if "serving" in line:
-                yield int(line.split("http://127.0.0.1:")[1].split()[0])
+                port = int(line.split("http://127.0.0.1:")[1].split()[0])
+                yield port, partial(cpu_seconds, process.pid)
                 break
         else:
             raise RuntimeError("the server did not start")
@@ -81,30 +85,33 @@ def text_of(data: bytes) -> str:
 
 
 def bench(model: str, dtype: str, num_streams: int, input_len: int, output_len: int,
-          rounds: int = 3) -> dict[str, list[float]]:
+          rounds: int = 3, seed: int = 0) -> dict[str, list[float]]:
     """Output tokens a second of each round, offline and served."""
     llm = LLM(model, dtype=dtype, **OPTIONS)
-    rng = random.Random(0)
+    rng = random.Random(seed)
     prompts = [[rng.randrange(llm.model_config.vocab_size) for _ in range(input_len)]
                for _ in range(num_streams)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     bodies = [json.dumps(dict(prompt=ids, temperature=0, max_tokens=output_len, ignore_eos=True,
                               stream=True)).encode() for ids in prompts]
     speeds: dict[str, list[float]] = {"offline": [], "server": []}
-    with llm, served(model, dtype) as port:
+    with llm, served(model, dtype) as (port, server_clock):
         for number in range(rounds + 1):
+            pause(time.process_time, server_clock)
             start = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            middle = time.perf_counter()
+            offline = time.perf_counter() - start
+            pause(time.process_time, server_clock)
+            start = time.perf_counter()
             streams = read_streams(port, bodies)
-            end = time.perf_counter()
+            server = time.perf_counter() - start
             if number == 0:  # to warm up, and to compare
                 assert [text_of(data) for data in streams] == [
                     output.outputs[0].text for output in outputs], "the texts differ"
                 continue
             num_tokens = num_streams * output_len
-            speeds["offline"].append(num_tokens / (middle - start))
-            speeds["server"].append(num_tokens / (end - middle))
+            speeds["offline"].append(num_tokens / offline)
+            speeds["server"].append(num_tokens / server)
     return speeds
 
 
@@ -117,9 +124,10 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     speeds = bench(args.model, args.dtype, args.streams, args.input_len, args.output_len,
-                   args.rounds)
+                   args.rounds, args.seed)
     for name, values in speeds.items():
         print(f"{name:10} {statistics.median(values):8,.0f} output tok/s   of "
               f"{', '.join(f'{value:,.0f}' for value in values)}")

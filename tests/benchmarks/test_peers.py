@@ -1,10 +1,17 @@
 """Several engines on the same requests, in turns."""
 
+import subprocess
+import sys
+import time
+
+import pytest
+
 from benchmarks import peers, workloads
 from benchmarks.workloads import Request
 
 
-def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):
+def test_ctrl_c_among_peers_keeps_whole_rounds(capsys, monkeypatch):
+    monkeypatch.setattr(peers, "PAUSE", 0)
     def ours(requests, label):
         if len(done) == 2:
             raise KeyboardInterrupt
@@ -16,6 +23,32 @@ def test_ctrl_c_among_peers_keeps_whole_rounds(capsys):
     assert found["interrupted"] and list(found["rounds"]) == ["batch"]
     assert len(found["rounds"]["batch"]["nanoserve"]) == 2
     assert "batch, medians of 2" in capsys.readouterr().out
+
+
+def test_a_pause_ends_when_no_engine_takes_time(monkeypatch):
+    monkeypatch.setattr(peers, "PAUSE", 0)
+    spinning = iter([0.0, 0.4, 0.4, 0.6, 0.6, 0.61, 99])
+    peers.pause(lambda: 5.0, lambda: next(spinning))
+    assert next(spinning) == 99  # looked at before and after each of three pauses
+    busy = iter(range(100))
+    with pytest.raises(ValueError, match="takes .* of a core while it should wait"):
+        monkeypatch.setattr(peers, "PAUSE", 1e-3)
+        peers.pause(lambda: next(busy), tries=3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells it")
+def test_the_cpu_time_of_another_process_is_seen():
+    program = "import sys\nfor _ in sys.stdin:\n  sum(range(10 ** 7))\n  print('done', flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as process:
+        before = peers.cpu_seconds(process.pid)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        worked = peers.cpu_seconds(process.pid)
+        time.sleep(0.05)
+        assert before < worked == peers.cpu_seconds(process.pid)
+        process.stdin.close()
 
 
 def test_ratios_say_how_many_times_as_good_we_are():

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from benchmarks import server  # noqa: E402
+from benchmarks import peers, server  # noqa: E402
 from nanoserve.llm import BUNDLED_MODEL  # noqa: E402
 
 
@@ -15,8 +15,9 @@ def test_a_streams_text_is_put_together_again():
     assert server.text_of(data) == "a b\u00e9"
 
 
-def test_a_round_of_few_short_streams():
+def test_a_round_of_few_short_streams(monkeypatch):
     """It compares the texts itself."""
+    monkeypatch.setattr(peers, "PAUSE", 0)
     speeds = server.bench(str(BUNDLED_MODEL), "float32", num_streams=3, input_len=4,
                                 output_len=5, rounds=1)
     assert {name: len(values) for name, values in speeds.items()} == dict(offline=1, server=1)

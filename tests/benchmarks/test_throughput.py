@@ -10,7 +10,7 @@ import pytest
 from bench_runs import run
 from witness import read
 
-from benchmarks import meter, roofline, throughput, workloads
+from benchmarks import meter, peers, roofline, throughput, workloads
 from benchmarks.workloads import SMALL
 from nanoserve import LLM
 
@@ -68,7 +68,8 @@ def test_ctrl_c_prints_what_was_measured(toy, tmp_path, capsys, monkeypatch):
     assert 0 < result["result"]["num_output_tokens"] < result["workload"]["num_output_tokens"]
 
 
-def test_against_transformers(toy, tmp_path, capsys):
+def test_against_transformers(toy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(peers, "PAUSE", 0)
     path = tmp_path / "against.json"
     code, out, _ = run(capsys, toy, "--against", "hf", "--rounds", "2", "--num-prompts", "3",
                        "--input-len", "4", "20", "--output-len", "2", "6", "--threads", "1",
@@ -89,7 +90,7 @@ def test_against_transformers(toy, tmp_path, capsys):
     (["--set", "block_size"], "write OPTION=VALUE"),
     (["--set", "colour=blue"], "the engine has no option colour"),
     (["--arrivals", "nowhere.csv"], "nowhere.csv can't be read"),
-    (["--against", "vlm"], "neither a file nor one of hf"),
+    (["--against", "vlm"], "vlm is neither one of hf"),
 ])
 def test_wrong_use_is_refused_before_any_work(args, says, toy, capsys, monkeypatch):
     monkeypatch.setattr(meter, "serve", None)
