@@ -25,6 +25,7 @@ release Python's lock while they compute, so a thread is enough, and nothing is 
 """
 
 import asyncio
+import ctypes
 import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
+
+import torch
 
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.frontend.outputs import RequestOutput
@@ -77,6 +80,7 @@ class AsyncLLM:
         # One thread: a tokenizer changes its settings while it encodes, and two calls at a time
         # fail with "Already borrowed".
         self.tokenizing = ThreadPoolExecutor(1, "nanoserve-tokenize")
+        release_threads()  # whoever made the engine computes no more
         self.thread = Thread(target=self._run, name="nanoserve-steps", daemon=True)
         self.thread.start()
 
@@ -260,6 +264,14 @@ class AsyncLLM:
         if self.bell is None or self.bell.loop is not loop:
             self.bell = Doorbell(loop, self.pace)
         return self.bell
+
+
+def release_threads() -> None:
+    """End the OpenMP threads that wait for this one: each thread that computes has its own. Where
+    there are more than cores, GNU's library lets them sleep between two products, and to wake one
+    takes as long as a small product (docs/LOG.md). They come back when this thread computes."""
+    with suppress(AttributeError, OSError):  # a library without OpenMP 5.0
+        ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(1)  # "soft": what they know is kept
 
 
 # ------------------------------------------- from the thread to the event loop

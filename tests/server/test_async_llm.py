@@ -7,11 +7,13 @@ the engine is idle, all blocks are free and the audit passes.
 import asyncio
 import gc
 import random
+import sys
 import threading
 import time
 from contextlib import aclosing, suppress
 
 import pytest
+from clean_process import run as run_alone
 from small_engine import assert_idle, greedy, ids_of, make, run
 
 from nanoserve import RequestOutputKind, SamplingParams
@@ -285,6 +287,27 @@ def test_an_engine_whose_steps_keep_failing_is_dead_and_says_so(qwen3, monkeypat
         assert_idle(llm)
         engine.shutdown()
         engine.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a process counts its threads so")
+def test_one_thread_alone_has_others_that_compute_with_it():
+    """The one that made the engine, and computed with another one, has none any more."""
+    run_alone("""
+import asyncio, os, threading, torch
+from nanoserve import LLM, SamplingParams
+from nanoserve.server.async_llm import AsyncLLM
+def helpers():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+async def stream(llm):
+    async with AsyncLLM(llm) as engine:
+        async for output in engine.generate("x" * 300, SamplingParams(max_tokens=4)):
+            assert helpers() == before, (helpers(), before)
+torch.set_num_threads(2)
+llm = LLM(dtype="float32", num_gpu_blocks_override=64)
+llm.generate(["x" * 300] * 2, SamplingParams(max_tokens=4))
+before = helpers()
+asyncio.run(stream(llm))
+""")
 
 
 def test_shutdown_ends_what_runs(qwen3):
