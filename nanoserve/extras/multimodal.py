@@ -206,13 +206,15 @@ class Multimodal(Extra, Observer):
             raise ValueError("limit_mm_per_prompt does not go together with runner='pooling': "
                              "leave one of them out")
         parts = replace(plan.parts, make_network=partial(self.make, plan))
-        return replace(plan, parts=parts, make_inputs=partial(MultimodalInputs, self))
+        return replace(plan, parts=parts, make_inputs=partial(
+            MultimodalInputs, self, plan.folder))
 
     def make(self, plan: Plan, on: Placement, **options) -> TransformersModel:
         model = plan.parts.make_network(on, **options)
         self.budget = plan.config.encoder_cache_tokens
         self.eyes = Eyes(model, self.budget)
         self.token_id, self.takes = self.eyes.token_id, self.eyes.takes
+        self.hf_config = model.layers.config
         return model
 
     def attach(self, engine: LLMEngine) -> None:

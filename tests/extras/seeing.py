@@ -4,6 +4,7 @@ the pixels of all pictures at once, one prompt at a time.
 A picture is random pixels in the form that the network's own processor has. Its size is in patches.
 """
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -117,3 +118,43 @@ class Seer:
                 most.tolist()[:0:-1], part.shape[:0:-1], strict=True) for n in (0, whole - own)])
                 for part in parts]
         return torch.cat(parts, 1 if self.name in ("smolvlm", "idefics3") else 0)
+
+
+# ---------------------------------------------------- networks with a processor of their own
+
+TOKENS = ("<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = """{% for m in messages %}<s>{{ m.role }}:{% if m.content is string %}{{ m.content }}{%
+else %}{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{%
+endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"""
+PLACES = {"llava": "<image>", "qwen2.5-vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+PREPROCESSORS = {
+    "llava": dict(image_processor_type="CLIPImageProcessor", processor_class="LlavaProcessor",
+                  size=dict(shortest_edge=28), crop_size=dict(height=28, width=28)),
+    "qwen2.5-vl": dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=1,
+                       processor_class="Qwen2_5_VLProcessor", min_pixels=784, max_pixels=6000,
+                       temporal_patch_size=2)}
+
+
+def make_with_processor(name: str, folder: Path) -> Path:
+    """With a tokenizer that has placeholders, a chat template that writes them, and the files of
+    the processor. The vocabulary is larger by the new tokens."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS]})
+    tokenizer.chat_template = TEMPLATE.replace("PLACE", PLACES[name])
+    config = NETWORKS[name]()
+    config.text_config.vocab_size = 272
+    config.image_token_id = tokenizer.convert_tokens_to_ids(PLACES[name].removeprefix(
+        "<|vision_start|>").removesuffix("<|vision_end|>"))
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    randomise(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 10
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[name]))
+    (folder / "processor_config.json").write_text(json.dumps(dict(
+        processor_class=PREPROCESSORS[name]["processor_class"]) | (dict(
+            patch_size=14, vision_feature_select_strategy="default", image_token="<image>",
+            num_additional_image_tokens=1) if name == "llava" else {})))
+    return folder
