@@ -2,10 +2,12 @@
 
 A decoding step of one sequence waits for the weights to be read; a few more tokens in it cost next
 to nothing. So a cheap method guesses the next tokens, the *drafts*, and the model computes them
-after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). There are two methods:
+after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). The methods:
 
     ngram         the last few tokens were there before, so what followed them may follow again
                   (Saxena 2023, "Prompt Lookup Decoding"): a dict look-up, no second network
+    suffix        the same in all texts of the engine, earlier answers too, by longer matches; a
+                  draft is as long as its match (Oliaro et al. 2024, "SuffixDecoding")
     draft_model   a small network of the same vocabulary generates the drafts, greedily. Its layers
                   are more KV layers of the same blocks, so that chunks, prefix hits and preemption
                   serve both networks, and the small one needs no counters of its own
@@ -25,6 +27,7 @@ with probability min(1, p/q) and corrects the rest: the same distribution, anoth
 drafts are not drawn (q is 1 at one token), it accepts equally often.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,6 +42,8 @@ from nanoserve.sequence import Sequence, Step
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet
+SUFFIXES = (16, 8, 5, 4, 3)  # tokens that method "suffix" compares, the longest match first
+MOST_NGRAMS = 2 ** 18  # of some 50,000 tokens, up to 100 MB; then all are forgotten
 LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
 
 
@@ -70,27 +75,26 @@ class Guesser(Protocol):
 
 class NgramIndex:
     """Where each n-gram of one sequence was last seen, kept up to date token by token; and how the
-    sequence has fared with its guesses."""
+    sequence has fared with its guesses. sizes: of n-grams, the longest first. follows: from n-gram
+    to text and the position behind it; several sequences may share it."""
 
-    def __init__(self, longest: int, shortest: int):
-        self.sizes = range(longest, shortest - 1, -1)
-        self.follows: dict[tuple[int, ...], int] = {}  # n-gram -> the position behind it
+    def __init__(self, sizes: Iterable[int], follows: dict[tuple[int, ...], tuple[list[int], int]]):
+        self.sizes, self.follows = sizes, follows
         self.num_read = 0  # positions whose n-grams, all that end before them, are entered
         self.num_misses = 0  # in a row
         self.rests_until = 0  # no guess before it has so many tokens
 
-    def find(self, token_ids: list[int]) -> int | None:
-        """The position behind the last earlier occurrence of the longest n-gram that `token_ids`
-        ends with. O(what is new) a call, and so O(the text) altogether."""
+    def find(self, token_ids: list[int]) -> tuple[list[int], int, int] | None:
+        """The longest n-gram that `token_ids` ends with and that was there before: the text, the
+        position behind it, n. O(what is new) a call, and so O(the text) altogether."""
         for position in range(max(self.num_read, 1), len(token_ids)):
             for n in self.sizes:
                 if n <= position:
-                    self.follows[tuple(token_ids[position - n:position])] = position
+                    self.follows[tuple(token_ids[position - n:position])] = token_ids, position
         self.num_read = len(token_ids)
         for n in self.sizes:
-            if n < len(token_ids) and (
-                    position := self.follows.get(tuple(token_ids[-n:]))) is not None:
-                return position
+            if n < len(token_ids) and (found := self.follows.get(tuple(token_ids[-n:]))):
+                return *found, n
         return None
 
 
@@ -113,9 +117,16 @@ class NgramGuesser(Guesser):
         asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
 
     def __init__(self, asked: dict, engine: LLMEngine | None = None):
-        self.num_drafts = asked["num_speculative_tokens"]
-        self.bounds = (asked["prompt_lookup_max"], asked["prompt_lookup_min"])
+        self.asked, self.num_drafts = asked, asked["num_speculative_tokens"]
         self.indices: dict[Sequence, NgramIndex] = {}
+
+    def make_index(self) -> NgramIndex:
+        longest, shortest = self.asked["prompt_lookup_max"], self.asked["prompt_lookup_min"]
+        return NgramIndex(range(longest, shortest - 1, -1), {})
+
+    def most_for(self, n: int) -> int:
+        """How many tokens are worth guessing behind a match of n."""
+        return self.num_drafts
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Up to `most` tokens, none where nothing is found.
@@ -125,13 +136,14 @@ class NgramGuesser(Guesser):
         """
         token_ids, index = seq.token_ids, self.indices.get(seq)
         if index is None:
-            index = self.indices[seq] = NgramIndex(*self.bounds)
-        if len(token_ids) < index.rests_until or (at := index.find(token_ids)) is None:
+            index = self.indices[seq] = self.make_index()
+        if len(token_ids) < index.rests_until or (found := index.find(token_ids)) is None:
             return []
-        count, period = min(most, self.num_drafts), len(token_ids) - at
-        drafts = token_ids[at:at + count]
-        while len(drafts) < count:
-            drafts.append(drafts[-period])
+        text, at, n = found
+        count = min(most, self.most_for(n))
+        drafts = text[at:at + count]
+        while len(drafts) < count and text is token_ids:
+            drafts.append(drafts[at - len(token_ids)])
         return drafts
 
     def checked(self, seq: Sequence, num_right: int) -> None:
@@ -142,6 +154,34 @@ class NgramGuesser(Guesser):
 
     def forget(self, seq: Sequence) -> None:
         self.indices.pop(seq, None)
+
+
+class SuffixGuesser(NgramGuesser):
+    """Looks into all texts that the engine has written or read: one dict for all. (A tree of
+    suffixes finds a match of any length and can count what follows. A few lengths are found by a
+    look-up each; the longest one stands for all beyond it.)"""
+
+    keys = ()
+
+    @staticmethod
+    def check(asked: dict, plan: Plan) -> None:
+        """Nothing can be left out."""
+
+    def __init__(self, asked: dict, engine: LLMEngine | None = None):
+        super().__init__(asked, engine)
+        self.follows: dict = {}
+
+    def make_index(self) -> NgramIndex:
+        if len(self.follows) > MOST_NGRAMS:
+            self.follows.clear()
+        return NgramIndex(SUFFIXES, self.follows)
+
+    def most_for(self, n: int) -> int:
+        return self.num_drafts if n == SUFFIXES[0] else min(n, self.num_drafts)
+
+    def forget(self, seq: Sequence) -> None:
+        if index := self.indices.pop(seq, None):
+            index.find(seq.token_ids)  # enters its last tokens
 
 
 class ModelGuesser(Guesser):
@@ -240,7 +280,8 @@ def _vocabulary(tokenizer) -> dict[str, int]:
     return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
 
 
-GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "draft_model": ModelGuesser}
+GUESSERS: dict[str, type[Guesser]] = {
+    "ngram": NgramGuesser, "suffix": SuffixGuesser, "draft_model": ModelGuesser}
 
 
 # ------------------------------------------------------------- beside the engine

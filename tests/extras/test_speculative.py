@@ -10,6 +10,7 @@ the model itself with noise in its weights, which is right now and then, and ano
 import itertools
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.extras.speculative import NgramGuesser, NgramIndex, Speculation
+from nanoserve.extras import speculative
+from nanoserve.extras.speculative import NgramGuesser, NgramIndex, Speculation, SuffixGuesser
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler
 
@@ -32,14 +34,14 @@ def test_the_index_finds_what_a_search_finds():
     for _ in range(60):
         longest = rng.randint(1, 5)
         shortest = rng.randint(1, longest)
-        index, text, found = NgramIndex(longest, shortest), [], 0
+        index, text, found = NgramIndex(range(longest, shortest - 1, -1), {}), [], 0
         for _ in range(60):
             text += [rng.randrange(3) for _ in range(rng.choice([1, 1, 2, 7]))]
             expected = None
             for n in range(longest, shortest - 1, -1):
                 ends = [end for end in range(n, len(text)) if text[end - n:end] == text[-n:]]
                 if ends:
-                    expected = ends[-1]
+                    expected = text, ends[-1], n
                     break
             assert index.find(text) == expected
             found += expected is not None
@@ -60,6 +62,56 @@ def test_ngram_guesses_go_round_and_rest_after_a_miss():
     guesser.checked(seq, 1)
     assert guesser.propose(seq, 5)
     guesser.forget(seq)
+    assert not guesser.indices
+
+
+def num_steps(guesser, texts: list[tuple[str, str]]) -> int:
+    """A byte a token: how many steps the outputs take if each draft that is right saves one."""
+    steps = 0
+    for i, (prompt, output) in enumerate(texts):
+        seq, rest = sequence(str(i), list(prompt.encode()), SamplingParams()), list(output.encode())
+        while rest:
+            drafts = guesser.propose(seq, len(rest) - 1)
+            right = sum(itertools.takewhile(bool, map(int.__eq__, drafts, rest)))
+            if drafts:
+                guesser.checked(seq, right)
+            seq.token_ids += rest[:right + 1]
+            del rest[:right + 1]
+            steps += 1
+        guesser.forget(seq)
+    return steps
+
+
+def test_suffix_looks_into_earlier_answers_and_compares_more():
+    """An edited file, a question that comes again, and noise, where nothing is to be had."""
+    code = Path(__file__).read_text()[:4000]
+    edited = code.replace("seq", "sequence").replace("num_", "count_of_")
+    rng = random.Random(0)
+    noise = ["".join(rng.choices("abcdefghij", k=400)) for _ in range(2)]
+    ngram, suffix = ([num_steps(guesser(dict(NGRAM, num_speculative_tokens=8)), texts)
+                      for texts in ([(code, edited)], [("Why? ", code), ("Why? ", code)],
+                                    [(noise[0], noise[1])])]
+                     for guesser in (NgramGuesser, SuffixGuesser))
+    assert suffix[0] < 0.8 * ngram[0] and suffix[1] < 0.7 * ngram[1]
+    assert abs(suffix[2] - ngram[2]) < 10
+    guesser = SuffixGuesser(NGRAM)
+    seq = sequence("0", [1, 2, 3, 4, 5, 6, 7, 8], SamplingParams())
+    guesser.propose(seq, 5)
+    guesser.forget(seq)
+    other = sequence("1", [9, 2, 3, 4], SamplingParams())
+    assert guesser.propose(other, 9) == [5, 6, 7]  # as many as are alike
+    assert not guesser.propose(sequence("2", [9, 3, 4], SamplingParams()), 9)
+    assert all(len(key) <= 4 or key[0] < 9 for key in guesser.follows)
+
+
+def test_suffix_forgets_when_it_has_read_much(monkeypatch):
+    monkeypatch.setattr(speculative, "MOST_NGRAMS", 40)
+    guesser = SuffixGuesser(NGRAM)
+    for i in range(20):
+        seq = sequence(str(i), [i, *range(50, 60)], SamplingParams())
+        guesser.propose(seq, 5)
+        guesser.forget(seq)
+        assert len(guesser.follows) < 80
     assert not guesser.indices
 
 

@@ -19,13 +19,14 @@ from nanoserve.tools.recorder import Recorder, chrome_trace
 
 GUESSERS = dict(
     ngram=dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1),
+    suffix=dict(method="suffix", num_speculative_tokens=4),
     noisy=dict(method="draft_model", num_speculative_tokens=3),
     other=dict(method="draft_model", num_speculative_tokens=2))
 
 
 @pytest.mark.parametrize("name, how, max_examples, ranks", [
-    ("qwen3", "ngram", 15, 1), ("qwen3", "noisy", 20, 1), ("mistral", "noisy", 15, 1),
-    ("mistral", "other", 15, 1), ("qwen3", "noisy", 16, 2)])
+    ("qwen3", "ngram", 15, 1), ("qwen3", "suffix", 15, 1), ("qwen3", "noisy", 20, 1),
+    ("mistral", "noisy", 15, 1), ("mistral", "other", 15, 1), ("qwen3", "noisy", 16, 2)])
 def test_random_workloads_with_drafts(checkpoints, references, noisy, name, how, max_examples,
                                       ranks):
     """The engine's random workloads, their engines and their oracles, now with guesses: chunks,
@@ -46,7 +47,8 @@ def test_random_workloads_with_drafts(checkpoints, references, noisy, name, how,
         total = Counter()
         for llm in used:
             total.update({key: n for key, n in count(llm).items() if isinstance(n, int)})
-        assert total["num_draft_tokens"] - total["num_accepted_tokens"] > 10, total
+        few = 0 if how == "suffix" else 10  # it is seldom wrong, as workloads repeat prompts
+        assert total["num_draft_tokens"] - total["num_accepted_tokens"] > few, total
         assert total["num_accepted_tokens"] > 10 or how != "noisy", total
     finally:
         for key in [key for key in fuzz.engines if key[1] in numbers or key[1] == "plain"]:
@@ -96,7 +98,7 @@ def test_overlap_is_off_and_says_so(qwen3, capsys):
 
 @pytest.mark.parametrize("config, message", [
     ("ngram", "must be a dict"),
-    (dict(), "method=None is not supported: choose one of ngram, draft_model"),
+    (dict(), "method=None is not supported: choose one of ngram, suffix, draft_model"),
     (dict(method="eagle", num_speculative_tokens=2), "method='eagle' is not supported"),
     (dict(method=["ngram"], num_speculative_tokens=2), "method=\\['ngram'\\] is not supported"),
     (dict(method="ngram"), "num_speculative_tokens is missing"),
