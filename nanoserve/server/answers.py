@@ -255,7 +255,8 @@ class ChatAnswer(Answer):
         """What is new in a message: content, a thought, calls."""
         if (reader := self.readers[index]) is None:
             return dict(content=sample.text)
-        piece = reader.feed(sample.text, sample.finish_reason)
+        is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps within a call
+        piece = reader.feed(sample.text, "length" if is_cut else sample.finish_reason)
         parts: dict = {}
         if piece.thought and self.body.include_reasoning is not False:
             parts["reasoning_content"] = piece.thought
@@ -271,7 +272,8 @@ class ChatAnswer(Answer):
 
     def _ending(self, index: int, sample: CompletionOutput) -> str | None:
         reader, reason = self.readers[index], sample.finish_reason
-        return "tool_calls" if reader and reader.num_calls and reason == "stop" else reason
+        has_called = reader and reader.num_calls and not isinstance(sample.stop_reason, str)
+        return "tool_calls" if has_called and reason == "stop" else reason
 
     def beside_choices(self) -> dict:
         [request] = self.requests

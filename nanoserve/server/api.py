@@ -3,14 +3,14 @@
     POST /v1/completions  /v1/chat/completions       a generator's, whole or as an event stream
     POST /v1/responses  /v1/messages                 a chat in other languages (translate.py)
     POST /v1/embeddings  /classify  /pooling  /score  /rerank  ...   a pooling model's
-    POST /tokenize  /detokenize                      GET /tokenizer_info
+    POST /tokenize  /detokenize  /invocations        GET /tokenizer_info
     GET  /v1/models  /health  /ping  /load  /version  /metrics  /trace
 
     body ─► protocol: checked ─► AsyncLLM.prepare: tokenised ─► room? ─► AsyncLLM.outputs ─► answers
               400                   400                          429        503 if it is dead
 
-Every error is answered with OpenAI's error object, and bad input is never a 500: whatever is wrong
-with it, `prepare` raises a `ValueError` before the answer begins.
+Every error is answered with one object, OpenAI's and Anthropic's, and bad input is never a 500:
+whatever is wrong with it, `prepare` raises a `ValueError` before the answer begins.
 
 Invariant: when a client goes away, its request is aborted. The web framework notices this only for
 a stream. For an answer in one message `unless_gone` watches the connection, because a plain
@@ -32,6 +32,7 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import nanoserve
@@ -48,6 +49,7 @@ from nanoserve.server.protocol import (
     CompletionBody,
     Conversation,
     DetokenizeBody,
+    EmbedBody,
     EmbeddingBody,
     GenerationBody,
     InputBody,
@@ -297,6 +299,7 @@ POSTS = {"/v1/completions": (CompletionBody, Server.generate),
          "/v1/messages": (MessagesBody, Server.translate),
          "/v1/messages/count_tokens": (CountBody, Server.count_tokens),
          "/v1/embeddings": (EmbeddingBody, pooled(pooling.embeddings)),
+         "/v2/embed": (EmbedBody, pooled(pooling.embed)),
          "/classify": (InputBody, pooled(pooling.classify)),
          "/pooling": (TaskBody, pooled(pooling.task)), "/score": SCORE, "/v1/score": SCORE,
          "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK,
@@ -306,6 +309,9 @@ GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
         "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
         "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
         "/trace": Server.trace}
+
+PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "query": "/rerank",
+         "input": "/v1/embeddings", "text_1": "/score"}  # by a field of the body
 
 
 def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = None,
@@ -326,6 +332,19 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
     for path, endpoint in GETS.items():
         app.get(path)(endpoint.__get__(server))
     app.post("/ping")(server.health)
+
+    @app.post("/invocations", description="SageMaker's one path, for a body of any of the others.")
+    async def invocations(body: dict[str, Any], http: Request):
+        path = next((path for field, path in PATHS.items()
+                     if body.get(field) is not None), None)
+        if path is None:
+            raise BadRequest(f"the body has none of {', '.join(PATHS)}")
+        kind, endpoint = POSTS[path]
+        try:
+            return await respond(server, endpoint, kind(**body), http)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+
     _add_errors(app)
     return Guard(app, **limits)
 
@@ -334,15 +353,19 @@ def _add_post(app: FastAPI, server: Server, path: str, kind: type[Body],
               endpoint: Callable) -> None:
     @app.post(path, summary=kind.__name__.removesuffix("Body"), description=kind.__doc__)
     async def answer(body: kind, http: Request):
-        server.check(body)
-        http.scope["ticket"].widen(body.num_sequences)
-        with bad_requests(body):
-            work = await endpoint(server, body)
-        return work if isinstance(work, Response) else await unless_gone(http, work)
+        return await respond(server, endpoint, body, http)
+
+
+async def respond(server: Server, endpoint: Callable, body: Body, http: Request) -> Response:
+    server.check(body)
+    http.scope["ticket"].widen(body.num_sequences)
+    with bad_requests(body):
+        work = await endpoint(server, body)
+    return work if isinstance(work, Response) else await unless_gone(http, work)
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every error as OpenAI's object."""
+    """Every error as one object."""
     @app.exception_handler(BadRequest)
     async def bad_request(http: Request, error: BadRequest):
         return error_response(str(error), error.status, error.param, error.code)
@@ -390,7 +413,8 @@ def bad_requests(body: Body):
     except ValueError as error:
         said = str(error)
         code = TOO_LONG if "maximum context length is" in said else None
-        raise BadRequest(said, blamed_field(said, body), code=code) from error
+        told = f"prompt is too long: {said}" if code else said  # by which Claude Code shortens it
+        raise BadRequest(told, blamed_field(said, body), code=code) from error
 
 
 class EventStream(StreamingResponse):

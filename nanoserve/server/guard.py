@@ -146,7 +146,8 @@ def named(send, request_id: bytes):
     """A `send` that puts the client's own id of the request into the answer, or one made here."""
     async def again(message: dict) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id),
+                                  (b"request-id", request_id)]  # OpenAI's name, and Anthropic's
         await send(message)
 
     return again

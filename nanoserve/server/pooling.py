@@ -4,7 +4,8 @@
     /classify        probabilities of classes for each input
     /pooling         what the model makes of each input, of its tokens too
     /score           how well two texts go together: one with many, or pair by pair
-    /rerank          documents, the one that answers the query best first (Cohere's, Jina's)
+    /rerank          documents, the one that answers the query best first (Cohere's, Jina's, TEI's)
+    /v2/embed        vectors, as Cohere has them
 
 An embedding model scores by the cosine of two embeddings, so a query that all documents are
 compared with is computed once. A reranker reads query and document at once, as one prompt a pair.
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from nanoserve.extras.pooling import PoolingParams
 from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve.server.protocol import (
+    EmbedBody,
     EmbeddingBody,
     InputBody,
     PoolingBody,
@@ -54,13 +56,14 @@ class Job:
     chat_template: str | None = None
     lora_request: Any = None
 
-    async def prepare(self, prompts: list, task: str | None, body: PoolingBody) -> list:
+    async def prepare(self, prompts: list, task: str | None, body: PoolingBody,
+                      prompt_name: str | None = None) -> list:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
         if self.engine.llm.config.runner != "pooling":
             raise ValueError("this server generates text (runner='generate'): start one with "
                              "--runner pooling")
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
-                               use_activation=body.use_activation,
+                               use_activation=body.use_activation, prompt_name=prompt_name,
                                truncate_prompt_tokens=body.truncate_prompt_tokens)
         name = uuid4().hex
         return [await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.lora_request)
@@ -113,12 +116,31 @@ class Job:
 
 async def embeddings(job: Job, body: EmbeddingBody) -> Work:
     return await each(job, body, "embed", lambda vector: dict(
-        object="embedding", embedding=encoded(vector, body)))
+        object="embedding", embedding=encoded(vector, body.encoding_format)))
+
+
+async def embed(job: Job, body: EmbedBody) -> Work:
+    """Cohere's. Its kinds of input are the prompts that a model has been trained with."""
+    kind = (body.input_type or "").removeprefix("search_")
+    pooler = job.engine.llm.runner.pooler
+    requests = await job.prepare(body.texts, "embed", body,
+                                 kind if kind in getattr(pooler, "prompts", {}) else None)
+
+    async def work() -> dict:
+        vectors = await job.vectors(requests)
+        found = {kind: [encoded(vector, kind) for vector in vectors]
+                 for kind in body.embedding_types or ["float"]}
+        meta = dict(api_version=dict(version="2"),
+                    billed_units=dict(input_tokens=usage(requests)["prompt_tokens"]))
+        return dict(id=uuid4().hex, response_type="embeddings_by_type", embeddings=found,
+                    texts=body.texts, meta=meta)
+
+    return work()
 
 
 async def task(job: Job, body: TaskBody) -> Work:
     return await each(job, body, body.task, lambda vector: dict(
-        object="pooling", data=encoded(vector, body)))
+        object="pooling", data=encoded(vector, body.encoding_format)))
 
 
 async def classify(job: Job, body: InputBody) -> Work:
@@ -141,10 +163,13 @@ async def score(job: Job, body: ScoreBody) -> Work:
 
 
 async def rerank(job: Job, body: RerankBody) -> Work:
-    requests, scores = await job.scores([body.query], body.documents, body)
+    requests, scores = await job.scores([body.query], body.ranked, body)
 
-    async def work() -> dict:
+    async def work() -> dict | list:
         ranked = sorted(enumerate(await scores), key=lambda one: -one[1])
+        if body.texts:  # TEI's
+            return [dict(index=i, score=value) | (dict(text=body.texts[i]) if body.return_text
+                                                  else {}) for i, value in ranked]
         results = [dict(index=i, relevance_score=value) | (
             {} if body.return_documents is False else dict(document=dict(text=body.documents[i])))
             for i, value in ranked[:body.top_n or None]]
@@ -159,9 +184,9 @@ def usage(requests: list) -> dict:
     return dict(prompt_tokens=count, total_tokens=count)
 
 
-def encoded(vector: torch.Tensor, body: EmbeddingBody) -> list | str:
+def encoded(vector: torch.Tensor, kind: str | None) -> list | str:
     """Numbers, or as OpenAI packs them: float32, the lowest byte first."""
-    if body.encoding_format != "base64":
+    if kind != "base64":
         return vector.tolist()
     vector = vector.flatten()
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector.tolist())).decode()

@@ -379,25 +379,60 @@ class ScoreBody(PoolingBody):
 class RerankBody(PoolingBody):
     """`POST /rerank`: documents in the order in which they answer a query."""
 
-    prompts_in = ("query", "documents")
+    prompts_in = ("query", "ranked")
     query: str
-    documents: Annotated[list[Text], Field(min_length=1)]
+    documents: Annotated[list[Text], Field(min_length=1)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1)] | None = None  # TEI's, as three further ones
     top_n: Annotated[int, Field(ge=0)] | None = None  # vLLM's 0: all
     return_documents: bool | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+
+    @property
+    def ranked(self) -> list[str]:
+        return self.documents or self.texts
+
+    @model_validator(mode="after")
+    def check_one_is_given(self) -> "RerankBody":
+        if bool(self.documents) == bool(self.texts):
+            raise BadRequest("give one of documents and texts", "documents")
+        if self.raw_scores:
+            self.use_activation = False
+        if self.truncate:
+            self.truncate_prompt_tokens = -1
+        return self
+
+
+class EmbedBody(PoolingBody):
+    """`POST /v2/embed`: Cohere's embeddings."""
+
+    prompts_in = ("texts",)
+    texts: Annotated[list[str], Field(min_length=1)]
+    input_type: str | None = None
+    embedding_types: list[Literal["float", "base64"]] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        None, validation_alias="output_dimension")
+    truncate: Literal["NONE", "END"] = "END"
+
+    @model_validator(mode="after")
+    def truncate_prompts(self) -> "EmbedBody":
+        self.truncate_prompt_tokens = -1 if self.truncate == "END" else None
+        return self
 
 
 # --------------------------------------------------------------------- errors
 
 
-KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error",
-         503: "service_unavailable"}  # by status
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # by status
 
 
 def error_body(message: str, status: int = 400, param: str | None = None,
                code: str | None = None) -> dict:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": KINDS.get(status, "invalid_request_error"),
-                      "param": param, "code": code}}
+    """OpenAI's error object. Its kinds and the outer type are Anthropic's: it is one of theirs."""
+    return {"type": "error", "error": {"message": message, "type": KINDS.get(
+        status, "invalid_request_error"), "param": param, "code": code}}
 
 
 def blamed_field(message: str, body: Body) -> str | None:

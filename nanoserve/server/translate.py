@@ -91,7 +91,7 @@ class Language(Body):
                 break
             is_first, chat = not chat, json.loads(piece.removeprefix(b"data: "))
             if "error" in chat:
-                yield dict(type="error", **chat, message=chat["error"]["message"])
+                yield chat | dict(message=chat["error"]["message"])
                 return
             for told in self.begun(name, chat) if is_first else ():
                 yield told
@@ -135,6 +135,12 @@ def texts(content: Any) -> Any:
             for part in (content if isinstance(content, list) else [content])]
 
 
+def form_of(form: dict | None) -> dict | None:
+    """A chat puts what a JSON schema is about one level deeper."""
+    is_schema = form is not None and form.get("type") == "json_schema"
+    return dict(type="json_schema", json_schema=form) if is_schema else form
+
+
 def called(id_: Any, name: Any, arguments: Any) -> list[dict]:
     if not isinstance(name, str):
         raise BadRequest(f"a call must name its function, got name={name!r:.80}")
@@ -168,17 +174,16 @@ class ResponsesBody(Language):
     text: dict[str, Any] | None = None
 
     def as_chat(self) -> dict:
-        choice, form = self.tool_choice, (self.text or {}).get("format")
+        choice = self.tool_choice
         if isinstance(choice, dict) and "function" not in choice:
             choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
-        if form is not None and form.get("type") == "json_schema":
-            form = dict(type="json_schema", json_schema=form)
         effort = (self.reasoning or {}).get("effort")
         return dict(
             messages=self._messages(), parallel_tool_calls=self.parallel_tool_calls,
             tools=[tool(one.get("type", "function") == "function", one, "parameters")
                    for one, _ in self._functions()],
-            tool_choice=choice, max_completion_tokens=self.max_output_tokens, response_format=form,
+            tool_choice=choice, max_completion_tokens=self.max_output_tokens,
+            response_format=form_of((self.text or {}).get("format")),
             chat_template_kwargs=dict(reasoning_effort=effort) if effort else None)
 
     def _functions(self) -> list[tuple[dict, str | None]]:
@@ -298,6 +303,8 @@ class CountBody(Language):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # its older place
 
     def as_chat(self) -> dict:
         choice = self.tool_choice or {}
@@ -310,6 +317,7 @@ class CountBody(Language):
             messages=self._messages(), tool_choice=found.get(choice.get("type")),
             tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
                    for one in self.tools or ()],
+            response_format=form_of((self.output_config or {}).get("format", self.output_format)),
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
             chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
 

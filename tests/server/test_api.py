@@ -39,7 +39,7 @@ NOT_SERVED = [
     ("thinking", {"type": "enabled"}, "chat_template_kwargs", [{"type": "disabled"}]),
     ("detokenize", False, "return_token_ids", [True]), ("documents", ["x"], "message", [[]]),
     ("cache_salt", "x", "enable_prefix_caching", []),
-    ("mm_processor_kwargs", {"a": 1}, "text alone", [{}])]
+    ("mm_processor_kwargs", {"a": 1}, "as the checkpoint says", [{}])]
 
 
 def offline(server, prompt, **params) -> list[str]:
@@ -190,13 +190,13 @@ def test_vllms_additions_do_what_they_say(server):
                                     repetition_penalty=1.3)
 
 
-def test_every_field_of_sampling_params_is_served_but_two(server):
+def test_every_field_of_sampling_params_is_served_but_those_that_are_offline(server):
     """A new one, too: the bodies are made from the record."""
     _, document = server.ask("/openapi.json")
     for body in ("CompletionBody", "ChatBody"):
         served = document["components"]["schemas"][body]["properties"]
         assert {field.name for field in fields(SamplingParams)} - set(served) == {
-            "detokenize", "output_kind"}
+            "detokenize", "output_kind", "logits_processors"}
 
 
 # ------------------------------------------------------------------- refusals
@@ -411,7 +411,8 @@ def test_the_server_says_what_it_is(server):
         COMPLETIONS, CHATS, "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score",
         "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
         "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
-        "/trace", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"}
+        "/trace", "/v2/embed", "/invocations", "/v1/responses", "/v1/messages",
+        "/v1/messages/count_tokens"}
 
 
 def test_the_step_trace_is_a_page_without_anybodys_words(server):

@@ -25,6 +25,10 @@ NOTHING = dict(
     allowed_token_ids=None, min_p=0.0, top_k=-1, repetition_penalty=1.0, min_tokens=0,
     stop_token_ids=[], skip_special_tokens=True, include_stop_str_in_output=False, priority=0,
     nobodys=None, stream_options=None, user="me", seed=None, stop=None)
+TOOL = dict(type="function", function=dict(
+    name="get", description="The weather.", strict=True, parameters=dict(
+        type="object", properties=dict(city=dict(enum=["Paris", "Rome"])), required=["city"],
+        additionalProperties=False)))
 BODIES = {
     "openai": (CHATS, dict(
         tools=[], tool_choice="none", parallel_tool_calls=True, reasoning_effort=None, store=False,
@@ -61,6 +65,50 @@ BODIES = {
         logprobs=False, chat_template=None, chat_template_kwargs=None)),
     "vLLM, a completion": (COMPLETIONS, NOTHING | dict(add_special_tokens=True, echo=False,
                                                        suffix=None, logprobs=None)),
+    "instructor, pydantic-ai": (CHATS, dict(
+        tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=60)),
+    "LangGraph": (CHATS, dict(tools=[TOOL], n=2, temperature=0.7, stream=True,
+                              stream_options=dict(include_usage=True))),
+    "smolagents": (CHATS, dict(
+        tools=[TOOL], tool_choice="required", stop=["Observation:", "Calling tools:"],
+        messages=[dict(role="user", content=[dict(type="text", text="The weather?")])])),
+    "Vercel's SDK": (CHATS, dict(tools=[TOOL], tool_choice="auto", stream=True, messages=[
+        dict(role="system", content="Be kind."), *CHAT,
+        dict(role="assistant", content="", tool_calls=[dict(
+            id="call_1", type="function", function=dict(name="get", arguments='{"city": "x"}'))]),
+        dict(role="tool", tool_call_id="call_1", content='{"sunny": true}')])),
+    "Continue": (CHATS, dict(tools=[TOOL], parallel_tool_calls=False, stop=["<|im_end|>"],
+                             max_tokens=2, temperature=0.1, stream=True)),
+    "Open WebUI": (CHATS, dict(stream=True, stream_options=dict(include_usage=True), metadata=dict(
+        chat_id="1"), session_id="s", max_tokens=None, max_completion_tokens=2)),
+    "openai-agents": ("/v1/responses", dict(
+        messages=None, max_tokens=None, input=[dict(role="user", content="The weather?")],
+        include=[], instructions="Be kind.", tools=[dict(type="function", **TOOL["function"])],
+        max_output_tokens=2, store=False, previous_response_id=None, truncation=None,
+        top_logprobs=None, prompt_cache_retention=None)),
+    "Codex": ("/v1/responses", dict(
+        messages=None, max_tokens=None, instructions="Be kind.", stream=True, store=False,
+        input=[dict(type="message", role="developer", content=[
+            dict(type="input_text", text="Be short.")]), dict(type="message", role="user", content=[
+                dict(type="input_text", text="Hi.")])], tool_choice="auto",
+        parallel_tool_calls=False, tools=[dict(type="function", **TOOL["function"])],
+        max_output_tokens=2,
+        reasoning=dict(effort="medium", summary="auto"), include=["reasoning.encrypted_content"],
+        prompt_cache_key="k", text=dict(verbosity="medium"))),
+    "Anthropic's client": ("/v1/messages", dict(system="Be kind.", tools=[
+        dict(name="get", description="d", input_schema=TOOL["function"]["parameters"])],
+        tool_choice=dict(type="auto"), stream=True)),
+    "Claude Code": ("/v1/messages", dict(
+        system=[dict(type="text", text="Be kind.", cache_control=dict(type="ephemeral"))],
+        metadata=dict(user_id="u"), stream=True, thinking=dict(type="adaptive"), messages=[
+            dict(role="user", content=[dict(type="text", text="Hi.", cache_control=dict(
+                type="ephemeral"))])], context_management=dict(edits=[]),
+        output_config=dict(effort="high"))),
+    "Claude Code, counting": ("/v1/messages/count_tokens", dict(max_tokens=None)),
+    "lm-eval's tokenizer": ("/tokenize", dict(
+        prompt=PROMPT, messages=None, max_tokens=None, add_special_tokens=False)),
+    "SageMaker": ("/invocations", dict(prompt=PROMPT, messages=None)),
+    "SageMaker, a chat": ("/invocations", dict(stream=True)),
     "a gateway": (COMPLETIONS, dict(litellm_call_id="x", proxy_hints={"region": 1}))}
 
 

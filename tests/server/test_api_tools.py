@@ -206,6 +206,15 @@ def test_a_thought_may_be_left_out_and_may_never_end():
     assert choice["message"]["reasoning_content"] == "Hm. Hm."
 
 
+def test_a_stop_string_within_a_call_cuts_it(server):
+    for stop in ("</tool", "\n"):
+        _, answer = server.ask(PATH, BODY | dict(tool_choice=named("stop"), stop=[stop]))
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "stop" and not choice["message"]["content"]
+        calls = choice["message"].get("tool_calls", [])
+        assert [call["function"]["arguments"] for call in calls] == ["{}"] * (stop == "</tool")
+
+
 def test_of_calls_that_nobody_wants_the_first_stays():
     body = ChatBody(**BODY, parallel_tool_calls=False)
     message = told(body, "Qwen3.5", ["</think>", *WORDS])["choices"][0]["message"]

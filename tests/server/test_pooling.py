@@ -79,6 +79,48 @@ def test_a_ranking_has_the_best_first(server):
     assert [one["index"] for one in answer["results"]] == best[:1] == [1]
 
 
+# What Cohere's, Jina's, Infinity's, TEI's, litellm's and vLLM's clients send.
+@pytest.mark.parametrize("path, body", [
+    ("/v1/rerank", dict(query=TEXTS[1], documents=TEXTS, max_chunks_per_doc=None)),
+    ("/v2/rerank", dict(query=TEXTS[1], documents=TEXTS, max_tokens_per_doc=None, model="tested")),
+    ("/v1/rerank", dict(query=TEXTS[1], documents=[{"text": text} for text in TEXTS], top_n=3,
+                        return_documents=True, rank_fields=["text"])),
+    ("/rerank", dict(query=TEXTS[1], texts=TEXTS, raw_scores=False, return_text=True,
+                     truncate=True)),
+    ("/rerank", dict(query=TEXTS[1], texts=TEXTS, raw_scores=True)),
+    ("/score", dict(queries=TEXTS[1], documents=TEXTS)), ("/v1/score", dict(
+        data_1=TEXTS[1], data_2=TEXTS)), ("/score", dict(text_1=TEXTS[1], text_2=TEXTS)),
+    ("/v1/score", dict(queries=TEXTS[1], items=TEXTS)),
+    ("/invocations", dict(query=TEXTS[1], documents=TEXTS)),
+    ("/invocations", dict(text_1=TEXTS[1], text_2=TEXTS))])
+def test_every_clients_way_has_the_same_scores(server, path, body):
+    expected = {i: pytest.approx(out.outputs.score, abs=1e-5) for i, out in enumerate(
+        server.llm.score(TEXTS[1], TEXTS, use_tqdm=False))}
+    status, answer = server.ask(path, body)
+    assert status == 200, answer
+    rows = answer if "texts" in body else answer.get("results", answer.get("data"))
+    assert {one["index"]: one.get("score", one.get("relevance_score")) for one in rows} == expected
+    if "texts" in body:
+        assert [one.get("text") for one in rows] == [
+            TEXTS[one["index"]] if body.get("return_text") else None for one in rows]
+
+
+def test_coheres_embeddings(server):
+    asked = dict(texts=TEXTS, model="tested", input_type="search_query", truncate="END")
+    _, answer = server.ask("/v2/embed", asked | dict(embedding_types=["float", "base64"]))
+    vectors = answer["embeddings"]["float"]
+    assert vectors == near(embedded(server, TEXTS)) and answer["texts"] == TEXTS
+    assert [list(struct.unpack(f"<{len(vectors[0])}f", base64.b64decode(one)))
+            for one in answer["embeddings"]["base64"]] == near(vectors)
+    assert list(server.ask("/v2/embed", asked)[1]["embeddings"]) == ["float"]
+    long = asked | dict(texts=["word " * 4000])
+    assert server.ask("/v2/embed", long)[0] == 200
+    status, answer = server.ask("/v2/embed", long | dict(truncate="NONE"))
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    status, answer = server.ask("/invocations", dict(input=TEXTS))
+    assert [one["embedding"] for one in answer["data"]] == near(embedded(server, TEXTS))
+
+
 @pytest.mark.parametrize("path, body, said", [
     ("/v1/embeddings", dict(input=""), "empty"), ("/v1/embeddings", dict(input=[]), "input"),
     ("/v1/embeddings", dict(input=[9999]), "outside the vocabulary"),
@@ -89,6 +131,10 @@ def test_a_ranking_has_the_best_first(server):
     ("/v1/embeddings", dict(input=["x"] * 33), "at most 32"),
     ("/score", dict(text_1=["a", "b"], text_2=["c"]), "2 and 1 texts"),
     ("/rerank", dict(query="x", documents=[]), "documents"),
+    ("/rerank", dict(query="x", documents=["a"], texts=["b"]), "one of documents and texts"),
+    ("/v2/embed", dict(texts=["x"], embedding_types=["int8"]), "embedding_types"),
+    ("/invocations", dict(nothing="x"), "none of messages"),
+    ("/invocations", dict(query=5, documents=["x"]), "query"),
     ("/v1/completions", dict(prompt="x"), "pools"),
     ("/v1/chat/completions", dict(messages=[{"role": "user", "content": "x"}]), "pools")])
 def test_bad_input_is_refused(server, path, body, said):

@@ -6,6 +6,7 @@ Oracle: the same conversation sent to `/v1/chat/completions`.
 import json
 
 import pytest
+from serving import send
 from test_api_tools import CHAT, SCHEMAS, TOOLS
 
 pytest.importorskip("fastapi")
@@ -129,6 +130,10 @@ def test_forms_and_stop_strings_are_a_chats(server):
     form = dict(format=dict(type="json_schema", name="f", strict=True, schema=schema))
     _, answer = server.ask(RESPONSES, dict(input=ASKED, text=form, max_output_tokens=30))
     assert list(json.loads(answer["output"][0]["content"][0]["text"])) == ["ok"]
+    form = dict(type="json_schema", schema=schema)
+    for asked in (dict(output_config=dict(format=form, effort="low")), dict(output_format=form)):
+        _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=30) | asked)
+        assert list(json.loads(answer["content"][0]["text"])) == ["ok"]
     _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=200, temperature=0,
                                           stop_sequences=["a", "e"]))
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] in ("a", "e")
@@ -173,9 +178,26 @@ def test_what_is_wrong_is_said(server, path, wrong, said):
     assert status == 400 and said in answer["error"]["message"], answer
 
 
+def test_anthropics_clients_read_our_errors(server):
+    """Their object, their names of kinds, and the words by which Claude Code shortens a history."""
+    for path, body, status, kind in (
+            (MESSAGES, dict(messages=[]), 400, "invalid_request_error"),
+            (MESSAGES, dict(messages=TURNS, max_tokens=5, model="gpt"), 404, "not_found_error"),
+            (MESSAGES, b"x" * 100_001, 413, "request_too_large"),
+            ("/v1/nothing", None, 404, "not_found_error")):
+        with server.connection() as connection:
+            send(connection, path, body)
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+        assert (answer.status, told["type"], told["error"]["type"]) == (status, "error", kind)
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    long = [dict(role="user", content="word " * 4000)]
+    _, told = server.ask(MESSAGES, dict(messages=long, max_tokens=5))
+    assert told["error"]["message"].startswith("prompt is too long: ")
+
+
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_a_client_that_goes_away_aborts_its_request(server, path):
-    from serving import send
     body = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=1500)
     with server.connection() as connection:
         send(connection, path, body | dict(stream=True, temperature=0))
