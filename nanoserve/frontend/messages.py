@@ -42,8 +42,10 @@ def render_messages(conversation: list[dict], render: Callable[[list[dict]], str
             why = why or f"the chat template refuses this conversation: {error}"
             continue
         if dropped := _find_dropped(given, texts, prompt, render):
-            why = why or (f"the chat template does not write this message: {str(dropped)[:80]}: put"
-                          " it into a message of the user's, or choose another template")
+            why = why or "the chat template does not write " + (
+                f"this message: {str(dropped)[:80]}: put it into a message of the user's, or choose"
+                " another template" if dropped["content"] else
+                "calls: leave a turn's tool_calls out, or choose another template")
         elif not any(one and not isinstance(one, str) and str(one) in prompt for one in objects):
             return prompt
     raise ValueError(why or "the chat template writes calls as no JSON: choose another template")
