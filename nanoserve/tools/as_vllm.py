@@ -25,6 +25,7 @@ import nanoserve
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.command import command
 from nanoserve.llm import BUNDLED_MODEL
+from nanoserve.tools.as_vllm_trl import ONLY_SERVER
 from nanoserve.words.vllm import ROWS, nearest
 
 VERSION = "0.33.0"  # the vLLM whose names these are: some scripts ask
@@ -33,7 +34,9 @@ MODULES = {"vllm", *(f"vllm.{name}" for name in """
     utils.argparse_utils distributed engine engine.arg_utils engine.llm_engine
     engine.async_llm_engine entrypoints entrypoints.llm lora lora.request v1 v1.engine
     v1.engine.async_llm v1.engine.llm_engine v1.metrics v1.metrics.reader
-    logprobs assets assets.image assets.audio assets.video multimodal multimodal.utils""".split())}
+    logprobs assets assets.image assets.audio assets.video multimodal multimodal.utils
+    utils.network_utils distributed.weight_transfer distributed.weight_transfer.nccl_common
+    distributed.weight_transfer.packed_tensor""".split())}
 # Names that are not in `nanoserve` itself: where they are, and what they are called there.
 HOMES = {"EngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
          "AsyncEngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
@@ -43,6 +46,8 @@ HOMES = {"EngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
          "PromptType": ("nanoserve.frontend.prompts", "Prompt"),
          "init_logger": ("logging", "getLogger"),
          "cleanup_dist_env_and_memory": ("gc", "collect")}
+HOMES |= {"LLM": ("nanoserve.tools.as_vllm_trl", "TrainersLLM")} | {
+    name: ("nanoserve.tools.as_vllm_trl", "only_server") for name in ONLY_SERVER}
 HOMES |= {name: ("nanoserve.frontend.metrics", name)
           for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")}
 HOMES |= {f"{kind}RequestOutput": ("nanoserve.extras.pooling", "PoolingRequestOutput")

@@ -22,7 +22,7 @@ PROGRAMS = {
     "server": ("<!-- stories -->", "<!-- printed by the stories -->"),
     "speculative": ("\n```python", "<!-- printed by the speculative example -->"),
     "structured": ("\n```python", "<!-- printed by the example above -->"),
-    "training": ("\n```python", "<!-- printed by the example above -->"),
+    "training": ("## A hook on logits", "<!-- printed by the example above -->"),
 }
 
 

@@ -1,0 +1,78 @@
+"""What a trainer asks of vLLM in its own process: TRL's `vllm_mode="colocate"`, on this engine.
+
+    GRPOTrainer     LLM(...) ─► sleep(2) ─► wake_up(["weights"]) ─► load_weights, a tensor a call
+                      ┌──────── train ◄─── sleep(2) ◄─── generate ◄─ wake_up(["kv_cache"]) ◄┘
+                      └───────► wake_up(["weights"]) ─► ...          behind reset_prefix_cache
+
+vLLM takes a tensor at a time, wherever it comes from. Here an update is complete or it is none, so
+the tensors are collected, without a copy, until the trainer resets the prefix cache, as it does
+behind the last one.
+
+Invariant: logprobs are those of the distribution that was drawn from, or there is an error. The
+engine's are the model's own, which is the same while nothing edits, heats or filters them.
+
+Not known here: what TRL does with texts. Road not taken: its `vllm_mode="server"`, which sends
+weights by NCCL to another process: it is refused where it begins.
+"""
+
+import weakref
+from types import SimpleNamespace
+
+from nanoserve.config import SamplingParams
+from nanoserve.llm import LLM
+
+ONLY_SERVER = ("get_ip", "trainer_init", "packed_nccl_broadcast_producer")  # what that mode imports
+# Fields that change what is drawn from; the others don't, or are seldom there.
+NEUTRAL = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def only_server(*args, **options):
+    """In the place of what TRL's other mode imports. Raises `ValueError`."""
+    raise ValueError("vllm_mode='server' sends weights by NCCL, which is not supported: use "
+                     "vllm_mode='colocate'")
+
+
+class TrainersLLM(LLM):
+    """`LLM` with the options and the inner parts of vLLM's that TRL knows."""
+
+    def __init__(self, model: str, **options):
+        backend = options.pop("distributed_executor_backend", None)
+        if backend != "external_launcher" or options.get("tensor_parallel_size", 1) > 1:
+            options["distributed_executor_backend"] = backend  # refused, unless it asks for nothing
+        self.logprobs_mode = options.get("logprobs_mode")
+        if self.logprobs_mode == "processed_logprobs":
+            del options["logprobs_mode"]  # see `generate`
+        if options.get("model_impl") == "vllm":
+            options["model_impl"] = "auto"
+        super().__init__(model, **options)
+        self.collected: dict = {}
+        take = weakref.WeakMethod(self.load_weights)  # a circle would keep a forgotten engine
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=lambda pairs: take()(pairs)))
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+
+    def load_weights(self, pairs) -> None:
+        """Some of the weights to come."""
+        self.collected.update(pairs)
+
+    def reset_prefix_cache(self) -> bool:
+        """All weights have come, if some have."""
+        collected, self.collected = self.collected, {}
+        if collected:
+            self.update_weights(collected)
+        return super().reset_prefix_cache()
+
+    def generate(self, prompts, sampling_params=None, **options) -> list:
+        """Raises `ValueError` for processed logprobs that would not be the model's own."""
+        one_or_many = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        for params in filter(None, one_or_many):
+            if self.logprobs_mode == "processed_logprobs" and params.logprobs is not None:
+                refuse_processed(params)
+        return super().generate(prompts, sampling_params, **options)
+
+
+def refuse_processed(params: SamplingParams) -> None:
+    wrong = [f"{name}={getattr(params, name)}" for name, value in NEUTRAL.items()
+             if getattr(params, name) not in (value, -1)] + sorted(params.controls())
+    if wrong:
+        raise ValueError(f"logprobs_mode='processed_logprobs' with {', '.join(wrong)}: logprobs are"
+                         " the model's own here, so draw from that: leave it out")
