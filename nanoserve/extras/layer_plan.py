@@ -1,4 +1,4 @@
-"""Where layers are: a network whose layers stand on several ranks, one part behind the other.
+"""Where layers are: on several ranks, one part behind the other, or on disk (layer_disk.py).
 
 Tensor parallelism cuts every matrix, and its ranks add up two sums a layer. Here a rank has whole
 layers instead, a *stage* (Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream"), and
@@ -32,6 +32,7 @@ taken: to sample on the last stage, which would need each row's rules there, and
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -39,9 +40,10 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
-from nanoserve.frontend.metrics import say
+from nanoserve.extras.layer_disk import Disk, OnDisk
+from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
 from nanoserve.layers import Placement
-from nanoserve.model import Decoder, KVCache
+from nanoserve.model import Decoder, DecoderLayer, KVCache
 
 AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
 
@@ -49,28 +51,51 @@ AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stag
 # ------------------------------------------------------------------- the plan
 
 
-def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[range]:
-    """The layers of each stage. Raises `ValueError` for a plan that can't be followed."""
-    total, asked, stages = (model_config.num_hidden_layers, config.layer_plan,
-                            config.pipeline_parallel_size)
+class Place(NamedTuple):
+    """The layers of a stage, and which of them are on disk."""
+
+    layers: range
+    on_disk: tuple[int, ...] = ()
+
+
+def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[Place]:
+    """Where the layers of each stage are. Raises `ValueError` for a plan that can't be followed."""
+    total, asked = model_config.num_hidden_layers, config.layer_plan
     if asked is None:
-        return share_out(model_config, stages)
-    if isinstance(asked, dict):
-        raise ValueError(f"layer_plan={asked!r}: layers stand in the memory of ranks, as yet: give "
-                         "a list of how many each stage has")
-    if not all(type(count) is int and count > 0 for count in asked) or sum(asked) != total:
-        raise ValueError(f"layer_plan={asked!r} must say how many layers each stage has, at least "
-                         f"1, and {total} together, which is what {model_config.architecture} has")
-    if stages not in (1, len(asked)):
-        raise ValueError(f"layer_plan={asked!r} is for {len(asked)} stages, and "
-                         f"pipeline_parallel_size={stages}: leave one of them out")
-    return spans(asked)
+        return [Place(layers) for layers in share_out(model_config, config.num_stages)]
+    is_one = isinstance(asked, dict)
+    entries = [one if isinstance(one, dict) else {"device": one}
+               for one in ([asked] if is_one else asked)]
+    for entry in entries:
+        if "host" in entry:
+            raise ValueError(f"layer_plan={config.layer_plan!r}: layers in host memory are for "
+                             "GPUs, and no GPU has run them yet: leave 'host' out")
+        if entry.keys() - {"device", "disk"} or not all(
+                type(count) is int and count >= 0 for count in entry.values()):
+            raise ValueError(f"layer_plan={config.layer_plan!r}: an entry is a number of layers, "
+                             "or says how many are where: {'device': 10, 'disk': 4}")
+    if is_one:  # what is left stands in memory
+        entries = [{"device": max(0, total - sum(asked.values()))} | asked]
+    counts = [sum(entry.values()) for entry in entries]
+    if sum(counts) != total or 0 in counts:
+        raise ValueError(f"layer_plan={config.layer_plan!r}: each stage needs a layer, and all "
+                         f"together the {total} that {model_config.architecture} has")
+    if config.pipeline_parallel_size not in (1, len(counts)):
+        raise ValueError(f"layer_plan={config.layer_plan!r} is for {len(counts)} stages, and "
+                         f"pipeline_parallel_size={config.pipeline_parallel_size}: leave one out")
+    return [Place(layers, apart(layers, entry.get("disk", 0)))
+            for layers, entry in zip(spans(counts), entries, strict=True)]
 
 
 def spans(counts: list[int]) -> list[range]:
     """[10, 9, 9] -> 0..9, 10..18, 19..27"""
     ends = [sum(counts[:i + 1]) for i in range(len(counts))]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def apart(layers: range, count: int) -> tuple[int, ...]:
+    """As many of them, as far apart as they can be: 2 of 0..7 are 3 and 7."""
+    return tuple(layers[len(layers) * (i + 1) // count - 1] for i in range(count))
 
 
 def share_out(model_config: ModelConfig, stages: int) -> list[range]:
@@ -97,28 +122,37 @@ def share_out(model_config: ModelConfig, stages: int) -> list[range]:
 class Stage(Decoder):
     """The layers of one rank; with the embedding, the last norm and the head on rank 0.
 
-    plan: the layers of all stages. waits: whether rank 0 waits for a step's hidden states before
-    it takes another one.
+    plan: where the layers of all stages are. waits: whether rank 0 waits for a step's hidden states
+    before it takes another one.
     """
 
-    def __init__(self, plan: list[range], waits: bool, config: ModelConfig, on: Placement,
+    def __init__(self, plan: list[Place], waits: bool, config: ModelConfig, on: Placement,
                  expert_parallel: bool = False):
         world = on.ranks
         width = world.size // len(plan)  # ranks of a stage
         stage = world.rank // width
-        part = world.part(f"stage {stage}", range(stage * width, (stage + 1) * width))
-        super().__init__(config, replace(on, ranks=part), expert_parallel, plan[stage])
+        if len(plan) > 1:
+            members = range(stage * width, (stage + 1) * width)
+            on = replace(on, ranks=world.part(f"stage {stage}", members))
+        super().__init__(config, on, expert_parallel, plan[stage].layers)
         self.world, self.stage, self.waits = world, stage, waits
         self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
         if stage:
             self.embed_tokens = self.norm = self.lm_head = None
             self.elsewhere += AT_RANK_0
-        self.dtype, self.device = on.dtype, on.device
+        self.dtype, self.is_alone = on.dtype, len(plan) == 1
+        self.disk = Disk() if plan[stage].on_disk else None
+        for i in plan[stage].on_disk:
+            layer = DecoderLayer(config, i, OnDisk(**vars(on)), expert_parallel)
+            self.layers[i] = layer  # in the place of one whose memory was never touched
+            self.disk.take(layer)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor | Callable:
         """`Decoder.forward`, from the embedding to the last norm, on rank 0; or what waits for its
         result. The other ranks return what stands in for it: as many rows."""
+        if self.is_alone:
+            return super().forward(input_ids, positions, kv_cache, batch, wanted)
         stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
@@ -142,9 +176,10 @@ class Stage(Decoder):
 
 
 class LayerPlan(Extra):
-    """What `LLM(pipeline_parallel_size=n)` or `LLM(layer_plan=[...])` adds."""
+    """What `LLM(pipeline_parallel_size=n)` or `LLM(layer_plan=...)` adds."""
 
-    plan: list[range]
+    plan: list[Place]
+    disk: Disk | None
 
     def prepare(self, plan: Plan) -> Plan:
         config = plan.config
@@ -152,18 +187,33 @@ class LayerPlan(Extra):
             raise ValueError("pipeline_parallel_size and layer_plan do not go together with "
                              "model_impl='transformers', whose networks run on one rank")
         self.plan = read_plan(config, plan.model_config)
-        for option, value, nothing in (
-                ("device", config.device, "cpu"), ("kv_offload_bytes", config.kv_offload_bytes, 0),
-                ("kv_store", config.kv_store, None), ("runner", config.runner, "generate"),
-                ("speculative_config", config.draft_model and config.speculative_config, None),
-                ("enable_lora", config.enable_lora, False),
-                ("async_scheduling", config.async_scheduling and config.tensor_parallel_size > 1,
-                 False)):
-            if value != nothing:
-                raise ValueError(f"{option}={value!r} does not go together with stages "
+        staged = len(self.plan) > 1
+        for option, value in (
+                ("device", config.device == "cuda" and config.device),
+                ("speculative_config", config.draft_model and config.speculative_config),
+                ("kv_offload_bytes", staged and config.kv_offload_bytes),
+                ("kv_store", staged and config.kv_store),
+                ("runner", staged and config.runner == "pooling" and config.runner),
+                ("enable_lora", staged and config.enable_lora),
+                ("async_scheduling", staged and config.async_scheduling
+                 and config.tensor_parallel_size > 1)):
+            if value:
+                raise ValueError(f"{option}={value!r} does not go together with layers elsewhere "
                                  "(pipeline_parallel_size, layer_plan): leave one of them out")
         decoder = partial(Stage, self.plan, config.steps_at_once == 1)
         return replace(plan, parts=replace(plan.parts, decoder=decoder))
 
     def attach(self, engine: LLMEngine) -> None:
-        say("stages: " + ", ".join(f"layers {one.start} to {one.stop - 1}" for one in self.plan))
+        self.disk, self.labels = engine.runner.model.disk, {"model_name": engine.config.model}
+        say("layers: " + ", ".join(
+            f"{layers.start} to {layers.stop - 1}" + (f" ({len(on_disk)} on disk)" if on_disk else
+            "") for layers, on_disk in self.plan))
+
+    def metrics(self) -> list[Metric]:
+        """Of rank 0."""
+        return [] if self.disk is None else [
+            Counter("nanoserve:layer_bytes_read", self.labels, self.disk.num_bytes),
+            Gauge("nanoserve:layer_seconds_waited", self.labels, self.disk.seconds_waited)]
+
+    def close(self) -> None:
+        self.disk = None

@@ -94,8 +94,8 @@ TABLE = (
     Row("LLM", "attention_backend", "choose with kernels='auto', 'triton', 'cpu' or 'torch'"),
     Row("LLM", "worker_cls worker_extension_cls", "write the change into model_runner.py",
         ("auto", "")),
-    Row("LLM", "cpu_offload_gb", "weights stay on the device: use a smaller model, a narrower dtype"
-        " or tensor_parallel_size"),
+    Row("LLM", "cpu_offload_gb", "use a smaller model, a narrower dtype, tensor_parallel_size or "
+        "layer_plan"),
     Row("LLM", "kv_cache_dtype", "the KV cache has the dtype of the model, which the option dtype "
         "chooses", ("auto",)),
     Row("LLM body", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "

@@ -160,8 +160,8 @@ def test_equal_parts_by_weight(checkpoints, tmp_path, layers, vocabulary, stages
 
 @pytest.mark.parametrize("options, message", [
     (dict(pipeline_parallel_size=4), "there are 3 layers: a stage needs one"),
-    (dict(layer_plan=[1, 1]), "and 3 together"), (dict(layer_plan=[3, 0]), "at least 1"),
-    (dict(layer_plan=[1, 2], pipeline_parallel_size=3), "leave one of them out"),
+    (dict(layer_plan=[1, 1]), "all together the 3"), (dict(layer_plan=[3, 0]), "needs a layer"),
+    (dict(layer_plan=[1, 2], pipeline_parallel_size=3), "leave one out"),
     (dict(layer_plan=[1, 2], kv_offload_bytes=10 ** 6), "kv_offload_bytes=1000000"),
     (dict(layer_plan=[1, 2], runner="pooling"), "runner='pooling' does not go together"),
     (dict(layer_plan=[1, 2], model_impl="transformers"), "run on one rank"),
