@@ -15,6 +15,7 @@ from textwrap import dedent, indent
 import pytest
 
 SECONDS = 15  # of one test: more is taken for a loop without an end
+EMPTY = ": 0 tokens"  # so ends the line of a step with nothing in it
 WIDEST = 300  # a line of a failure: a sequence with all its fields hides what is said of it
 
 
@@ -35,12 +36,15 @@ class OneFailure:
             if scheduler is not self.scheduler:
                 self.scheduler, self.steps = scheduler, []
             step = schedule(scheduler)
+            if self.steps and not step.num_new_tokens and self.steps[-1].endswith(EMPTY):
+                self.steps.pop()  # of many empty steps the newest says all
             self.steps.append(str(step))
             return step
 
         def ended(scheduler, seq, reason, *others, **named):
-            if scheduler is self.scheduler:
-                self.steps.append(f"        {seq.name} ends: {reason}")
+            if self.steps:  # in one line behind the newest step
+                more = ", " if "\n" in self.steps[-1] else "\n        ended: "
+                self.steps[-1] += f"{more}{seq.name} ({reason})"
             return finish(scheduler, seq, reason, *others, **named)
         module.Scheduler.schedule, module.Scheduler.finish = watched, ended
 

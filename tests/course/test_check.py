@@ -38,7 +38,7 @@ FORGETS = ("            seq.num_inflight_tokens -= num_done\n", "",
             "nanoserve/block_manager.py:", "The steps up to there",
             "step 0: 8 tokens | A 0..5 ↦ | B 0..3"])
 ENDS_EARLY = ("elif len(seq.token_ids) >= request.", "elif seq.num_tokens >= request.",
-              ["step 3: 0 tokens\n            A ends: length"])
+              ["step 3: 0 tokens\n            ended: A (length)"])
 
 
 @pytest.mark.parametrize("old, new, expected", [FORGETS, ENDS_EARLY], ids=["forgets", "too early"])
