@@ -145,6 +145,32 @@ def test_nothing_is_findable_before_its_step_has_finished():
     assert findable(scheduler, seq.token_ids) == 2
 
 
+class TwoBlocks:
+    """A store that has the next two blocks of whoever asks."""
+
+    def is_reading(self, seq):
+        return False
+
+    def find(self, step, seq, num_hits):
+        return 2
+
+    def complete(self, step):
+        pass
+
+
+def test_what_a_store_loads_is_computed_with_its_step():
+    """Of 13 tokens 8 are loaded and 5 computed; until the step has ended, all are in flight."""
+    scheduler = make()
+    scheduler.use(TwoBlocks())
+    seq = add(scheduler, 13)
+    step = scheduler.schedule()
+    assert (step.starts, rows(step), step.num_loaded) == ([8], {"A": 5}, {seq: 8})
+    assert (seq.num_computed_tokens, seq.num_inflight_tokens, seq.num_cached_tokens) == (0, 13, 8)
+    finish_step(scheduler, step)
+    assert (seq.num_computed_tokens, seq.num_inflight_tokens) == (13, 0)
+    assert seq.num_committed_blocks == 3
+
+
 def test_a_chunk_of_an_aborted_request_is_not_remembered():
     """A chunk was entered in the prefix tree, and its block freed when the request was aborted: a
     corrupt prefix for ever (sglang #38319)."""

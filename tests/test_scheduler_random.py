@@ -402,6 +402,7 @@ def test_random_workloads_of_whole_prompts_whose_steps_are_lost(depth):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_workloads_with_drafts(depth):
+    """Guesses are right and wrong, at random. Wrong ones don't count as computed."""
     run_random_drafts(depth, 50, enough=2)
 
 
