@@ -26,19 +26,30 @@ not. Road not taken: towers and processors of our own for each family, as in lar
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
+from pathlib import Path
 from threading import RLock
 
 import numpy as np
 import torch
+from transformers import ProcessorMixin
 
 from nanoserve.engine import Extra, LLMEngine, Plan
-from nanoserve.extras.multimodal_inputs import MultimodalInputs, Picture
+from nanoserve.extras.multimodal_inputs import (
+    Picture,
+    from_tensors,
+    load_processor,
+    read_image,
+    with_parts,
+)
 from nanoserve.extras.transformers_model import TransformersModel, refusal
+from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
+from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
 from nanoserve.layers import Placement
 from nanoserve.sequence import Sequence, Step
@@ -47,6 +58,8 @@ from nanoserve.sequence import Sequence, Step
 SEEING = tuple(f"{name}ForConditionalGeneration" for name in (
     "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL", "Llava",
     "Mistral3", "Lfm2Vl"))
+
+NO_TENSORS = ("vision_feature_layer", "vision_feature_select_strategy", "kwargs")
 
 
 @dataclass(eq=False)
@@ -85,7 +98,9 @@ class Eyes:
         self.size = network.get_input_embeddings().embedding_dim
         self.index_of = getattr(network.base_model, "get_rope_index", None) and (
             weakref.WeakMethod(network.base_model.get_rope_index))
-        self.token_id: int = network.config.image_token_id
+        self.config, self.token_id = network.config, network.config.image_token_id
+        self.takes = [name for name in signature(network.get_image_features).parameters
+                      if name not in NO_TENSORS]  # what pictures are made of
         self.budget, self.num_tokens, self.num_runs = budget, 0, 0
         self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
         self.lock = RLock()  # requests are made in any thread
@@ -116,11 +131,6 @@ class Eyes:
         self.num_runs += 1
         return torch.cat([torch.cat([part.reshape(-1, self.size) for part in layer])
                           for layer in layers], 1).to(self.on.dtype)
-
-    def takes(self) -> list[str]:
-        """What pictures are made of: the tensors that `get_image_features` names."""
-        return [name for name in signature(self.network.get_image_features).parameters
-                if name not in ("vision_feature_layer", "vision_feature_select_strategy", "kwargs")]
 
     def show(self, ids: list[int], pictures: list[Picture]) -> Shown:
         """Find the pictures in a checked prompt. M-RoPE's positions are the class's own."""
@@ -184,6 +194,98 @@ class Eyes:
 NOTHING = Shown([], np.zeros(0, dtype=np.int64), None)  # a text
 
 
+class MultimodalInputs(InputProcessor):
+    """Reads prompts with images, besides all others. It matches placeholders with pictures, so that
+    no step meets one that doesn't fit."""
+
+    def __init__(self, annexe: "Multimodal", folder: Path, *args):
+        super().__init__(*args)
+        self.annexe, self.eyes, self.folder = annexe, annexe.eyes, folder
+
+    @cached_property
+    def processor(self) -> ProcessorMixin:
+        return load_processor(self.folder, self.eyes.config)
+
+    def process(self, request_id: str, prompt: Prompt, *args) -> Request:
+        """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
+        pictures: list[Picture] = []
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            rest = dict(prompt)
+            pictures = self.read_pictures(rest.pop("multi_modal_data"))
+            text, ids = self.read_prompt(rest)
+            prompt = {"prompt": text, "prompt_token_ids": self.expand(ids, pictures)}
+        request = super().process(request_id, prompt, *args)
+        found = request.prompt_token_ids.count(self.eyes.token_id)
+        if found != (needed := sum(picture.num_tokens for picture in pictures)):
+            raise ValueError(f"the prompt has {found} placeholders (token {self.eyes.token_id}), "
+                             f"and its {len(pictures)} images stand for {needed}: write as many, "
+                             "or one for each image")
+        if pictures:
+            self.annexe.take(request, pictures)
+        return request
+
+    def read_pictures(self, data: object) -> list[Picture]:
+        most, budget = self.config.limit_mm_per_prompt["image"], self.eyes.budget
+        if not isinstance(data, Mapping) or set(data) != {"image"}:
+            raise ValueError(f"multi_modal_data={str(data)[:80]} must be {{'image': ...}}: this "
+                             "model sees images, and neither video nor sound")
+        images = data["image"] if isinstance(data["image"], (list, tuple)) else [data["image"]]
+        if len(images) > most:
+            raise ValueError(f"the prompt has {len(images)} images, and limit_mm_per_prompt allows "
+                             f"{most}: raise it")
+        pictures = [self.read_picture(image) for image in images]
+        if (size := max((one.num_tokens for one in pictures), default=0)) > budget:
+            raise ValueError(f"an image of {size} tokens does not fit into the encoder cache of "
+                             f"{budget}: make it smaller, or raise encoder_cache_tokens")
+        return pictures
+
+    def read_picture(self, image: object) -> Picture:
+        """How many tokens it stands for says its processor; where that was another's, the tower."""
+        if isinstance(image, Mapping):
+            picture = from_tensors(image, self.eyes.takes)
+            try:
+                picture.num_tokens = len(self.eyes.features_of(picture))
+            except Exception as error:  # whatever a tower stumbles over
+                raise ValueError(f"the tower can't read this image: {error!s:.200}") from error
+            return picture
+        made = self.processor(images=[read_image(image)], text=self.processor.image_token,
+                              return_tensors="pt", return_text_replacement_offsets=True)
+        written = self.processor.tokenizer.encode(
+            made["text_replacement_offsets"][0][0]["replacement"], add_special_tokens=False)
+        return Picture({name: made[name] for name in self.eyes.takes if name in made},
+                       written.count(self.eyes.token_id), written)
+
+    def expand(self, ids: list[int], pictures: list[Picture]) -> list[int]:
+        """One placeholder for each image becomes what the processor writes in its place."""
+        token_id, written = self.eyes.token_id, [picture.written for picture in pictures]
+        if ids.count(token_id) != len(pictures) or not all(written):
+            return ids
+        turn = iter(written)
+        return [one for id_ in ids for one in (next(turn) if id_ == token_id else [id_])]
+
+    def render_chat(self, conversation: list[dict], **template_options) -> dict:
+        """As for texts. Messages with images are written in parts, as such templates expect it."""
+        images: list[object] = []
+        if isinstance(conversation, (list, tuple)) and all(
+                isinstance(one, dict) and isinstance(one.get("content"), (str, list))
+                for one in conversation):
+            messages = [with_parts(message, images) for message in conversation]
+        if not images:
+            return super().render_chat(conversation, **template_options)
+        tokenizer = self.tokenizer_for("chat()")
+        template_options.setdefault(
+            "chat_template", tokenizer.chat_template or self.processor.chat_template)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **template_options)
+        except Exception as error:  # a template is a program of its own
+            raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        for part in (part for message in messages for part in message["content"]):
+            if part.get("text", "").strip() not in text:
+                raise ValueError(f"the chat template does not write this: {str(part)[:80]}")
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
+                "multi_modal_data": {"image": images}}
+
+
 class Multimodal(Extra, Observer):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
@@ -202,19 +304,13 @@ class Multimodal(Extra, Observer):
             if value := getattr(config, option):
                 raise ValueError(f"{option}={value!r} does not go together with limit_mm_per_prompt"
                                  ": blocks there know tokens and no pixels, leave it out")
-        if config.runner == "pooling":
-            raise ValueError("limit_mm_per_prompt does not go together with runner='pooling': "
-                             "leave one of them out")
         parts = replace(plan.parts, make_network=partial(self.make, plan))
         return replace(plan, parts=parts, make_inputs=partial(
             MultimodalInputs, self, plan.folder))
 
     def make(self, plan: Plan, on: Placement, **options) -> TransformersModel:
         model = plan.parts.make_network(on, **options)
-        self.budget = plan.config.encoder_cache_tokens
-        self.eyes = Eyes(model, self.budget)
-        self.token_id, self.takes = self.eyes.token_id, self.eyes.takes
-        self.hf_config = model.layers.config
+        self.eyes = Eyes(model, plan.config.encoder_cache_tokens)
         return model
 
     def attach(self, engine: LLMEngine) -> None:
@@ -224,10 +320,6 @@ class Multimodal(Extra, Observer):
         engine.observers.append(self)
         engine.before_launch.append(self.expect)
         say(f"images: by transformers' tower, encoder cache of {self.eyes.budget:,} tokens")
-
-    def count(self, picture: Picture) -> int:
-        """How many tokens it stands for."""
-        return len(self.eyes.features_of(picture))
 
     def take(self, request: Request, pictures: list[Picture]) -> None:
         """A checked request has these pictures: from here on its blocks are theirs, too."""
