@@ -300,10 +300,12 @@ class Multimodal(Extra, Observer):
         if architecture not in SEEING:
             raise refusal(f"{architecture} with images", "it has no tower for images, or none that "
                           "was tried. Without limit_mm_per_prompt it writes text")
-        for option in ("kv_offload_bytes", "kv_store"):
-            if value := getattr(config, option):
+        for option, value in (  # blocks in a store are known by their tokens alone
+                ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
+                ("runner", config.runner == "pooling" and "pooling")):
+            if value:
                 raise ValueError(f"{option}={value!r} does not go together with limit_mm_per_prompt"
-                                 ": blocks there know tokens and no pixels, leave it out")
+                                 ": leave one of them out")
         parts = replace(plan.parts, make_network=partial(self.make, plan))
         return replace(plan, parts=parts, make_inputs=partial(
             MultimodalInputs, self, plan.folder))
