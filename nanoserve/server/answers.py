@@ -272,7 +272,8 @@ class ChatAnswer(Answer):
 
     def _ending(self, index: int, sample: CompletionOutput) -> str | None:
         reader, reason = self.readers[index], sample.finish_reason
-        has_called = reader and reader.num_calls and not isinstance(sample.stop_reason, str)
+        is_cut = isinstance(sample.stop_reason, str) and reader and reader.state == "calls"
+        has_called = reader and reader.num_calls and not is_cut
         return "tool_calls" if has_called and reason == "stop" else reason
 
     def beside_choices(self) -> dict:

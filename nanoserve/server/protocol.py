@@ -439,7 +439,8 @@ def blamed_field(message: str, body: Body) -> str | None:
     """The field with which an error message begins. If the message is about the prompt: the field
     of this body that holds the prompt."""
     first = re.match(r"\w*", message)[0]
-    if first == "structured_outputs" and getattr(body, "response_format", None) is not None:
+    form = getattr(body, "response_format", None) or {}
+    if first == "structured_outputs" and form.get("type", "text") != "text":
         return "response_format"
     if first == "structured_outputs" and getattr(body, "tools", None):
         return "tools"

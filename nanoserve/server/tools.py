@@ -162,10 +162,8 @@ class Reader:
         if thinks:
             piece.thought += shown
             self.may_think = not mark
-        elif self.is_heard:
-            piece.said += shown
         else:
-            self.unheard += shown
+            self._say(piece, shown)
         self.is_fresh = bool(mark) or self.is_fresh and not shown
         self.is_heard |= mark == say != ""
         self.rest = text[len(shown) if marks.get(mark) == "calls" else at + len(mark):]
@@ -176,8 +174,8 @@ class Reader:
         if head is None:
             if ended != "stop" and len(self.rest) <= self.longest:
                 return None
-            piece.said, self.rest = piece.said + self.rest[:1], self.rest[1:]  # it is no call
-            self.is_next = self.is_fresh = False
+            self._say(piece, self.rest[:1])  # it is no call
+            self.rest, self.is_next, self.is_fresh = self.rest[1:], False, False
             return "says"
         if not ended and self.tip not in new:
             return None
@@ -189,7 +187,8 @@ class Reader:
         call, end = found
         if end is None:
             if ended == "stop":  # nothing that was written is lost
-                piece.said, self.rest = piece.said + self.rest, ""
+                self._say(piece, self.rest)
+                self.rest = ""
             elif ended:
                 self._tell(piece, call)
             return None
@@ -197,6 +196,12 @@ class Reader:
         self.is_next = end.lastgroup == "more"
         self.rest, self.is_fresh = self.rest[end.end():], True
         return "calls" if self.is_next else "says"
+
+    def _say(self, piece: Piece, text: str) -> None:
+        if self.is_heard:
+            piece.said += text
+        else:
+            self.unheard += text
 
     def _tell(self, piece: Piece, call: Call) -> None:
         if not (self.one and self.num_calls):

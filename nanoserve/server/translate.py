@@ -17,10 +17,11 @@ over the engine, as in vLLM; the two would have to learn each new field of a cha
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import Field, ValidationError
+from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
 from nanoserve.server.answers import DONE
 from nanoserve.server.protocol import BadRequest, Body, ChatBody
@@ -295,10 +296,15 @@ WRITTEN = dict(thought="reasoning_text", said="output_text", call="function_call
 # --------------------------------------------------------------------- Messages
 
 
+class Turn(TypedDict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
 class CountBody(Language):
     """`POST /v1/messages/count_tokens`: how many tokens the prompt would have."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[Turn], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
@@ -324,9 +330,9 @@ class CountBody(Language):
     def _messages(self) -> list[dict]:
         found = [dict(role="system", content=texts(self.system))] if self.system else []
         for message in self.messages:
-            role, rest = message.get("role"), []
-            for block in texts(message.get("content")):
-                kind = block.get("type") if isinstance(block, dict) else None
+            role, rest = message["role"], []
+            for block in texts(message["content"]):
+                kind = block.get("type")
                 if kind == "tool_result":
                     found.append(dict(role="tool", tool_call_id=block.get("tool_use_id"),
                                       content=texts(block.get("content"))))

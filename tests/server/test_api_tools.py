@@ -148,7 +148,7 @@ def test_what_is_wrong_is_said(server, wrong, param, said):
 
 
 def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
-         stream: bool = False):
+         stream: bool = False, stopped: str | None = None):
     """What a client gets of a model that writes these words."""
     from test_tools import FORMATS
 
@@ -162,7 +162,8 @@ def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
         for i, word in enumerate(words if body.stream else ["".join(words)]):
             last = i == len(words) - 1 or not body.stream
             yield RequestOutput("0", "", [1], None, [CompletionOutput(
-                0, word, [i], finish_reason=ended if last else None)], last)
+                0, word, [i], finish_reason=ended if last else None,
+                stop_reason=stopped if last else None)], last)
 
     async def events():
         return [json.loads(piece[6:]) async for piece in answer.pieces(outputs())
@@ -213,6 +214,11 @@ def test_a_stop_string_within_a_call_cuts_it(server):
         assert choice["finish_reason"] == "stop" and not choice["message"]["content"]
         calls = choice["message"].get("tool_calls", [])
         assert [call["function"]["arguments"] for call in calls] == ["{}"] * (stop == "</tool")
+    body = ChatBody(**BODY)
+    for name in ("stop", "unknown"):
+        text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        [choice] = told(body, "Qwen2.5", [text, " So"], stopped="So")["choices"]
+        assert choice["finish_reason"] == ("tool_calls" if name == "stop" else "stop")
 
 
 def test_of_calls_that_nobody_wants_the_first_stays():

@@ -117,12 +117,15 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(capsys, mo
     assert "can't listen on 127.0.0.1" in capsys.readouterr().err
 
 
-def test_adapters_that_nothing_switches_on_are_found_out_before_the_model_is_loaded(
-        capsys, monkeypatch):
+@pytest.mark.parametrize(("words", "said"), [
+    (["--lora-modules", "one=folder"], "--lora-modules has no effect without --enable-lora"),
+    (["--api-key", ""], "--api-key is empty")])
+def test_what_can_not_be_meant_is_found_out_before_the_model_is_loaded(
+        words, said, capsys, monkeypatch):
     monkeypatch.setattr(cli, "LLM", None)
     with pytest.raises(SystemExit):
-        cli.main(["--port", "0", "--lora-modules", "one=folder"])
-    assert "--lora-modules has no effect without --enable-lora" in capsys.readouterr().err
+        cli.main(["--port", "0", *words])
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("host", "port", "said"), [

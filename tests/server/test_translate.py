@@ -163,6 +163,8 @@ def test_codex_shows_its_tools_in_groups(server):
     (RESPONSES, dict(text=dict(format=dict(type="json_schema", name="x"))), "schema"),
     (RESPONSES, dict(temperature=-3), "temperature"),
     (RESPONSES, dict(temperature="hot"), "temperature"),
+    (MESSAGES, dict(messages=[{}]), "messages.0.role"),
+    (MESSAGES, dict(messages=[dict(role="x", content="hi")]), "messages.0.role"),
     (MESSAGES, dict(tools=[dict(type="bash_20250124", name="bash")]), "provider hosts"),
     (MESSAGES, dict(tools=[dict(name="a b", input_schema={})]), "name"),
     (MESSAGES, dict(tool_choice=dict(type="perhaps")), "auto, any, none, tool"),
