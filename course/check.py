@@ -15,8 +15,6 @@ from textwrap import dedent, indent
 import pytest
 
 SECONDS = 15  # of one test: more is taken for a loop without an end
-EMPTY = ": 0 tokens"  # so ends the line of a step with nothing in it
-WIDEST = 300  # a line of a failure: a sequence with all its fields hides what is said of it
 
 
 class OneFailure:
@@ -36,7 +34,7 @@ class OneFailure:
             if scheduler is not self.scheduler:
                 self.scheduler, self.steps = scheduler, []
             step = schedule(scheduler)
-            if self.steps and not step.num_new_tokens and self.steps[-1].endswith(EMPTY):
+            if self.steps and not step.num_new_tokens and self.steps[-1].endswith(": 0 tokens"):
                 self.steps.pop()  # of many empty steps the newest says all
             self.steps.append(str(step))
             return step
@@ -66,8 +64,7 @@ class OneFailure:
         if report.failed and not self.failed:
             self.failed, error = True, call.excinfo.value
             said = f"{type(error).__name__}: {error}".replace("Use -v to get more diff", "")
-            lines = [one if len(one) < WIDEST else f"{one[:WIDEST]} ..." for one in
-                     said.splitlines()[:12]]
+            lines = [one[:300] for one in said.splitlines()[:12]]  # a sequence's repr is longer
             self.show("\n".join(lines), traceback.extract_tb(call.excinfo.tb))
         return report
 
