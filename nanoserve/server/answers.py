@@ -95,7 +95,8 @@ class Answer:
 
         def piece(data: dict) -> bytes:
             if self.body.include_usage:  # OpenAI's: there in every piece, and null until the last
-                data["usage"] = self.usage() if self.body.counts_as_it_goes else None
+                goes_along = self.body.stream_options.continuous_usage_stats
+                data["usage"] = self.usage() if goes_along else None
             return event(head | data)
 
         ended: set[int] = set()

@@ -38,29 +38,11 @@ from starlette.exceptions import HTTPException
 import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.frontend.metrics import say
-from nanoserve.server import pooling, prometheus
+from nanoserve.server import pooling, prometheus, protocol
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
 from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
 from nanoserve.server.guard import AsciiResponse, Guard, error_response
-from nanoserve.server.protocol import (
-    BadRequest,
-    Body,
-    ChatBody,
-    CompletionBody,
-    Conversation,
-    DetokenizeBody,
-    EmbedBody,
-    EmbeddingBody,
-    GenerationBody,
-    InputBody,
-    RerankBody,
-    ScoreBody,
-    TaskBody,
-    TokenizeBody,
-    as_prompts,
-    blamed_field,
-    error_body,
-)
+from nanoserve.server.protocol import BadRequest, Body, ChatBody, GenerationBody, TokenizeBody
 from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer
 from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
@@ -121,8 +103,9 @@ class Server:
         name = f"{kind.prefix}-{uuid4().hex}"
         params = body.sampling_params(self._defaults(body))
         self.engine.check_health()  # a stream has no other status than 200 from here on
+        prompts = [None] if is_chat else protocol.as_prompts(body.prompt)
         requests = [await self.engine.tokenize(self._request, body, prompt, params, f"{name}-{i}")
-                    for i, prompt in enumerate([None] if is_chat else as_prompts(body.prompt))]
+                    for i, prompt in enumerate(prompts)]
         answer = kind(body, requests, self.served_name(body), name)
         if isinstance(body, ChatBody):
             answer.readers = [self.turns.reader(body, requests[0].prompt)
@@ -163,7 +146,7 @@ class Server:
             ids = self.llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         return text, ids
 
-    def _render(self, body: Conversation) -> dict:
+    def _render(self, body: protocol.Conversation) -> dict:
         """Raises `ValueError`."""
         options = body.template_options()
         if self.chat_template is not None:
@@ -192,7 +175,7 @@ class Server:
                 async for piece in answer.pieces(outputs):
                     yield piece
         except EngineGenerateError as error:
-            yield event(error_body(str(error), 500))
+            yield event(protocol.error_body(str(error), 500))
 
     async def translate(self, body: Language) -> Awaitable[dict] | Response:
         """A chat in another language."""
@@ -204,6 +187,12 @@ class Server:
 
     async def _translated(self, body: Language, answer: Awaitable[dict]) -> dict:
         return body.answer(await answer)
+
+    async def pool(self, body: protocol.PoolingBody) -> Awaitable[dict]:
+        """What a pooling model makes of it."""
+        job = pooling.Job(self.engine, self.served_name(body), self.chat_template,
+                          self.lora_requests.get(body.model))
+        return await dict(pooling.ENDPOINTS.values())[type(body)](job, body)
 
     # --------------------------------------------------------------- tokens
 
@@ -224,7 +213,7 @@ class Server:
         return dict(count=len(ids), max_model_len=self.llm.config.max_model_len, tokens=ids,
                     token_strs=strings)
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: protocol.DetokenizeBody) -> Response:
         """Raises `ValueError`."""
         _, ids = self.llm.inputs.read_prompt(body.tokens)
         tokenizer = self.llm.inputs.tokenizer_for("/detokenize")
@@ -281,35 +270,19 @@ class Server:
 # ------------------------------------------------------------------ endpoints
 
 
-def pooled(endpoint: Callable) -> Callable:
-    """One of pooling.py's."""
-    async def answer(server: Server, body: Body) -> Awaitable[dict]:
-        return await endpoint(pooling.Job(
-            server.engine, server.served_name(body), server.chat_template,
-            server.lora_requests.get(body.model)), body)
-
-    return answer
-
-
 # What takes a body checks it first. Then it gives a response, or what computes the answer.
-SCORE, RERANK = (ScoreBody, pooled(pooling.score)), (RerankBody, pooled(pooling.rerank))
-POSTS = {"/v1/completions": (CompletionBody, Server.generate),
+POSTS = {"/v1/completions": (protocol.CompletionBody, Server.generate),
          "/v1/chat/completions": (ChatBody, Server.generate),
          "/v1/responses": (ResponsesBody, Server.translate),
          "/v1/messages": (MessagesBody, Server.translate),
          "/v1/messages/count_tokens": (CountBody, Server.count_tokens),
-         "/v1/embeddings": (EmbeddingBody, pooled(pooling.embeddings)),
-         "/v2/embed": (EmbedBody, pooled(pooling.embed)),
-         "/classify": (InputBody, pooled(pooling.classify)),
-         "/pooling": (TaskBody, pooled(pooling.task)), "/score": SCORE, "/v1/score": SCORE,
-         "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK,
          "/tokenize": (TokenizeBody, Server.tokenize),
-         "/detokenize": (DetokenizeBody, Server.detokenize)}
+         "/detokenize": (protocol.DetokenizeBody, Server.detokenize)}
+POSTS |= {path: (kind, Server.pool) for path, (kind, _) in pooling.ENDPOINTS.items()}
 GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
         "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
         "/ping": Server.health, "/version": Server.version, "/metrics": Server.metrics,
         "/trace": Server.trace}
-
 PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "query": "/rerank",
          "input": "/v1/embeddings", "text_1": "/score"}  # by a field of the body
 
@@ -414,7 +387,7 @@ def bad_requests(body: Body):
         said = str(error)
         code = TOO_LONG if "maximum context length is" in said else None
         told = f"prompt is too long: {said}" if code else said  # by which Claude Code shortens it
-        raise BadRequest(told, blamed_field(said, body), code=code) from error
+        raise BadRequest(told, protocol.blamed_field(said, body), code=code) from error
 
 
 class EventStream(StreamingResponse):
@@ -425,7 +398,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = event(error_body(ENDING, 503))
+            last = event(protocol.error_body(ENDING, 503))
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

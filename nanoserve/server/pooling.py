@@ -31,17 +31,9 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.extras.pooling import PoolingParams
+from nanoserve.server import protocol
 from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
-from nanoserve.server.protocol import (
-    EmbedBody,
-    EmbeddingBody,
-    InputBody,
-    PoolingBody,
-    RerankBody,
-    ScoreBody,
-    TaskBody,
-    as_prompts,
-)
+from nanoserve.server.protocol import as_prompts
 
 Work = Coroutine[Any, Any, dict]
 
@@ -56,7 +48,7 @@ class Job:
     chat_template: str | None = None
     lora_request: Any = None
 
-    async def prepare(self, prompts: list, task: str | None, body: PoolingBody,
+    async def prepare(self, prompts: list, task: str | None, body: protocol.PoolingBody,
                       prompt_name: str | None = None) -> list:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
         if self.engine.llm.config.runner != "pooling":
@@ -80,7 +72,7 @@ class Job:
         return [found[request.request_id] for request in requests]
 
     async def scores(self, first: list[str], second: list[str],
-                     body: PoolingBody) -> tuple[list, Coroutine[Any, Any, list[float]]]:
+                     body: protocol.PoolingBody) -> tuple[list, Coroutine[Any, Any, list[float]]]:
         """The checked requests, and a coroutine that returns a score for each pair."""
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
@@ -114,12 +106,12 @@ class Job:
                     model=self.model, usage=usage(requests))
 
 
-async def embeddings(job: Job, body: EmbeddingBody) -> Work:
+async def embeddings(job: Job, body: protocol.EmbeddingBody) -> Work:
     return await each(job, body, "embed", lambda vector: dict(
         object="embedding", embedding=encoded(vector, body.encoding_format)))
 
 
-async def embed(job: Job, body: EmbedBody) -> Work:
+async def embed(job: Job, body: protocol.EmbedBody) -> Work:
     """Cohere's. Its kinds of input are the prompts that a model has been trained with."""
     kind = (body.input_type or "").removeprefix("search_")
     pooler = job.engine.llm.runner.pooler
@@ -138,12 +130,12 @@ async def embed(job: Job, body: EmbedBody) -> Work:
     return work()
 
 
-async def task(job: Job, body: TaskBody) -> Work:
+async def task(job: Job, body: protocol.TaskBody) -> Work:
     return await each(job, body, body.task, lambda vector: dict(
         object="pooling", data=encoded(vector, body.encoding_format)))
 
 
-async def classify(job: Job, body: InputBody) -> Work:
+async def classify(job: Job, body: protocol.InputBody) -> Work:
     def named(probs: torch.Tensor) -> dict:
         label = job.engine.llm.runner.pooler.labels.get(str(probs.argmax().item()))
         return dict(label=label, probs=probs.tolist(), num_classes=len(probs))
@@ -151,18 +143,18 @@ async def classify(job: Job, body: InputBody) -> Work:
     return await each(job, body, "classify", named)
 
 
-async def each(job: Job, body: InputBody, task: str | None, show: Callable) -> Work:
+async def each(job: Job, body: protocol.InputBody, task: str | None, show: Callable) -> Work:
     """`show` makes an object of each input's vector."""
     requests = await job.prepare(as_prompts(body.input), task, body)
     return job.answer("pool", requests, job.vectors(requests), show)
 
 
-async def score(job: Job, body: ScoreBody) -> Work:
+async def score(job: Job, body: protocol.ScoreBody) -> Work:
     requests, scores = await job.scores(as_prompts(body.text_1), as_prompts(body.text_2), body)
     return job.answer("score", requests, scores, lambda value: dict(object="score", score=value))
 
 
-async def rerank(job: Job, body: RerankBody) -> Work:
+async def rerank(job: Job, body: protocol.RerankBody) -> Work:
     requests, scores = await job.scores([body.query], body.ranked, body)
 
     async def work() -> dict | list:
@@ -190,3 +182,10 @@ def encoded(vector: torch.Tensor, kind: str | None) -> list | str:
         return vector.tolist()
     vector = vector.flatten()
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector.tolist())).decode()
+
+
+SCORE, RERANK = (protocol.ScoreBody, score), (protocol.RerankBody, rerank)
+ENDPOINTS = {"/v1/embeddings": (protocol.EmbeddingBody, embeddings),
+             "/v2/embed": (protocol.EmbedBody, embed), "/classify": (protocol.InputBody, classify),
+             "/pooling": (protocol.TaskBody, task), "/score": SCORE, "/v1/score": SCORE,
+             "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK}

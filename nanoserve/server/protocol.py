@@ -173,10 +173,6 @@ class GenerationBody(Controls):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    @property
-    def counts_as_it_goes(self) -> bool:
-        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
-
     @model_validator(mode="after")
     def check_stream(self) -> "GenerationBody":
         if self.include_usage and not self.stream:

@@ -179,12 +179,11 @@ class Reader:
             return "says"
         if not ended and self.tip not in new:
             return None
-        found = self._read(head, self.rest)
-        if ended == "stop" and found[1] is None:  # what ends a turn is no text
+        call, end = self._read(head, self.rest)
+        if end is None and ended == "stop":  # what ends a turn is no text
             close = self.form.close
             has = max(at for at in range(len(close) + 1) if self.rest.endswith(close[:at]))
-            found = self._read(head, self.rest + close[has:])
-        call, end = found
+            call, end = self._read(head, self.rest + close[has:])
         if end is None:
             if ended == "stop":  # nothing that was written is lost
                 self._say(piece, self.rest)
