@@ -236,6 +236,14 @@ class LLM(LLMEngine):
         """Behind `sleep`: see `extras.new_weights.NewWeights.wake_up`."""
         self._new_weights().wake_up(tags)
 
+    def deploy(self, layer_plan: dict | list) -> None:
+        """Other places for the layers: see `extras.layer_plan.LayerPlan.deploy`."""
+        from nanoserve.extras.layer_plan import LayerPlan
+        if (annexe := self.extra(LayerPlan)) is None:
+            raise ValueError("deploy() is for an engine that was made with a layer_plan: "
+                             "{'disk': 0} will do")
+        annexe.deploy(layer_plan)
+
     def _new_weights(self):
         from nanoserve.extras.new_weights import NewWeights
         return self.extra(NewWeights)

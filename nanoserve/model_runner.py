@@ -123,11 +123,10 @@ class ModelRunner:
         self.copier: BlockCopier | None = None  # see `start`
         self.networks: list[Network] = []
         self.model: Network | None = None  # the first of them, which is served
-        self.load()
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
-        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
+        self.load()
         self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
         self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
 
@@ -139,6 +138,7 @@ class ModelRunner:
                       if self.parts.make_network is None
                       else self.parts.make_network(self.placement, tensors=tensors))
         self.networks.insert(0, self.model)
+        self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
         if self.adapters is not None:
             self.adapters.join(self.model)
         self._record()

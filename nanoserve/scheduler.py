@@ -230,6 +230,11 @@ class Scheduler:
         step.preempted[victim] = seq
         return victim
 
+    def start_all_anew(self) -> None:
+        """Preempt whatever runs: no block holds anything afterwards. Nothing may be in flight."""
+        while self.running:
+            self._start_anew(self.running.pop())
+
     def _start_anew(self, seq: Sequence) -> None:
         self._retire(seq)
         seq.num_computed_tokens = 0

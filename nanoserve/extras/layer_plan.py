@@ -25,12 +25,15 @@ for the user gives it fewer layers for that.
 stage waits for another. A stage sends and goes on; rank 0 asks for a step's hidden states when the
 engine fetches its tokens.
 
+A plan may change between two steps: `LayerPlan.deploy`.
+
 Not known here: the queue, requests, how a rank's death is noticed (parallel/processes.py). Road not
 taken: to sample on the last stage, which would need each row's rules there, and all it counts.
 """
 
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -41,10 +44,14 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.layer_disk import Disk, OnDisk
+from nanoserve.extras.new_weights import NewWeights
 from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, DecoderLayer, KVCache
+from nanoserve.model_runner import ModelRunner
+from nanoserve.parallel.serving import HEAD
 
+DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
 AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
 
 
@@ -83,8 +90,13 @@ def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[Place]:
     if config.pipeline_parallel_size not in (1, len(counts)):
         raise ValueError(f"layer_plan={config.layer_plan!r} is for {len(counts)} stages, and "
                          f"pipeline_parallel_size={config.pipeline_parallel_size}: leave one out")
-    return [Place(layers, apart(layers, entry.get("disk", 0)))
-            for layers, entry in zip(spans(counts), entries, strict=True)]
+    return places(counts, [entry.get("disk", 0) for entry in entries])
+
+
+def places(counts: list[int], on_disk: list[int]) -> list[Place]:
+    """By how many layers each stage has, and how many of them are on disk."""
+    return [Place(layers, apart(layers, some))
+            for layers, some in zip(spans(counts), on_disk, strict=True)]
 
 
 def spans(counts: list[int]) -> list[range]:
@@ -175,11 +187,21 @@ class Stage(Decoder):
         return None if self.stage else super().compute_logits(hidden)
 
 
+@dataclass
+class Builder:
+    """What builds a rank's stage, by the plan as it is now. waits: see `Stage`."""
+
+    plan: list[Place]
+    waits: bool
+
+    def __call__(self, *args) -> Stage:
+        return Stage(self.plan, self.waits, *args)
+
+
 class LayerPlan(Extra):
     """What `LLM(pipeline_parallel_size=n)` or `LLM(layer_plan=...)` adds."""
 
     plan: list[Place]
-    disk: Disk | None
 
     def prepare(self, plan: Plan) -> Plan:
         config = plan.config
@@ -200,20 +222,70 @@ class LayerPlan(Extra):
             if value:
                 raise ValueError(f"{option}={value!r} does not go together with layers elsewhere "
                                  "(pipeline_parallel_size, layer_plan): leave one of them out")
-        decoder = partial(Stage, self.plan, config.steps_at_once == 1)
-        return replace(plan, parts=replace(plan.parts, decoder=decoder))
+        return replace(plan, parts=replace(
+            plan.parts, decoder=Builder(self.plan, config.steps_at_once == 1),
+            calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:
-        self.disk, self.labels = engine.runner.model.disk, {"model_name": engine.config.model}
-        say("layers: " + ", ".join(
-            f"{layers.start} to {layers.stop - 1}" + (f" ({len(on_disk)} on disk)" if on_disk else
-            "") for layers, on_disk in self.plan))
+        self.engine = weakref.proxy(engine)  # which holds this object
+        self.labels = {"model_name": engine.config.model}
+        say(describe(self.plan))
+
+    def deploy(self, layer_plan: dict | list) -> None:
+        """Put the layers elsewhere, between two steps, on the ranks that there are. Each request
+        gives its blocks back and is computed anew, so none is lost and no text changes.
+
+        Raises `ValueError`, and changes nothing, for a plan that can't be followed. What fails
+        later, while weights are read, ends the engine.
+        """
+        engine, runner = self.engine, self.engine.runner
+        with engine.turns:
+            engine.check_ready()
+            plan = read_plan(replace(engine.config, layer_plan=layer_plan), runner.model_config)
+            if len(plan) != len(self.plan):
+                raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
+                                 f"engine has {len(self.plan)}: make a new LLM")
+            if engine.config.kv_offload_bytes or engine.config.kv_store is not None:
+                raise ValueError("deploy() does not go together with kv_offload_bytes or kv_store")
+            if any(isinstance(one, NewWeights) and one.source != runner.folder
+                   for one in engine.extras):
+                raise ValueError("deploy() reads the checkpoint again, and this engine has other "
+                                 "weights since update_weights()")
+            runner.synchronize()
+            engine.scheduler.drop_in_flight()
+            engine.scheduler.start_all_anew()
+            engine.scheduler.blocks.reset_prefix_cache()
+            head = torch.zeros(HEAD, dtype=torch.int32)
+            numbers = [DEPLOY, engine.scheduler.blocks.num_blocks, engine.config.max_model_len,
+                       len(plan), *(n for one in plan for n in (len(one.layers), len(one.on_disk)))]
+            head[:len(numbers)] = torch.tensor(numbers)
+            with runner.ranks.together():
+                runner.ranks.broadcast_host(head)
+                rebuild(runner, head)
+            self.plan = plan
+            say(describe(plan))
 
     def metrics(self) -> list[Metric]:
         """Of rank 0."""
-        return [] if self.disk is None else [
-            Counter("nanoserve:layer_bytes_read", self.labels, self.disk.num_bytes),
-            Gauge("nanoserve:layer_seconds_waited", self.labels, self.disk.seconds_waited)]
+        disk = self.engine.runner.model and self.engine.runner.model.disk
+        return [] if disk is None else [
+            Counter("nanoserve:layer_bytes_read", self.labels, disk.num_bytes),
+            Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
 
-    def close(self) -> None:
-        self.disk = None
+
+def rebuild(runner: ModelRunner, head: torch.Tensor) -> None:
+    """On every rank: build the layers that are here now, and a KV cache for them."""
+    _, num_blocks, max_model_len, stages = head[:4].tolist()
+    counts, on_disk = head[4:4 + 2 * stages].view(-1, 2).T.tolist()
+    runner.parts.decoder.plan = places(counts, on_disk)
+    runner.unload(kv_cache=True)
+    with torch.inference_mode():
+        runner.load()
+    runner.start(num_blocks, max_model_len)
+
+
+def describe(plan: list[Place]) -> str:
+    """layers: 0 to 9 (4 on disk), 10 to 27"""
+    return "layers: " + ", ".join(
+        f"{layers.start} to {layers.stop - 1}" + (f" ({len(on_disk)} on disk)" if on_disk else "")
+        for layers, on_disk in plan)

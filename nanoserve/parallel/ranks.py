@@ -107,6 +107,7 @@ class Ranks:
         self.control = None  # gloo, between the hosts: the steps' messages
         self.group = None  # between the devices: gloo again, or NCCL
         self.make_group: Callable | None = None  # of some ranks: its name, this one's number, size
+        self.parts: dict[str, Ranks] = {}  # see `part`
         self.watch = None  # processes.Watch
         self.process = os.getpid()  # a forked process has a copy of this object, and must not close
         self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
@@ -138,11 +139,13 @@ class Ranks:
 
     def part(self, name: str, members: range) -> "Ranks":
         """Some of the ranks, this one among them, as a group with shares and collectives of its
-        own. All of them call it. Whether a rank lives stays the business of this object."""
-        part = Ranks(members.index(self.rank), len(members))
-        if part.size > 1:
-            part.control = part.group = self.make_group(name, part.rank, part.size)
-        return part
+        own. All of them call it; the same name is the same group. Whether a rank lives stays the
+        business of this object."""
+        if name not in self.parts:
+            self.parts[name] = part = Ranks(members.index(self.rank), len(members))
+            if part.size > 1:
+                part.control = part.group = self.make_group(name, part.rank, part.size)
+        return self.parts[name]
 
     # ------------------------------------------------------------ collectives
 
