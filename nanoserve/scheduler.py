@@ -43,7 +43,7 @@ class States(Protocol):
     """What layers keep for a sequence beside KV, at `Sequence.row`: see extras/recurrent.py."""
 
     # The hits, as far as there is a state to go on from; a shorter chunk, where a state is to be
-    # saved at its end; a finished step has put these blocks into the cache; a step was lost.
+    # saved at its end (`cuts`); a step has put these blocks into the cache; a step was lost.
     def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]: ...
     def chunk(self, seq: Sequence, start: int, num_new: int) -> int: ...
     def committed(self, step: Step, seq: Sequence) -> None: ...
@@ -75,10 +75,12 @@ class Scheduler:
         self.gave_up: list[Callable[[Sequence], bool]] = []  # asked where a token stops a text
         self.store: Store | None = None
         self.states: States | None = None
+        self.cuts: list[Callable[[Sequence, int, int], int]] = []  # (start, count): how many of it
 
     def use_states(self, states: States) -> None:
         """From now on, sequences have a state: KV may be written twice, a state may not."""
         self.states, self.blocks.usable = states, states.usable
+        self.cuts.append(states.chunk)
 
     def use(self, store: Store) -> None:
         """From now on, look for blocks here that the prefix cache doesn't have."""
@@ -172,8 +174,8 @@ class Scheduler:
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
-            if num_new > 1 and self.states is not None:
-                num_new = self.states.chunk(seq, done, num_new)
+            for cut in self.cuts if num_new > 1 else ():
+                num_new = cut(seq, done, num_new)
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
@@ -203,9 +205,10 @@ class Scheduler:
                 step.stopped = seq, "budget", 0
                 break
             num_new = min(num_left, budget)
-            if self.states is not None:
-                num_new = self.states.chunk(seq, done, num_new)
-            self._add_row(step, seq, done, num_new)
+            for cut in self.cuts:
+                num_new = cut(seq, done, num_new)
+            if num_new:
+                self._add_row(step, seq, done, num_new)
             budget -= num_new
         return budget
 
@@ -271,13 +274,13 @@ class Scheduler:
             if num_new < num_left and (sitting_out or not self.enable_chunked_prefill):
                 step.stopped = seq, "tokens", num_left
                 break
-            if self.states is not None:
-                num_new = self.states.chunk(seq, num_cached, num_new)
+            for cut in self.cuts:
+                num_new = cut(seq, num_cached, num_new)
             # There must be room for all its tokens, not only for this chunk: otherwise prompts that
             # start together would preempt each other, which wastes more than some idle blocks.
             num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
-            if num_needed > self.blocks.num_free_blocks:
-                step.stopped = seq, "blocks", num_needed
+            if num_needed > self.blocks.num_free_blocks or not num_new:
+                step.stopped = seq, "blocks" if num_new else "encoder", num_needed
                 break
             del self.waiting[len(sitting_out)]
             insort(self.running, seq, key=self.order)

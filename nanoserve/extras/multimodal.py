@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
+from itertools import accumulate
 from pathlib import Path
 from threading import RLock
 
@@ -47,7 +48,7 @@ from nanoserve.extras.multimodal_inputs import (
 )
 from nanoserve.extras.transformers_model import TransformersModel, refusal
 from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.metrics import Observer, say
+from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
@@ -59,6 +60,7 @@ SEEING = tuple(f"{name}ForConditionalGeneration" for name in (
     "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL", "Llava",
     "Mistral3", "Lfm2Vl"))
 
+MOST_IMAGES = 4  # that one step encodes
 NO_TENSORS = ("vision_feature_layer", "vision_feature_select_strategy", "kwargs")
 
 
@@ -69,6 +71,11 @@ class Shown:
     pictures: list[Picture]
     places: np.ndarray  # of all placeholders, ascending
     positions: np.ndarray | None  # (3, num_prompt_tokens), where the decoder has M-RoPE
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """Where in `places` each picture begins."""
+        return [0, *accumulate(picture.num_tokens for picture in self.pictures)][:-1]
 
     def positions_of(self, start: int, count: int) -> np.ndarray:
         """(3, count). Behind the prompt all three go on from the largest one."""
@@ -101,7 +108,9 @@ class Eyes:
         self.config, self.token_id = network.config, network.config.image_token_id
         self.takes = [name for name in signature(network.get_image_features).parameters
                       if name not in NO_TENSORS]  # what pictures are made of
-        self.budget, self.num_tokens, self.num_runs = budget, 0, 0
+        self.width = self.size * (1 + len(getattr(
+            network.config.vision_config, "deepstack_visual_indexes", None) or ()))
+        self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
         self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
         self.lock = RLock()  # requests are made in any thread
         self.view: View | None = None  # of the step to come
@@ -112,6 +121,7 @@ class Eyes:
     def features_of(self, picture: Picture) -> torch.Tensor:
         """(picture.num_tokens, width), from the cache or by the tower."""
         with self.lock:
+            self.num_asked += 1
             found = self.held.pop(picture.content, None)
             if found is None:
                 found = self.encode(picture)
@@ -154,7 +164,7 @@ class Eyes:
             first, last = np.searchsorted(one.places, (start, start + count))
             if first < last:
                 index.append(one.places[first:last] - start + at)
-                features += self.slices(one.pictures, first, last)
+                features += self.slices(one, first, last)
             positions.append(one.positions_of(start, count))
             at += count
         turned = self.index_of is not None
@@ -164,15 +174,12 @@ class Eyes:
             torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
             if turned else None)
 
-    def slices(self, pictures: list[Picture], first: int, last: int) -> list[torch.Tensor]:
+    def slices(self, shown: Shown, first: int, last: int) -> list[torch.Tensor]:
         """The features of a request's placeholders first .. last - 1. Two pictures of 4: 3 .. 6 are
         the last one of the first picture, and three of the second."""
-        found, at = [], 0
-        for picture in pictures:
-            if first < at + picture.num_tokens and at < last:
-                found.append(self.features_of(picture)[max(first - at, 0):last - at])
-            at += picture.num_tokens
-        return found
+        return [self.features_of(picture)[max(first - at, 0):last - at]
+                for picture, at in zip(shown.pictures, shown.firsts, strict=True)
+                if first < at + picture.num_tokens and at < last]
 
     def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
         """In front of the decoder: what it is given, with the step's features in it."""
@@ -321,14 +328,20 @@ class Multimodal(Extra, Observer):
         self.shown: dict[Sequence, Shown] = {}
         engine.observers.append(self)
         engine.before_launch.append(self.expect)
-        say(f"images: by transformers' tower, encoder cache of {self.eyes.budget:,} tokens")
+        self.labels = {"model_name": str(engine.config.model)}
+        self.due: dict[bytes, int] = {}  # tokens of images that the step to come must encode
+        self.most_tokens = engine.config.max_num_batched_tokens
+        if engine.config.enable_chunked_prefill:
+            engine.scheduler.cuts.append(self.cut)
+        size = self.eyes.budget * self.eyes.width * self.eyes.on.dtype.itemsize / 2 ** 20
+        say(f"images: by transformers' tower, encoder cache of {self.eyes.budget:,} tokens, up to "
+            f"{size:,.0f} MB")
 
     def take(self, request: Request, pictures: list[Picture]) -> None:
         """A checked request has these pictures: from here on its blocks are theirs, too."""
         shown = self.eyes.show(request.prompt_token_ids, pictures)
-        first = np.cumsum([0] + [picture.num_tokens for picture in pictures])
-        for picture, at in zip(pictures, first, strict=False):
-            block = int(shown.places[at]) // self.block_size
+        for picture, first in zip(pictures, shown.firsts, strict=True):
+            block = int(shown.places[first]) // self.block_size
             request.contents[block] = request.contents.get(block, b"") + picture.content
         self.waiting[request] = shown
 
@@ -340,6 +353,23 @@ class Multimodal(Extra, Observer):
         if shown is not None:
             self.shown.update(dict.fromkeys(sequences, shown))
 
+    def cut(self, seq: Sequence, start: int, count: int) -> int:
+        """Let a chunk end before the image that would be one too many for this step's tower."""
+        shown = self.shown.get(seq, NOTHING)
+        for picture, first in zip(shown.pictures, shown.firsts, strict=True):
+            last, size = shown.places[first + picture.num_tokens - 1], picture.num_tokens
+            if (last < start or shown.places[first] >= start + count
+                    or picture.content in self.eyes.held or picture.content in self.due):
+                continue
+            if len(self.due) == MOST_IMAGES or self.due and (
+                    sum(self.due.values()) + size > self.most_tokens):
+                return max(int(shown.places[first]) - start, 0)
+            self.due[picture.content] = size
+        return count
+
+    def scheduled(self, step: Step) -> None:
+        self.due.clear()
+
     def expect(self, step: Step) -> None:
         self.eyes.view = None
         if not self.shown.keys().isdisjoint(step.num_new_tokens):
@@ -348,6 +378,13 @@ class Multimodal(Extra, Observer):
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
             self.shown.pop(seq, None)
+
+    def metrics(self) -> list[Metric]:
+        """Of the encoder cache, in images: asked for, and found."""
+        eyes = self.eyes
+        return [Counter("vllm:mm_cache_queries", self.labels, eyes.num_asked),
+                Counter("vllm:mm_cache_hits", self.labels, eyes.num_asked - eyes.num_runs),
+                Gauge("vllm:mm_cache_usage_perc", self.labels, eyes.num_tokens / eyes.budget)]
 
     def close(self) -> None:
         del self.eyes

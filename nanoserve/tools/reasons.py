@@ -97,6 +97,8 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     budget = scheduler.max_num_batched_tokens - step.num_tokens + drafts
     if lacks == "rows":
         return SHARED
+    if lacks == "encoder":
+        return "waits for the next step: this one encodes enough images of others"
     if lacks == "step":
         return f"makes way for {scheduler.waiting[0].name} when its own step ends"
     if lacks == "budget":

@@ -14,6 +14,7 @@ from seeing import PLACES, Seer, make_with_processor
 from transformers import AutoImageProcessor
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.extras.multimodal import Multimodal
 
 Image = pytest.importorskip("PIL.Image", reason="the extra 'vision' brings Pillow")
 MAX_TOKENS = 8
@@ -91,6 +92,24 @@ def test_a_chat_with_images_is_the_prompt_that_its_template_writes(engines, fold
             dict(type="text", text="Hi"), part, dict(type="text", text="?")])], GREEDY,
             use_tqdm=False)
         assert_same_text(out.outputs[0].token_ids, tokens, gaps, str(part)[:40])
+
+
+def test_one_step_does_not_encode_ten_images(engines):
+    """What was encoded stays, whoever asks; what a step has begun others wait for."""
+    llm = engines("llava")
+    eyes, runs = llm.extra(Multimodal).eyes, []
+    llm.before_launch.append(lambda step: runs.append(eyes.num_runs))
+    before = eyes.num_runs
+    prompts = [{"prompt": f"{i}<image>", "multi_modal_data": {"image": photo(100 + i)}}
+               for i in range(10)]
+    outs = llm.generate([*prompts, "Hi"], GREEDY, use_tqdm=False)
+    llm.before_launch.pop()
+    each = np.diff([before, *runs])
+    assert sum(each) == 10 and max(each) == 4
+    assert [llm.generate(one, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+            for one in prompts] == [out.outputs[0].token_ids for out in outs[:10]]
+    queries, hits, usage = llm.extra(Multimodal).metrics()
+    assert queries.value - hits.value == eyes.num_runs and 0 < usage.value <= 1
 
 
 BAD = [("http://example.org/a.png", "nothing is fetched"), ("/etc/passwd", "no file is opened"),
