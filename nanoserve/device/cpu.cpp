@@ -579,33 +579,37 @@ inline void fold(Line *S, const float *q, const float *k, Line &v, float decay, 
     std::memcpy(v, read, sizeof v);
 }
 
-// A portion is some columns of a row's head. They lie in a core's nearest cache, token by token.
+// A portion is a row's head: some columns lie in a core's nearest cache, token by token, then others.
 template <class T>
 void delta_rule(const T *qkv, const float *decay, const float *beta, float *states,
                 const int64_t *slots, const int32_t *starts, T *out, long, long channels,
                 long heads, long key_size, long size, long rows) {
     const long keys = (channels - heads * size) / 2, group = heads * key_size / keys;
-    const long parts = ceil_div(size, COLUMNS);
     const float scale = 1 / std::sqrt(float(key_size));
-    share_out(rows * heads * parts, true, [&](long i) {
-        const long row = i / parts / heads, head = i / parts % heads, first = i % parts * COLUMNS;
-        const long width = std::min(COLUMNS, size - first);
-        float *state = states + (slots[row] * heads + head) * key_size * size + first;
+    share_out(rows * heads, true, [&](long i) {
+        const long row = i / heads, head = i % heads;
         float *q = scratch<float>(1, 2 * key_size), *k = q + key_size;
         Line *S = scratch<Line>(0, key_size);
-        for (long j = 0; j < key_size; j++) std::memcpy(S[j], state + j * size, 4 * width);
-        for (long t = starts[row]; t < starts[row + 1]; t++) {
-            const T *x = qkv + t * channels + head / group * key_size;
-            make_unit(x, q, key_size);
-            make_unit(x + keys, k, key_size);
-            x = qkv + t * channels + 2 * keys + head * size + first;
-            Line v = {};
-            for (long c = 0; c < width; c++) v[c / LANES][c % LANES] = wide(x[c]);
-            fold(S, q, k, v, decay[t * heads + head], beta[t * heads + head], key_size);
-            T *to = out + (t * heads + head) * size + first;
-            for (long c = 0; c < width; c++) narrow(v[c / LANES][c % LANES] * scale, to[c]);
+        for (long first = 0; first < size; first += COLUMNS) {
+            const long width = std::min(COLUMNS, size - first);
+            float *state = states + (slots[row] * heads + head) * key_size * size + first;
+            for (long j = 0; j < key_size; j++) std::memcpy(S[j], state + j * size, 4 * width);
+            for (long t = starts[row]; t < starts[row + 1]; t++) {
+                const T *x = qkv + t * channels + head / group * key_size;
+                make_unit(x, q, key_size);
+                make_unit(x + keys, k, key_size);
+                x = qkv + t * channels + 2 * keys + head * size + first;
+                Line v = {};
+                float numbers[COLUMNS] = {};
+                for (long c = 0; c < width; c++) numbers[c] = wide(x[c]);
+                std::memcpy(v, numbers, sizeof v);
+                fold(S, q, k, v, decay[t * heads + head], beta[t * heads + head], key_size);
+                std::memcpy(numbers, v, sizeof v);
+                T *to = out + (t * heads + head) * size + first;
+                for (long c = 0; c < width; c++) narrow(numbers[c] * scale, to[c]);
+            }
+            for (long j = 0; j < key_size; j++) std::memcpy(state + j * size, S[j], 4 * width);
         }
-        for (long j = 0; j < key_size; j++) std::memcpy(state + j * size, S[j], 4 * width);
     });
 }
 

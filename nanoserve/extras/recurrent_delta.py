@@ -59,11 +59,12 @@ class DeltaNet:
         return torch.cat([one.flatten(1) for one in (q, k, v)], 1), gates[0].flatten(1), *gates[1:]
 
     def convolve(self, x: torch.Tensor, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Each channel's last few numbers, weighted. x: (b, n, channels); states: of all rows,
-        (num_states, width, channels). As an image of one line whose channels are neighbours in
-        memory, it takes an eighth of conv1d's time (docs/LOG.md). Returns (b * n, channels)."""
+        """Each channel's last few numbers, weighted. x: (b, n, channels); states: what came before,
+        of all rows, (num_states, width - 1, channels). Returns (b * n, channels). As an image of
+        one line whose channels are neighbours in memory it takes an eighth of conv1d's time
+        (docs/LOG.md)."""
         conv, window = self.net.conv1d, torch.cat((states.index_select(0, rows), x), 1)
-        states.index_copy_(0, rows, window[:, -states.shape[1]:])
+        states.index_copy_(0, rows, window[:, x.shape[1]:])
         out = F.conv2d(window.transpose(1, 2).unsqueeze(2), conv.weight.unsqueeze(2), conv.bias,
                        groups=conv.groups)
-        return F.silu(out)[..., -x.shape[1]:].squeeze(2).transpose(1, 2).flatten(0, 1)
+        return F.silu(out).squeeze(2).transpose(1, 2).flatten(0, 1)
