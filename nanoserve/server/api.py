@@ -316,7 +316,7 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
         try:
             return await respond(server, endpoint, kind(**body), http)
         except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
+            raise RequestValidationError(error.errors(), body=body) from error
 
     _add_errors(app)
     return Guard(app, **limits)
@@ -344,7 +344,7 @@ def _add_errors(app: FastAPI) -> None:
         return error_response(str(error), error.status, error.param, error.code)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_shape(http: Request, error: RequestValidationError):
+    async def wrong_body(http: Request, error: RequestValidationError):
         first, *_ = errors = error.errors()
         for one in errors:  # one of our own, out of a validator, says more than pydantic's
             if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
@@ -356,12 +356,14 @@ def _add_errors(app: FastAPI) -> None:
         if first["loc"] == ("body",) and "json" not in kind:
             return error_response(f"the body was not read, because its Content-Type is {kind}: "
                                   "send the header Content-Type: application/json", 415)
-        path = [str(part) for part in first["loc"] if part != "body"]
-        return error_response(f"{'.'.join(path) or 'the body'}: {first['msg']}",
-                              param=path[0] if path else None)
+        said, path = protocol.wrong_shape([one | dict(loc=one["loc"][one["loc"][0] == "body":])
+                                  for one in errors], error.body)
+        return error_response(said, param=path[0] if path else None)
 
     @app.exception_handler(HTTPException)
     async def no_such_thing(http: Request, error: HTTPException):
+        if cause := error.__cause__:  # no UTF-8, too deep, a number of thousands of digits
+            return error_response(f"the body can't be read as JSON: {cause!s:.200}")
         return error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
 
     @app.exception_handler(EngineGenerateError)
@@ -385,9 +387,13 @@ def bad_requests(body: Body):
         raise
     except ValueError as error:
         said = str(error)
-        code = TOO_LONG if "maximum context length is" in said else None
-        told = f"prompt is too long: {said}" if code else said  # by which Claude Code shortens it
-        raise BadRequest(told, protocol.blamed_field(said, body), code=code) from error
+        field, code = protocol.blamed_field(said, body), None
+        if "maximum context length is" in said:
+            code, said = TOO_LONG, f"prompt is too long: {said}"  # Claude Code shortens it then
+        elif said.startswith("structured_outputs: ") and field not in (None, "structured_outputs"):
+            # It was made here of that field, and so were the lines of the grammar.
+            said = f"{field}: " + said.partition(": ")[2].splitlines()[0]
+        raise BadRequest(said, field, code=code) from error
 
 
 class EventStream(StreamingResponse):

@@ -122,16 +122,19 @@ class Guard:
         ticket = scope["ticket"] = Ticket(self)
         try:
             ticket.widen(1)
-            await self.app(scope, replay(await self._read(receive), receive), send)
+            length = dict(scope["headers"]).get(b"content-length", b"0")
+            body = await self._read(receive, int(length))
+            await self.app(scope, replay(body, receive), send)
         finally:
             ticket.give_back()
 
-    async def _read(self, receive) -> bytes:
+    async def _read(self, receive, announced: int) -> bytes:
         """The body. What is too long is read on for a while and not kept, because a client that
         still writes would not see the answer. A client that goes away sends no more, and the
         application will hear of that by itself."""
-        body, length, more = b"", 0, True
-        while more and length <= PATIENCE * self.max_body_bytes:
+        most = PATIENCE * self.max_body_bytes
+        body, length, more = b"", announced if announced > most else 0, True
+        while more and length <= most:
             message = await receive()
             piece, more = message.get("body", b""), message.get("more_body", False)
             length += len(piece)

@@ -431,15 +431,40 @@ def error_body(message: str, status: int = 400, param: str | None = None,
         status, "invalid_request_error"), "param": param, "code": code}}
 
 
+FORMS = "response_format", "text", "output_config", "output_format"  # in three languages
+
+
+def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
+    """What pydantic says of the first wrong field, and the field's path. Of a union it says what is
+    wrong with each arm, by a name that is in no body: told is of the arm that fits the longest."""
+    field = errors[0]["loc"][:1]
+    path, error = max(((_place(error, body), error) for error in errors
+                       if error["loc"][:1] == field), key=lambda one: (
+        len(one[0]), [part for part in one[1]["loc"] if isinstance(part, int)],
+        not one[1]["type"].endswith("_type")))
+    return f"{'.'.join(path) or 'the body'}: {error['msg']}", path
+
+
+def _place(error: dict, body: Any) -> list[str]:
+    """Its location, without names of arms: ("stop", "list[str]", 0) is ["stop", "0"]."""
+    found = []
+    for part in error["loc"]:
+        if isinstance(part, int) if isinstance(body, list) else isinstance(body, dict) and (
+                part in body or error["type"] == "missing" and part == error["loc"][-1]):
+            found.append(str(part))
+            body = body[part] if isinstance(body, list) else body.get(part)
+    return found
+
+
 def blamed_field(message: str, body: Body) -> str | None:
     """The field with which an error message begins. If the message is about the prompt: the field
     of this body that holds the prompt."""
     first = re.match(r"\w*", message)[0]
-    form = getattr(body, "response_format", None) or {}
-    if first == "structured_outputs" and form.get("type", "text") != "text":
-        return "response_format"
-    if first == "structured_outputs" and getattr(body, "tools", None):
-        return "tools"
+    if first == "structured_outputs" and not getattr(body, first, None):  # made of another field
+        line = re.search(r"\bat (\d+)\(", message)  # of the grammar, whose rules have names
+        is_tool = line and re.search(rf"^ *{line[1]} \| tool", message, re.MULTILINE)
+        return next((name for name in (("tools", *FORMS) if is_tool else (*FORMS, "tools"))
+                     if getattr(body, name, None)), None)
     if first in type(body).model_fields:
         return first
     if re.search(r"\b(prompt|conversation|message)\b", message):

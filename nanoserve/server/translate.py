@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
 from nanoserve.server.answers import DONE
-from nanoserve.server.protocol import BadRequest, Body, ChatBody
+from nanoserve.server.protocol import BadRequest, Body, ChatBody, wrong_shape
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -59,14 +59,15 @@ class Language(Body):
         """Raises `ValueError`."""
         options = dict(include_usage=True, continuous_usage_stats=True) if self.stream else None
         try:
-            return ChatBody(**self.as_chat(), model=self.model, temperature=self.temperature,
-                            top_p=self.top_p, stream=self.stream, stream_options=options)
+            data = dict(self.as_chat(), model=self.model, temperature=self.temperature,
+                        top_p=self.top_p, stream=self.stream, stream_options=options)
+            return ChatBody(**data)
         except ValidationError as error:
             first, *_ = error.errors()
             if isinstance(told := first.get("ctx", {}).get("error"), BadRequest):
                 raise told from error
-            where = ".".join(map(str, first["loc"]))
-            raise BadRequest(f"{where}: {first['msg']}", str(first["loc"][0])) from error
+            said, path = wrong_shape(error.errors(), data)
+            raise BadRequest(said, path[0] if path else None) from error
         except (AttributeError, KeyError, TypeError) as error:
             raise BadRequest("a part of the body has another shape than it must have: "
                              f"{error!s:.200}") from error
@@ -131,13 +132,15 @@ def texts(content: Any) -> Any:
         return []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    return [part | {"type": OURS.get(part.get("type"), part.get("type"))}
+    return [part | {"type": OURS.get(str(part.get("type")), part.get("type"))}
             if isinstance(part, dict) else part
             for part in (content if isinstance(content, list) else [content])]
 
 
-def form_of(form: dict | None) -> dict | None:
-    """A chat puts what a JSON schema is about one level deeper."""
+def form_of(field: str, form: Any) -> dict | None:
+    """A chat puts what a JSON schema is about one level deeper. Raises `BadRequest`."""
+    if not isinstance(form, dict | None):
+        raise BadRequest(f"{field}.format must be an object with a type, got {form!r:.80}", field)
     is_schema = form is not None and form.get("type") == "json_schema"
     return dict(type="json_schema", json_schema=form) if is_schema else form
 
@@ -184,7 +187,7 @@ class ResponsesBody(Language):
             tools=[tool(one.get("type", "function") == "function", one, "parameters")
                    for one, _ in self._functions()],
             tool_choice=choice, max_completion_tokens=self.max_output_tokens,
-            response_format=form_of((self.text or {}).get("format")),
+            response_format=form_of("text", (self.text or {}).get("format")),
             chat_template_kwargs=dict(reasoning_effort=effort) if effort else None)
 
     def _functions(self) -> list[tuple[dict, str | None]]:
@@ -210,6 +213,10 @@ class ResponsesBody(Language):
                                   content=texts(item.get("output"))))
             elif kind == "reasoning":
                 thought = texts(item.get("content")) or texts(item.get("summary"))
+                if not all(isinstance(one, dict) and isinstance(one.get("text", ""), str)
+                           for one in thought):
+                    raise BadRequest("input: the content and the summary of reasoning are texts, "
+                                     f"got {thought!r:.80}", "input")
                 join(found, dict(role="assistant", content=[], reasoning_content="".join(
                     one.get("text", "") for one in thought)))
             else:
@@ -323,7 +330,8 @@ class CountBody(Language):
             messages=self._messages(), tool_choice=found.get(choice.get("type")),
             tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
                    for one in self.tools or ()],
-            response_format=form_of((self.output_config or {}).get("format", self.output_format)),
+            response_format=form_of("output_config", (self.output_config or {}).get(
+                "format", self.output_format)),
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
             chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
 

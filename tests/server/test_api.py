@@ -227,7 +227,7 @@ def test_a_bad_field_is_a_400_that_names_it(server, field, value):
 def test_bodies_that_are_no_json_objects_are_refused(server):
     for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"x"', b'{"prompt": NaN}',
                  b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"):
-        assert server.ask(COMPLETIONS, body)[0] == 400, body
+        assert "error parsing" not in refusal(server, COMPLETIONS, body)["message"], body
     assert server.ask(COMPLETIONS, b"prompt=x", content_type="text/plain")[0] in (400, 415)
 
 
@@ -294,6 +294,27 @@ def test_a_templates_variables_may_have_any_name_but_an_arguments(server):
 def test_the_field_to_blame_stands_by_itself(server, path, fields, param):
     body = dict(prompt="x") if path == COMPLETIONS else dict(messages=CHAT)
     assert refusal(server, path, body | fields)["param"] == param
+
+
+TOOL = dict(type="function", function=dict(name="f", parameters=dict(properties=dict(
+    x=dict(type="integer", minimum=None)))))
+
+
+@pytest.mark.parametrize("path, fields, said", [
+    (COMPLETIONS, dict(prompt=["a", 5]), "prompt.1: Input should be a valid string"),
+    (COMPLETIONS, dict(prompt=5), "prompt: "), (COMPLETIONS, dict(prompt=[]), "prompt: List"),
+    (COMPLETIONS, dict(stop=["a", 5]), "stop.1: "),
+    (CHATS, dict(tool_choice=dict(type="function")), "tool_choice.function: Field required"),
+    (CHATS, dict(tools=[dict(type="function", function={})]), "tools.0.function.name: Field requ"),
+    (CHATS, dict(tools=[TOOL], response_format=dict(type="text")), "tools: llguidance refuses"),
+    (CHATS, dict(response_format=dict(type="json_schema", json_schema=dict(schema=dict(
+        minimum=None)))), "response_format: llguidance refuses this: Expected f64")])
+def test_the_place_of_what_is_wrong_is_told(server, path, fields, said):
+    """And nothing that the client has not sent: no arm of a union, no grammar that was made."""
+    error = refusal(server, path, (dict(prompt="x") if path == COMPLETIONS else
+                                   dict(messages=CHAT)) | fields)
+    assert error["message"].startswith(said) and "\n" not in error["message"], error
+    assert error["param"] == said.split(":")[0].split(".")[0]
 
 
 def test_a_body_that_is_no_json_blames_no_field(server):

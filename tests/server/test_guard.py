@@ -97,7 +97,8 @@ def test_bodies_have_a_limit_whatever_they_claim():
     for length in ({}, {"content-length": "3"}, {"content-length": "102"}):
         status, error, _ = run(app, pieces=[b"x" * 51] * 2, **length)
         assert status == 413 and "100 bytes" in error["message"]
-    assert run(app, pieces=[b"x" * 60] * 1000)[0] == 413  # no end of it is waited for
+    assert run(app, pieces=[b"x" * 60] * 1000)[0] == 413  # no end of it is waited for, ...
+    assert run(app, pieces=[], **{"content-length": "10000"})[0] == 413  # ... and no beginning
     assert len(app.app.bodies) == 1 and app.num_open == 0
 
 
