@@ -168,7 +168,7 @@ void pack_rows(const T *x, const int64_t *at, long first, long count, int tile_r
 
 // ------------------------------------------------------------------ products
 
-constexpr long AHEAD = 64;  // lines of a panel fetched early; not with few rows, see docs/LOG.md
+constexpr long AHEAD = 128;  // lines of panels fetched early; not with few rows, see docs/LOG.md
 
 // out (rows, outputs) = x @ weight.T + bias. at: which rows of x, null for the first ones in order.
 template <class T>
@@ -189,9 +189,10 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
             while (p + width > end) width /= 2;
             const Multiply loop = loop_for<T>(tiling.rows, width);
             const uint32_t *list[4], *next[4];
+            const long lines = end_tile - first_tile > 1 ? width * units : AHEAD / width;
             for (int i = 0; i < width; i++) {
                 list[i] = weight + (p + i) * units * PANEL;
-                next[i] = list[i] + (end_tile - first_tile > 1 ? width * units : AHEAD) * PANEL;
+                next[i] = list[i] + lines * PANEL;
             }
             for (long t = first_tile; t < end_tile; t++) {
                 alignas(64) float sums[16 * 4 * PANEL];
