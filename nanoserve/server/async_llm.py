@@ -80,7 +80,11 @@ class AsyncLLM:
         # One thread: a tokenizer changes its settings while it encodes, and two calls at a time
         # fail with "Already borrowed".
         self.tokenizing = ThreadPoolExecutor(1, "nanoserve-tokenize")
-        release_threads()  # whoever made the engine computes no more
+        # Each thread that computes has OpenMP threads of its own. With those of the one that made
+        # the engine there are more than cores, and GNU's library lets all of them sleep between two
+        # products (docs/LOG.md). Here they end; they come back if this thread computes again.
+        with suppress(AttributeError, OSError):  # a library without OpenMP 5.0
+            ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(1)
         self.thread = Thread(target=self._run, name="nanoserve-steps", daemon=True)
         self.thread.start()
 
@@ -264,14 +268,6 @@ class AsyncLLM:
         if self.bell is None or self.bell.loop is not loop:
             self.bell = Doorbell(loop, self.pace)
         return self.bell
-
-
-def release_threads() -> None:
-    """End the OpenMP threads that wait for this one: each thread that computes has its own. Where
-    there are more than cores, GNU's library lets them sleep between two products, and to wake one
-    takes as long as a small product (docs/LOG.md). They come back when this thread computes."""
-    with suppress(AttributeError, OSError):  # a library without OpenMP 5.0
-        ctypes.CDLL(torch._C.__file__).omp_pause_resource_all(1)  # "soft": what they know is kept
 
 
 # ------------------------------------------- from the thread to the event loop
