@@ -19,6 +19,7 @@ engine to engine, and `nanoserve/tools/verify.py` does that with real ones.
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -118,6 +119,11 @@ def pause(*clocks: Callable[[], float], tries: int = 30) -> None:
     raise ValueError(f"an engine takes {max(taken) / PAUSE:.0%} of a core while it should wait")
 
 
+def shortened(command: str) -> str:
+    """A command without the folders that are this machine's own."""
+    return re.sub(r"(^|[\s:=])/[^\s:]*/", r"\1", command)
+
+
 def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
             workload: dict[str, list[Request]], rounds: int, min_seconds: float = 0) -> dict:
     """A B A B on each workload. Prints the result and returns every run.
@@ -126,7 +132,7 @@ def compare(ours: Callable[[list[Request], str], dict], peers: list[Peer],
     workload. More are run until all runs together took `min_seconds`, since short runs vary most.
     """
     runs: dict[str, dict[str, list]] = {}
-    commands = {peer.name: peer.asked for peer in peers}
+    commands = {peer.name: shortened(peer.asked) for peer in peers}
     clocks = [time.process_time, *(peer.cpu_seconds for peer in peers)]
     for name, requests in workload.items():
         mine = runs[name] = {engine: [] for engine in ["nanoserve", *(p.name for p in peers)]}

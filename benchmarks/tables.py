@@ -16,7 +16,6 @@ bfloat16. Leave the machine alone meanwhile.
 
 import argparse
 import json
-import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +149,7 @@ def comparison(found: dict) -> str:
     more = "".join(f", of `{name}` {count}" for name, count in counts.items() if count > usual)
     limits = {name: [run["roofline"][name] / 1e9 for of_one in runs.values()
                      for run in of_one["nanoserve"]] for name in ("bandwidth", "matrix_rate")}
-    commands = "".join(f"\n{name}: `--against \"{shortened(command)}\"`\n"
+    commands = "".join(f"\n{name}: `--against \"{command}\"`\n"
                        for name, command in found.get("commands", {}).items())
     return (f"{on(found, limits)}, {found['model']['name']}'s shapes, random weights, {dtype}; "
             f"the same token ids, greedy, engines in turns, medians of {usual} rounds{more}:\n\n"
@@ -176,11 +175,6 @@ def lines_of(found: dict, names: list[str], in_full: bool = False) -> list[list[
                     row[-1] += f" ({statistics.median(pairs):.2f}{spread})"
             rows.append(row)
     return rows
-
-
-def shortened(command: str) -> str:
-    """A command without the folders that are this machine's own."""
-    return re.sub(r"(^|[\s:=])/[^\s:]*/", r"\1", command)
 
 
 def ladder(found: dict) -> str:
