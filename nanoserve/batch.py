@@ -267,6 +267,8 @@ def _input_ids(step: Step, seqs: list[Sequence], starts: list[int], query_lens: 
     """Token ids of all rows. The id of a decode may be unknown: the step before still samples it.
     The ids of a chunk are all known, since a preempted sequence waits until they are. A row's
     drafts follow its known ids."""
+    if step.shift:
+        starts = [start + step.shift for start in starts]
     ids = [seq.token_ids[start] if start < len(seq.token_ids) else -1 - seq.row
            for seq, start in zip(seqs[:num_decodes], starts, strict=False)]
     for seq, start, n in zip(seqs[num_decodes:], starts[num_decodes:], query_lens[num_decodes:],

@@ -87,6 +87,7 @@ class RankParts:
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., Network] | None = None  # of (placement, tensors), for `decoder`
+    make_draft: Callable[..., Network] | None = None  # of (folder, placement): joins the network
     pooler: Pooler | None = None
     make_adapters: Callable[["ModelRunner"], Adapters] | None = None  # when weights are loaded
     make_copier: Callable[["ModelRunner"], BlockCopier] | None = None  # when the cache is there
@@ -125,7 +126,9 @@ class ModelRunner:
         self.model: Network | None = None  # the first of them, which is served
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
-            self.networks.append(self._load(ModelConfig.from_folder(folder), folder))
+            self.networks.append(self._load(ModelConfig.from_folder(folder), folder)
+                                 if self.parts.make_draft is None
+                                 else self.parts.make_draft(folder, self.placement))
         self.load()
         self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
         self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
@@ -141,6 +144,8 @@ class ModelRunner:
         self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
         if self.adapters is not None:
             self.adapters.join(self.model)
+        if self.parts.make_draft is not None:
+            self.networks[1].join(self.model)
         self._record()
 
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:

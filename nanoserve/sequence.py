@@ -171,6 +171,7 @@ class Step:
     sampling: list[Sequence] = field(default_factory=list)  # they close their gap: each samples
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)  # each draft: one sample more
     network: int = 0  # which network computes it; 1 drafts for 0, greedily
+    shift: int = 0  # 1: a position's input is the token behind it (extras/hidden_drafts.py)
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks

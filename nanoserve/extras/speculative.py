@@ -11,6 +11,7 @@ after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). Th
     draft_model   a small network of the same vocabulary generates the drafts, greedily. Its layers
                   are more KV layers of the same blocks, so that chunks, prefix hits and preemption
                   serve both networks, and the small one needs no counters of its own
+    eagle3        a head of one layer reads the model's hidden states (hidden_drafts.py)
 
     token_ids   the cat sat on the          drafts   mat   and   the
     sampled     after each of them                   mat   and   purr  far
@@ -27,264 +28,17 @@ with probability min(1, p/q) and corrects the rest: the same distribution, anoth
 drafts are not drawn (q is 1 at one token), it accepts equally often.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol
 
-from nanoserve.checkpoint.hub import find_model
-from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.extras.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
+from nanoserve.extras.hidden_drafts import HiddenGuesser
 from nanoserve.frontend.metrics import Counter, Metric, Observer, Vector, say
-from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
 
-DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
-UNKNOWN = -1  # in the place of a draft that the small network has not made yet
-SUFFIXES = (16, 8, 5, 4, 3)  # tokens that method "suffix" compares, the longest match first
-MOST_NGRAMS = 2 ** 18  # of some 50,000 tokens, up to 100 MB; then all are forgotten
-LONGEST_REST = 32  # tokens that a sequence decodes plainly, at most, after its guesses were wrong
-
-
-# ------------------------------------------------------------------ who guesses
-
-
-class Guesser(Protocol):
-    """A method: a class made with `speculative_config` and the engine, and named in `GUESSERS`. A
-    function that it inherits does nothing."""
-
-    keys: tuple[str, ...]  # of `speculative_config`, beside `method` and `num_speculative_tokens`
-
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        """Fill into `asked` what was left out. Raises `ValueError` with the remedy."""
-
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` guesses of what follows `seq.token_ids`; `UNKNOWN` where `fill` will say."""
-
-    def fill(self, step: Step) -> None:
-        """The step is about to be launched: put tokens into `step.drafts` for each `UNKNOWN`."""
-
-    def checked(self, seq: Sequence, num_right: int) -> None:
-        """So many of the drafts that `propose` gave were right."""
-
-    def forget(self, seq: Sequence) -> None:
-        """The sequence has ended."""
-
-
-class NgramIndex:
-    """Where each n-gram of one sequence was last seen, kept up to date token by token; and how the
-    sequence has fared with its guesses. sizes: of n-grams, the longest first. follows: from n-gram
-    to text and the position behind it; several sequences may share it."""
-
-    def __init__(self, sizes: Iterable[int], follows: dict[tuple[int, ...], tuple[list[int], int]]):
-        self.sizes, self.follows = sizes, follows
-        self.num_read = 0  # positions whose n-grams, all that end before them, are entered
-        self.num_misses = 0  # in a row
-        self.rests_until = 0  # no guess before it has so many tokens
-
-    def find(self, token_ids: list[int]) -> tuple[list[int], int, int] | None:
-        """The longest n-gram that `token_ids` ends with and that was there before: the text, the
-        position behind it, n. O(what is new) a call, and so O(the text) altogether."""
-        for position in range(max(self.num_read, 1), len(token_ids)):
-            for n in self.sizes:
-                if n <= position:
-                    self.follows[tuple(token_ids[position - n:position])] = token_ids, position
-        self.num_read = len(token_ids)
-        for n in self.sizes:
-            if n < len(token_ids) and (found := self.follows.get(tuple(token_ids[-n:]))):
-                return *found, n
-        return None
-
-
-class NgramGuesser(Guesser):
-    """Copies what followed the last time. After wrong drafts a sequence gets none for 1, 2, 4, ...
-    tokens: text that does not repeat itself should cost as much as without drafts. (Tried: a single
-    draft after such a pause, and not all of them. It took two steps more for the greedy text of
-    benchmarks/speculative.py, and saved none for the drawn one.)"""
-
-    keys = ("prompt_lookup_max", "prompt_lookup_min")
-
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        longest, shortest = (asked.get(key) for key in NgramGuesser.keys)
-        longest = longest or shortest or DEFAULT_LOOKUP  # one given is both
-        shortest = shortest or longest
-        if shortest > longest:
-            raise ValueError(f"speculative_config: prompt_lookup_min={shortest} is above "
-                             f"prompt_lookup_max={longest}: lower the first or raise the second")
-        asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
-
-    def __init__(self, asked: dict, engine: LLMEngine | None = None):
-        self.asked, self.num_drafts = asked, asked["num_speculative_tokens"]
-        self.indices: dict[Sequence, NgramIndex] = {}
-
-    def make_index(self) -> NgramIndex:
-        longest, shortest = self.asked["prompt_lookup_max"], self.asked["prompt_lookup_min"]
-        return NgramIndex(range(longest, shortest - 1, -1), {})
-
-    def most_for(self, n: int) -> int:
-        """How many tokens are worth guessing behind a match of n."""
-        return self.num_drafts
-
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens, none where nothing is found.
-
-        At the end of the text the copy goes on with its own first tokens, as in LZ77: after "ha ha
-        ha" the match is one "ha" back, and five more can be copied from there.
-        """
-        token_ids, index = seq.token_ids, self.indices.get(seq)
-        if index is None:
-            index = self.indices[seq] = self.make_index()
-        if len(token_ids) < index.rests_until or (found := index.find(token_ids)) is None:
-            return []
-        text, at, n = found
-        count = min(most, self.most_for(n))
-        drafts = text[at:at + count]
-        while len(drafts) < count and text is token_ids:
-            drafts.append(drafts[at - len(token_ids)])
-        return drafts
-
-    def checked(self, seq: Sequence, num_right: int) -> None:
-        index = self.indices[seq]
-        index.num_misses = 0 if num_right else index.num_misses + 1
-        rest = min(2 ** (index.num_misses - 1), LONGEST_REST) if index.num_misses else 0
-        index.rests_until = len(seq.token_ids) + rest
-
-    def forget(self, seq: Sequence) -> None:
-        self.indices.pop(seq, None)
-
-
-class SuffixGuesser(NgramGuesser):
-    """Looks into all texts that the engine has written or read: one dict for all. (A tree of
-    suffixes finds a match of any length and can count what follows. A few lengths are found by a
-    look-up each; the longest one stands for all beyond it.)"""
-
-    keys = ()
-
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        """Nothing can be left out."""
-
-    def __init__(self, asked: dict, engine: LLMEngine | None = None):
-        super().__init__(asked, engine)
-        self.follows: dict = {}
-
-    def make_index(self) -> NgramIndex:
-        if len(self.follows) > MOST_NGRAMS:
-            self.follows.clear()
-        return NgramIndex(SUFFIXES, self.follows)
-
-    def most_for(self, n: int) -> int:
-        return self.num_drafts if n == SUFFIXES[0] else min(n, self.num_drafts)
-
-    def forget(self, seq: Sequence) -> None:
-        if index := self.indices.pop(seq, None):
-            index.find(seq.token_ids)  # enters its last tokens
-
-
-class ModelGuesser(Guesser):
-    """A small network generates the drafts, for all rows of a step together."""
-
-    keys = ("model",)
-
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
-        config, tokenizer, vocab_size = plan.config, plan.tokenizer, plan.model_config.vocab_size
-        if asked.get("model") is None:
-            raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
-                             "small model with the same vocabulary")
-        name = str(asked["model"])
-        try:
-            folder = find_model(name, weights=config.load_format != "dummy",
-                                code=config.trust_remote_code)
-            asked["model"] = str(folder)  # where other ranks will look for it
-            draft = ModelConfig.from_folder(folder)
-            check_shares(config.tensor_parallel_size, draft.num_attention_heads,
-                         draft.num_key_value_heads)
-        except ValueError as error:
-            raise ValueError(f"speculative_config: {error}") from error
-        if not draft.architecture.endswith("ForCausalLM"):
-            raise ValueError(f"speculative_config: model={name!r} has no LM head, by its "
-                             f"architecture {draft.architecture}: choose a ...ForCausalLM "
-                             "checkpoint")
-        if draft.vocab_size != vocab_size:
-            raise ValueError(f"speculative_config: model={name!r} has a vocabulary of "
-                             f"{draft.vocab_size} tokens, {config.model!r} one of {vocab_size}: "
-                             "choose a draft model of the same family")
-        if tokenizer is not None and any(folder.glob("*token*")):
-            other = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
-            if _vocabulary(other) != _vocabulary(tokenizer):
-                raise ValueError(f"speculative_config: the tokens of model={name!r} are others "
-                                 f"than those of {config.model!r}: choose a draft model of the "
-                                 "same family")
-        if draft.max_position_embeddings < config.max_model_len:
-            say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind "
-                "them its guesses will be worse")
-
-    def __init__(self, asked: dict, engine: LLMEngine):
-        self.num_drafts = asked["num_speculative_tokens"]
-        self.runner = engine.runner
-        self.max_num_batched_tokens = engine.config.max_num_batched_tokens
-
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Placeholders: `fill` computes the tokens at launch, when the step has its blocks."""
-        return [UNKNOWN] * min(most, self.num_drafts)
-
-    def fill(self, step: Step) -> None:
-        """Put the guesses into `step.drafts`.
-
-        First the small network computes the tokens that the model is about to compute, so that
-        every block has its KV, too. Behind the prompt it begins one token earlier: the last draft
-        of the step before was never its input, so if that draft was right, its KV is missing.
-
-            known     .. 17 18          model        18 [19 20 21]
-            first     17 18 -> 19       second       19 -> 20         third   20 -> 21
-
-        Drafts that are known already (a grammar forces them: structured.py) are only its input.
-
-        Known limit: if the sequence then ends, is preempted, or decodes with no budget left, that
-        KV stays missing, and a sequence that reuses the block gets worse drafts there.
-        """
-        known = {seq: drafts for seq, drafts in step.drafts.items() if UNKNOWN not in drafts}
-        asked = [seq for seq in step.drafts if seq not in known]
-        first = Step(step.index, network=1, sampling=asked, drafts=known,
-                     block_moves=step.block_moves)
-        step.block_moves = []  # the first launch moves blocks for both
-        spare = self.max_num_batched_tokens - step.num_tokens
-        for (seq, num_new), start in zip(step.num_new_tokens.items(), step.starts, strict=True):
-            guesses = seq in step.drafts and seq not in known
-            num_given = 1 if guesses else num_new
-            earlier = guesses or (spare > 0 and (
-                seq in known or num_new == 1 and start >= seq.num_prompt_tokens))
-            spare -= earlier and not guesses  # whose place in the budget is that of a draft
-            first.num_new_tokens[seq] = num_given + earlier
-            first.starts.append(start - earlier)
-        passes = [(first, self.runner.launch(first))]
-        for i in range(1, max((len(step.drafts[seq]) for seq in asked), default=0)):
-            rows = [seq for seq in asked if len(step.drafts[seq]) > i]
-            # Their input, the guess before, is still on the device: see batch.py.
-            one = Step(step.index, dict.fromkeys(rows, 1), [len(seq.token_ids) - 1 + i
-                                                            for seq in rows], rows, network=1)
-            passes.append((one, self.runner.launch(one)))
-        for i, (one, output) in enumerate(passes):
-            for seq, token_id in zip(one.sampling, self.runner.fetch(output)[0], strict=True):
-                step.drafts[seq][i] = token_id
-
-
-def _vocabulary(tokenizer) -> dict[str, int]:
-    """Without what was added for chats: those differ within a family, and do no harm."""
-    added = tokenizer.get_added_vocab()
-    return {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
-
-
-GUESSERS: dict[str, type[Guesser]] = {
-    "ngram": NgramGuesser, "suffix": SuffixGuesser, "draft_model": ModelGuesser}
-
-
-# ------------------------------------------------------------- beside the engine
+GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGuesser,
+                                      "draft_model": ModelGuesser, "eagle3": HiddenGuesser}
 
 
 class Speculation(Extra, Observer):
@@ -300,12 +54,13 @@ class Speculation(Extra, Observer):
         config, asked = plan.config, dict(plan.config.speculative_config)
         guesser = _choose(config, asked)
         guesser.check(asked, plan)
+        plan = guesser.prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step" + (", which then runs without CUDA graphs"
                                 if config.device == "cuda" else ""))
         if config.async_scheduling:
             say("overlap is off: drafts follow tokens that the host must have seen")
-        return replace(plan, config=replace(config, speculative_config=asked,
+        return replace(plan, config=replace(plan.config, speculative_config=asked,
                                             async_scheduling=False))
 
     def attach(self, engine: LLMEngine) -> None:

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.extras import speculative
-from nanoserve.extras.speculative import NgramGuesser, NgramIndex, Speculation, SuffixGuesser
+from nanoserve.extras import guessers
+from nanoserve.extras.guessers import NgramGuesser, NgramIndex, SuffixGuesser
+from nanoserve.extras.speculative import Speculation
 from nanoserve.llm import BUNDLED_MODEL
 from nanoserve.scheduler import Scheduler
 
@@ -105,7 +106,7 @@ def test_suffix_looks_into_earlier_answers_and_compares_more():
 
 
 def test_suffix_forgets_when_it_has_read_much(monkeypatch):
-    monkeypatch.setattr(speculative, "MOST_NGRAMS", 40)
+    monkeypatch.setattr(guessers, "MOST_NGRAMS", 40)
     guesser = SuffixGuesser(NGRAM)
     for i in range(20):
         seq = sequence(str(i), [i, *range(50, 60)], SamplingParams())

@@ -98,7 +98,7 @@ def test_overlap_is_off_and_says_so(qwen3, capsys):
 
 @pytest.mark.parametrize("config, message", [
     ("ngram", "must be a dict"),
-    (dict(), "method=None is not supported: choose one of ngram, suffix, draft_model"),
+    (dict(), "method=None is not supported: choose one of ngram, suffix, draft_model, eagle3"),
     (dict(method="eagle", num_speculative_tokens=2), "method='eagle' is not supported"),
     (dict(method=["ngram"], num_speculative_tokens=2), "method=\\['ngram'\\] is not supported"),
     (dict(method="ngram"), "num_speculative_tokens is missing"),

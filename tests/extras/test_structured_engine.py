@@ -22,7 +22,8 @@ from grammars import (
 )
 
 from nanoserve import SamplingParams
-from nanoserve.extras.speculative import UNKNOWN, Speculation
+from nanoserve.extras.guessers import UNKNOWN
+from nanoserve.extras.speculative import Speculation
 from nanoserve.extras.structured import Grammar, StructuredOutput
 
 MAX_TOKENS = 24

@@ -1,0 +1,252 @@
+"""Drafts from what the model was thinking: a small head reads its hidden states (EAGLE-3).
+
+A model's hidden states hold more of the next tokens than its last one shows. So a head of one layer
+reads them: from three of the model's layers, as trained, side by side (Li et al. 2025, "EAGLE-3").
+At position t it sees the model's states there and the token behind, and guesses the one after:
+
+    position           0     1     2     3         the model has computed 0..3, and sampled x4
+    model's states    h0    h1    h2    h3  ┐
+    token behind      x1    x2    x3    x4  ┴──► head ──► g3 ──► d5   the first draft
+                                          its own:  g3, d5 ──► g4 ──► d6   the second
+
+The head is network 1 of the engine. Its layer is one more KV layer of the same blocks, so chunks,
+prefix hits and preemption need no case of their own. It is run when the next step is planned, once
+for all tokens that the last step has computed, and then once for each further draft.
+
+**A state is found by its token's slot.** The states of a step stay on the device with the slots
+where its KV went, on every rank, and the head's tokens have the same slots. So nothing of who was
+where is sent along. The head's own states lie at `Sequence.row`.
+
+Invariant: no token changes, as with any drafts (speculative.py). Known limits: our own decoder,
+heads of one layer in Llama's form; in a block that others find, the last token's KV saw the token
+that was behind it then, so a draft there may be worse; no CUDA graphs. Not known here: how drafts
+are checked. Road not taken: trees of drafts, which a step would check with a mask of their own.
+"""
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.hub import find_model
+from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights, stored_tensors
+from nanoserve.checkpoint.model_config import ModelConfig, read_json
+from nanoserve.config import EngineConfig
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extras.guessers import UNKNOWN, Guesser, write_drafts
+from nanoserve.frontend.metrics import Observer
+from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
+from nanoserve.model import MLP, Attention, Decoder, KVCache, Pair
+from nanoserve.sequence import Sequence, Step
+
+HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
+VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # of heads, which are not known here
+States = torch.Tensor  # (num_tokens, hidden_size), of one network or several side by side
+
+
+# -------------------------------------------------------------------- the head
+
+
+class Taps:
+    """The stream in front of some of the model's layers, kept until the next step."""
+
+    def __init__(self, model: Decoder, layers: list[int]):
+        self.streams: dict[int, States] = {}
+        self.slots = torch.empty(0)
+        for i in layers:
+            model.layers[i].register_forward_pre_hook(partial(self.take, i))
+
+    def take(self, i: int, layer: nn.Module, args: tuple) -> None:
+        hidden, residual, _, _, batch, *_ = args
+        self.streams[i] = hidden if residual is None else hidden + residual
+        self.slots = batch.slot_mapping.clone()  # whose memory is used again
+
+    def at(self, slots: torch.Tensor) -> States:
+        """(num_tokens, layers x hidden_size) of the tokens with these slots."""
+        ordered, order = self.slots.sort()
+        index = order[torch.searchsorted(ordered, slots).clamp(max=len(order) - 1)]
+        return torch.cat([stream[index] for _, stream in sorted(self.streams.items())], -1)
+
+
+class HeadLayer(nn.Module):
+    """A decoder's layer whose attention reads two vectors side by side."""
+
+    def __init__(self, config: ModelConfig, on: Placement, norms_first: bool):
+        super().__init__()
+        self.norms_first = norms_first
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
+        self.self_attn = Attention(config, 0, on)
+        self.self_attn.qkv_proj = on.linear(2 * config.hidden_size,
+                                            self.self_attn.qkv_proj.matrices, config.qkv_bias, on)
+        self.mlp = MLP(config, on)
+
+    def forward(self, embedded: States, states: States, angles: Pair, kv: Pair, batch: Batch,
+                wanted: torch.Tensor) -> States:
+        normed = self.hidden_norm(states)
+        residual = normed if self.norms_first else states
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        attended = self.self_attn(both, angles, kv, batch, wanted)
+        normed, residual = self.post_attention_layernorm.add(attended, residual[wanted])
+        return self.mlp(normed) + residual
+
+
+class Head(nn.Module):
+    """The network that guesses. Names are the checkpoints'. model: whose states it reads; num_rows:
+    of `Sequence.row`."""
+
+    def __init__(self, entries: dict, num_rows: int, model: ModelConfig, on: Placement):
+        super().__init__()
+        config = self.config = config_of(entries)
+        self.left_out, self.most_rows, self.ranks = 0, 2 ** 31, on.ranks
+        _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
+        self.kv_shapes = [(kv_heads.size, config.head_dim)]
+        self.layers = tapped(entries, model.num_hidden_layers)
+        self.fc = on.linear(len(self.layers) * model.hidden_size, {"fc": config.hidden_size},
+                            False, on)
+        self.midlayer = HeadLayer(config, on, bool(entries.get("norm_before_residual")))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, on)
+        self.size = entries.get("draft_vocab_size") or config.vocab_size
+        self.lm_head = on.linear(config.hidden_size, {"lm_head": on.ranks.share(self.size)}, False,
+                                 on)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
+        self.targets = torch.arange(self.size, device=on.device)  # the model's ids of its tokens
+
+    def join(self, model: Decoder) -> None:
+        """From now on read this network's states, and look tokens up in its embedding."""
+        self.taps, self.embed = Taps(model, self.layers), weakref.WeakMethod(model.embed)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> States:
+        """The first drafts of a step read the model's states, further ones the head's own; their
+        input is not yet known to the host, which tells the two apart."""
+        states = self.own[batch.sample_rows] if batch.num_unknown else self.fc(
+            self.taps.at(batch.slot_mapping))
+        out = self.midlayer(self.embed()(input_ids), states, self.rotary(positions), kv_cache[0],
+                            batch, wanted)
+        self.own[batch.sample_rows] = out
+        return self.norm(out)
+
+    def compute_logits(self, hidden: States) -> torch.Tensor | None:
+        """Over the model's vocabulary. A head knows the frequent tokens alone."""
+        logits = self.ranks.gather(self.lm_head(hidden), self.size)
+        if logits is None or self.size == self.config.vocab_size:
+            return logits
+        every = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return every.index_copy_(1, self.targets, logits)
+
+
+def config_of(entries: dict) -> ModelConfig:
+    """A head's layer is Llama's, whatever the model is."""
+    return ModelConfig.from_dict(entries | {"architectures": ["LlamaForCausalLM"],
+                                            "tie_word_embeddings": False})
+
+
+def tapped(entries: dict, num_layers: int) -> list[int]:
+    """In front of which layers the model's states are read."""
+    named = entries.get("eagle_config") or entries
+    return sorted(named.get("eagle_aux_hidden_state_layer_ids")
+                  or (2, num_layers // 2, num_layers - 3))
+
+
+def make_head(config: EngineConfig, entries: dict, model: ModelConfig, folder: Path,
+              on: Placement) -> Head:
+    """With its weights. The embedding is the model's, of which a head may bring a copy."""
+    head = Head(entries, config.max_num_seqs, model, on)
+    if config.load_format == "dummy":
+        load_dummy_weights(head, config.seed)
+    else:
+        load_weights(head, head.config, folder, False, ("t2d", "embed_tokens."),
+                     tensors=read_head(head, folder, config.load_format))
+    return head
+
+
+def read_head(head: Head, folder: Path, load_format: str) -> Tensors:
+    """Its tensors by one name; the map of its vocabulary goes to `targets`."""
+    for file, name, tensor in stored_tensors(folder, load_format):
+        if name == "d2t":  # how much larger the model's id is
+            head.targets += tensor.to(head.targets)
+        else:
+            yield file, name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
+
+
+# ----------------------------------------------------------------- who guesses
+
+
+class HiddenGuesser(Guesser, Observer):
+    """Drafts by a head that reads the model's hidden states."""
+
+    keys = ("model",)
+
+    @staticmethod
+    def check(asked: dict, plan: Plan) -> None:
+        """A head belongs to one model: sizes must be as it was trained."""
+        model = plan.model_config
+        if plan.parts.make_network is not None:
+            raise ValueError("speculative_config: method='eagle3' needs a network of our own, and "
+                             f"{model.architecture} is transformers': leave it out")
+        if asked.get("model") is None:
+            raise ValueError("speculative_config: model is missing: name the folder or hub id of "
+                             f"a head that was trained for {plan.config.model!r}")
+        name = str(asked["model"])
+        folder = find_model(name, "speculative_config: model")
+        asked["model"] = str(folder)
+        entries = read_json(folder / "config.json", required=True)
+        if not set(HEADS).intersection(entries.get("architectures") or ()):
+            raise ValueError(f"speculative_config: model={name!r} is no EAGLE-3 head, by its "
+                             f"architectures {entries.get('architectures')}: choose one of "
+                             f"{', '.join(HEADS)}")
+        known = entries | (entries.get("eagle_config") or {})
+        if strange := [key for key in VARIANTS if known.get(key)] or (
+                ["num_hidden_layers"] if known.get("num_hidden_layers", 1) != 1 else []):
+            raise ValueError(f"speculative_config: model={name!r} has {strange[0]}="
+                             f"{known[strange[0]]!r}, which is not supported: choose a head of one "
+                             "layer without it")
+        for size, wanted in (("vocab_size", model.vocab_size),
+                             ("target_hidden_size" if "target_hidden_size" in entries else
+                              "hidden_size", model.hidden_size)):
+            if entries.get(size) != wanted:
+                raise ValueError(f"speculative_config: model={name!r} was trained for another "
+                                 f"model: its {size} is {entries.get(size)}, not {wanted}")
+        if strange := set(tapped(entries, model.num_hidden_layers)) - {
+                *range(model.num_hidden_layers)}:
+            raise ValueError(f"speculative_config: model={name!r} reads layer {min(strange)} of "
+                             f"{model.num_hidden_layers}: it was trained for another model")
+
+    @staticmethod
+    def prepare(asked: dict, plan: Plan) -> Plan:
+        entries = read_json(Path(asked["model"]) / "config.json")
+        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
+        return replace(plan, config=config, parts=replace(
+            plan.parts, make_draft=partial(make_head, config, entries, plan.model_config)))
+
+    def __init__(self, asked: dict, engine: LLMEngine):
+        self.num_drafts, self.runner = asked["num_speculative_tokens"], engine.runner
+        self.computed: dict[Sequence, int] = {}  # by the last step, from which position on
+        engine.observers.append(self)
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        self.computed = dict(zip(step.num_new_tokens, step.starts, strict=True))
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """Placeholders, for a sequence whose last hidden state is there: not after a lost step."""
+        return [UNKNOWN] * min(most, self.num_drafts) if seq in self.computed else []
+
+    def fill(self, step: Step) -> None:
+        """The head computes what the model has computed in the last step, so that no position lacks
+        its KV, and then goes on alone. Of a step whose drafts were wrong, the tokens that count."""
+        first = Step(step.index, network=1, shift=1, sampling=[
+            seq for seq, drafts in step.drafts.items() if UNKNOWN in drafts])
+        for seq, start in self.computed.items():
+            if seq.row >= 0 and seq.num_computed_tokens > start:  # it was not preempted
+                first.num_new_tokens[seq] = seq.num_computed_tokens - start
+                first.starts.append(start)
+        self.computed = {}
+        if first.num_new_tokens:
+            first.block_moves, step.block_moves = step.block_moves, []
+            write_drafts(self.runner, step, first)
