@@ -140,18 +140,9 @@ class EngineConfig:
             self.pipeline_parallel_size)
 
     @property
-    def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.num_stages
-
-    @property
     def steps_at_once(self) -> int:
         """Steps of disjoint sequences that are in flight together: one for each stage."""
         return self.num_stages if self.async_scheduling else 1
-
-    @property
-    def depth(self) -> int:
-        """How many steps stay in flight while the next is scheduled."""
-        return max(1, self.steps_at_once - 1) if self.async_scheduling else 0
 
     @property
     def num_drafts(self) -> int:

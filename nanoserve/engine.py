@@ -95,7 +95,7 @@ class LLMEngine:
         self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
         self.before_launch: list[Callable[[Step], None]] = []  # called with each step
         self.when_idle: list[Callable[[], None]] = []  # for steps of their own: no request is left
-        self.depth = config.depth
+        self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step

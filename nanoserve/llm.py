@@ -73,7 +73,7 @@ class LLM(LLMEngine):
             plan = extra.prepare(plan)
         config = plan.config
         make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
-        ranks = start_ranks(config.num_ranks, config.device,
+        ranks = start_ranks(config.tensor_parallel_size * config.num_stages, config.device,
                             "nanoserve.parallel.serving:serve_rank", make_runner)
         # Also when nobody calls shutdown(): the ranks end with the engine, or with the script.
         weakref.finalize(self, ranks.close, LAST_WORD)
@@ -237,12 +237,9 @@ class LLM(LLMEngine):
         self._new_weights().wake_up(tags)
 
     def deploy(self, layer_plan: dict | list) -> None:
-        """Other places for the layers: see `extras.layer_plan.LayerPlan.deploy`."""
-        from nanoserve.extras.layer_plan import LayerPlan
-        if (annexe := self.extra(LayerPlan)) is None:
-            raise ValueError("deploy() is for an engine that was made with a layer_plan: "
-                             "{'disk': 0} will do")
-        annexe.deploy(layer_plan)
+        """Other places for the layers: see `extras.layer_plan.deploy`."""
+        from nanoserve.extras.layer_plan import deploy
+        deploy(self, layer_plan)
 
     def _new_weights(self):
         from nanoserve.extras.new_weights import NewWeights

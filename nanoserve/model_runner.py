@@ -238,7 +238,7 @@ class ModelRunner:
                         f"{num_tokens:,} or max_num_seqs={num_rows:,}"):
             self.builder = BatchBuilder(num_rows, num_tokens, max_model_len, config.block_size,
                                         self.device, num_drafts=config.num_drafts,
-                                        staged=self.wants_graphs, num_buffers=config.depth + 1)
+                                        staged=self.wants_graphs, num_buffers=config.steps_at_once)
         # One entry more than there are rows: samples of padding rows are written to it.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=self.device)
 

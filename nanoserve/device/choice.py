@@ -103,7 +103,7 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
         device = f"cuda ({torch.cuda.get_device_name(runner.device)})"
     elif c.kernels != "triton":
         device = "cpu"
-    ranks = f" on {c.num_ranks} ranks" if c.num_ranks > 1 else ""
+    ranks = f" on {runner.ranks.size} ranks" if runner.ranks.size > 1 else ""
     graphs = f"graphs up to {c.max_num_seqs}" if runner.graphs else "no graphs"
     pools = f", {runner.pooler}" if runner.pooler else ""
     text = ", text only" if runner.model_config.has_towers else ""

@@ -113,7 +113,7 @@ class Trace:
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
-            states=scheduler.states is not None)
+            states=scheduler.states is not None, lanes=scheduler.steps_at_once)
         blocks.on_evict.append(self._evicted)
 
     # ------------------------------------------------------ what it is told
@@ -340,7 +340,8 @@ def chrome_trace(stream: dict) -> dict:
     """The same in the Trace Event Format: a track of steps, a track for each request, counters.
 
     A run of decoding steps is one slice. With overlap a step starts before the last one has ended;
-    slices of a track must not overlap, so it is drawn from where the last one ends.
+    slices of a track must not overlap, so it is drawn from where the last one ends. Where as many
+    steps are in flight as there are stages, there are as many tracks of steps.
     """
     events = [dict(ph="M", name="process_name", pid=pid, args={"name": name})
               for pid, name in ((1, "engine"), (2, "requests"))]
@@ -350,9 +351,10 @@ def chrome_trace(stream: dict) -> dict:
     decoding: dict[int, dict] = {}  # request -> its slice that may go on
     reached = [0] * len(stream["requests"])  # how far it was computed: what is before is repeated
     prompt = [request[1] for request in stream["requests"]]
-    begin = 0
+    ends = [0] * stream["meta"]["lanes"]
     for frame, found in zip(stream["frames"], rows(stream["frames"]), strict=True):
-        begin, end = max(frame["t"], begin), max(frame["t"] + max(frame["d"], 0), begin)
+        lane = frame["i"] % len(ends)
+        begin, end = (max(t, ends[lane]) for t in (frame["t"], frame["t"] + max(frame["d"], 0)))
         sums = dict(prefill=0, decode=0, recompute=0)
         still: dict[int, dict] = {}
         for request, start, n, _ in found:
@@ -373,11 +375,11 @@ def chrome_trace(stream: dict) -> dict:
                 still[request] = event
         decoding = still
         if frame["i"] >= 0:
-            events.append(dict(ph="X", name=f"step {frame['i']}", pid=1, tid=0, ts=begin,
+            events.append(dict(ph="X", name=f"step {frame['i']}", pid=1, tid=lane, ts=begin,
                                dur=end - begin, args=dict(tokens=sum(sums.values()))))
         events.append(dict(ph="C", name="tokens", pid=1, ts=begin, args=sums))
         for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
             for request in frame.get(kind, [])[::2]:
                 events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))
-        begin = end
+        ends[lane] = end
     return dict(traceEvents=events, displayTimeUnit="ms", otherData=stream["meta"])

@@ -183,3 +183,17 @@ def test_sums_of_a_stream_are_those_that_the_next_norm_reads():
     apart = ops.add_rms_norm(x, residual, weight, 1e-6)
     alone = ops.add_rms_norm(x + residual, None, weight, 1e-6)
     assert all(map(torch.equal, apart, alone))
+
+
+def test_a_trace_has_a_track_for_each_step_in_flight(checkpoints, prompts, tmp_path,
+                                                     ranks_in_threads):
+    """Slices of a track don't overlap, those of two tracks do."""
+    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 2], trace=tmp_path / "it.json") as llm:
+        texts(llm, prompts[3:6])
+    events = json.loads((tmp_path / "it.json").read_text())["traceEvents"]
+    steps = [(one["tid"], one["ts"], one["ts"] + one["dur"]) for one in events
+             if one["pid"] == 1 and one["ph"] == "X"]
+    tracks = [sorted(span for lane, *span in steps if lane == wanted) for wanted in (0, 1)]
+    for track in tracks:
+        assert all(end <= start for (_, end), (start, _) in zip(track, track[1:], strict=False))
+    assert any(start < begin < end for start, end in tracks[0] for begin, _ in tracks[1])
