@@ -77,8 +77,7 @@ class CoreRequest:
     bad_word_ids: list[list[int]] = field(default_factory=list)  # no output contains one of these
     adapter_id: int = 0  # of its LoRA adapter, 0 for none: extras/lora.py
     root: "CacheEntry | None" = None  # parent of the first block: its key hashes the adapter
-    # By block: what its tokens stand for, beside themselves (extras/multimodal.py: pixels).
-    contents: dict[int, bytes] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)  # by block: pixels' hashes
 
     @cached_property
     def needs_output_tokens(self) -> bool:

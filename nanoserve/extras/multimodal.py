@@ -87,15 +87,6 @@ class Shown:
         return np.concatenate((self.positions[:, start:start + count], behind), 1)
 
 
-@dataclass
-class View:
-    """What the decoder gets in one step."""
-
-    index: torch.Tensor  # (k,) which tokens of the batch are placeholders
-    features: torch.Tensor  # (k, width)
-    positions: torch.Tensor | None  # (3, 1, num_tokens)
-
-
 class Eyes:
     """A network's tower, its encoder cache, and the hook in front of its decoder."""
 
@@ -113,7 +104,9 @@ class Eyes:
         self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
         self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
         self.lock = RLock()  # requests are made in any thread
-        self.view: View | None = None  # of the step to come
+        # Of the step to come: which tokens of the batch are placeholders, (k,); their features,
+        # (k, width); positions, (3, 1, num_tokens), where the decoder has M-RoPE.
+        self.view: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         network.get_decoder().register_forward_pre_hook(self.look, with_kwargs=True)
 
     # ------------------------------------------------------------ the tower
@@ -167,12 +160,11 @@ class Eyes:
                 features += self.slices(one, first, last)
             positions.append(one.positions_of(start, count))
             at += count
-        turned = self.index_of is not None
-        self.view = View(
-            torch.from_numpy(np.concatenate(index or [NOTHING.places])).to(self.on.device),
-            torch.cat(features) if features else torch.empty(0, self.size),
-            torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
-            if turned else None)
+        index.append(NOTHING.places)
+        features.append(torch.empty(0, self.width, dtype=self.on.dtype, device=self.on.device))
+        turned = torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
+        self.view = (torch.from_numpy(np.concatenate(index)).to(self.on.device),
+                     torch.cat(features), None if self.index_of is None else turned)
 
     def slices(self, shown: Shown, first: int, last: int) -> list[torch.Tensor]:
         """The features of a request's placeholders first .. last - 1. Two pictures of 4: 3 .. 6 are
@@ -186,14 +178,15 @@ class Eyes:
         view, self.view = self.view, None
         if view is None:
             return None
-        if view.positions is not None:
-            given["position_ids"] = view.positions
-        if len(view.index):
-            first, *deeper = view.features.split(self.size, 1)
-            given["inputs_embeds"] = given["inputs_embeds"].index_copy(1, view.index, first[None])
+        index, features, positions = view
+        if positions is not None:
+            given["position_ids"] = positions
+        if len(index):
+            first, *deeper = features.split(self.size, 1)
+            given["inputs_embeds"] = given["inputs_embeds"].index_copy(1, index, first[None])
             if deeper:  # added to the hidden states behind the first layers
                 mask = torch.zeros_like(given["inputs_embeds"][..., 0], dtype=torch.bool)
-                mask[0, view.index] = True
+                mask[0, index] = True
                 given |= dict(visual_pos_masks=mask, deepstack_visual_embeds=deeper)
         return args, given
 

@@ -58,19 +58,21 @@ def from_tensors(given: Mapping, names: list[str]) -> Picture:
 
 def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
     """transformers' own, without its part for videos, which alone needs torchvision."""
-    kind = PROCESSOR_MAPPING[type(hf_config)]
-    parts = [name for name in kind.get_attributes() if name != "video_processor"]
-
-    class ForImages(kind):
-        def __init__(self, *args, **options):
-            super().__init__(*args, video_processor=None, **options)
-
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return parts
-
     try:
-        return (kind if parts == kind.get_attributes() else ForImages).from_pretrained(folder)
+        kind = PROCESSOR_MAPPING[type(hf_config)]
+        parts = kind.get_attributes()
+        if "video_processor" not in parts:
+            return kind.from_pretrained(folder)
+
+        class ForImages(kind):
+            def __init__(self, *args, **options):
+                super().__init__(*args, video_processor=None, **options)
+
+            @classmethod
+            def get_attributes(cls) -> list[str]:
+                return [name for name in parts if name != "video_processor"]
+
+        return ForImages.from_pretrained(folder)
     except Exception as error:  # transformers raises whatever its parts raise
         raise ValueError(f"{folder}: its processor for images can't be loaded ({error}): pass what "
                          "a processor made, see docs/vision.md") from error

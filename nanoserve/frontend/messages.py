@@ -102,7 +102,7 @@ def _tidy(message: dict, where: str) -> dict:
         content = kept.pop("refusal", "")
     if not isinstance(content, str):
         raise ValueError(f"{where}: a message's content must be text or text parts, because models "
-                         f"here read text alone, got {content!r:.80}")
+                         f"here read text alone (images: docs/vision.md), got {content!r:.80}")
     return kept | {"role": role, "content": content}
 
 
