@@ -119,7 +119,8 @@ class Reader:
         # Only where this comes a call may have ended.
         self.tip = commonprefix([form.between or form.close, form.close]).strip()[-1:]
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
-        self.longest = 2 * len(form.open + form.after) + len(names)  # of a call's beginning
+        longest = max(map(len, self.schemas), default=0)
+        self.longest = 2 * len(form.open + form.after) + longest  # of a call's beginning
         behind = "(?P=name)".join(map(loose, form.after.split(NAME)))
         self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
                       for begin in (r"\s*" + loose(form.open), r"\s*")]

@@ -51,8 +51,10 @@ def test_anthropics_client(server):
         [use] = stream.get_final_message().content
     assert Weather(**use.input)
     assert client.messages.count_tokens(model="tested", messages=chat).input_tokens > 20
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(model="unknown", max_tokens=1, messages=chat)
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert caught.value.request_id
 
 
 def test_openai_agents_by_responses_its_default(server):

@@ -149,6 +149,9 @@ def test_cohere(pooling):
         assert best == sorted(range(3), key=lambda i: -expected[i])[:2]
         assert [one.relevance_score for one in answer.results] == pytest.approx(
             [expected[i] for i in best], abs=1e-5)
+    answer = cohere.ClientV2("none", base_url=pooling.url).embed(
+        model="tested", texts=DOCUMENTS, input_type="search_document", embedding_types=["float"])
+    assert answer.embeddings.float_ == vectors(pooling)
 
 
 def test_guidellm(server, tmp_path):
