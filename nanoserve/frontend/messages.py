@@ -86,8 +86,8 @@ def _tidy(message: dict, where: str) -> dict:
     """One form for all that means the same. where: what an error calls the message."""
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{where} needs a 'role' such as 'system', 'user' or 'assistant', got "
-                         f"role={role!r} in {str(message)[:80]}")
+        raise ValueError(f"{where}: a message needs a 'role' such as 'system', 'user' or "
+                         f"'assistant', got role={role!r} in {str(message)[:80]}")
     kept = {key: value for key, value in message.items() if value not in (None, [], {})}
     if function := kept.pop("function_call", None):  # the older form of one call
         kept.setdefault("tool_calls", [{"type": "function", "function": function}])

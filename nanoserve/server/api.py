@@ -22,6 +22,7 @@ which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, 
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -387,6 +388,8 @@ def bad_requests(body: Body):
         raise
     except ValueError as error:
         said = str(error)
+        if isinstance(body, Language):  # whose items have other numbers than the chat's messages
+            said = re.sub(r"^messages\.[\w.]+: ", "", said)
         field, code = protocol.blamed_field(said, body), None
         if "maximum context length is" in said:
             code, said = TOO_LONG, f"prompt is too long: {said}"  # Claude Code shortens it then

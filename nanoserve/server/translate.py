@@ -323,8 +323,8 @@ class CountBody(Language):
         choice = self.tool_choice or {}
         named = dict(type="function", function=dict(name=choice.get("name")))
         found = dict(auto="auto", any="required", none="none", tool=named)
-        thinks = dict(enabled=True, disabled=False).get((self.thinking or {}).get("type"))
-        if choice and choice.get("type") not in found:
+        thinks = dict(enabled=True, disabled=False).get(str((self.thinking or {}).get("type")))
+        if choice and str(choice.get("type")) not in found:
             raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
         return dict(
             messages=self._messages(), tool_choice=found.get(choice.get("type")),

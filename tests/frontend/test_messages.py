@@ -141,7 +141,7 @@ def test_texts_that_a_template_changes_are_not_missed():
      r"^messages\.1\.content\.1: .*got {'type': 'image_url'}"),
     (dict(role="user", content=[dict(type="text")]), "content must be text"),
     (dict(role="user", content=[dict(type="text", text=5)]), "content must be text"),
-    (dict(content="x"), "messages.1 needs a 'role'.*x"),
+    (dict(content="x"), "messages.1: a message needs a 'role'.*x"),
     (dict(role=None, content="x"), "needs a 'role'"),
     (dict(role="", content="x"), "needs a 'role'"),
     (dict(role=["user"], content="x"), "needs a 'role'"),

@@ -170,7 +170,8 @@ def test_codex_shows_its_tools_in_groups(server):
     (MESSAGES, dict(tools=[dict(type="bash_20250124", name="bash")]), "provider hosts"),
     (MESSAGES, dict(tools=[dict(name="a b", input_schema={})]), "name"),
     (MESSAGES, dict(tool_choice=dict(type="perhaps")), "auto, any, none, tool"),
-    (MESSAGES, dict(messages=[dict(role="user", content=[dict(type="image")])]), "image"),
+    (MESSAGES, dict(messages=[dict(role="user", content=[dict(type="image")])], system="Hi"),
+     "image"),
     (MESSAGES, dict(messages=[dict(role="user", content=[5])]), "content"),
     (MESSAGES, dict(messages=[dict(role="assistant", content=[dict(type="tool_use")])]), "name"),
     (MESSAGES, dict(max_tokens=0), "max_tokens"),
@@ -180,6 +181,8 @@ def test_what_is_wrong_is_said(server, path, wrong, said):
     right = dict(input=ASKED) if path == RESPONSES else dict(messages=TURNS[:1], max_tokens=5)
     status, answer = server.ask(path, right | wrong)
     assert status == 400 and said in answer["error"]["message"], answer
+    if "system" in wrong:  # the chat has numbers of its own: that of the system's turn is 0
+        assert "messages." not in answer["error"]["message"]
 
 
 def test_anthropics_clients_read_our_errors(server):
