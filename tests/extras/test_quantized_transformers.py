@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 import torch
 import wrappings
-from architectures import Made
+from architectures import Made, make
 from checkpoints import Reference
+from hybrids import HYBRIDS
 from packing import FORMATS, by_definition, fp8_by_definition, groups_by_definition, write
 from small_kinds import needs_compiler
 from torch import nn
@@ -72,6 +73,16 @@ def test_the_text_is_that_of_the_rounded_weights(made, tmp_path, name, quantizat
     expected = reference(rounded(made[name], tmp_path / "rounded", quantization))
     assert expected != reference(made[name])
     assert texts(made[name], quantization=quantization, kernels=kernels) == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, quantization", [("qwen3.5", "int8"), ("qwen3-next", "int4")])
+def test_a_delta_nets_matrices_are_rounded_too(tmp_path, name, quantization, capfd):
+    source = make(HYBRIDS[name](), tmp_path / "dense")
+    expected = reference(rounded(source, tmp_path / "rounded", quantization))
+    assert expected != reference(source)
+    assert texts(source, quantization=quantization) == expected
+    assert "1 of 1 layers by ops.delta_rule" in capfd.readouterr().err
 
 
 @kernels
