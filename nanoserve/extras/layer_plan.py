@@ -216,7 +216,6 @@ class LayerPlan(Extra):
                 ("kv_offload_bytes", staged and config.kv_offload_bytes),
                 ("kv_store", staged and config.kv_store),
                 ("runner", staged and config.runner == "pooling" and config.runner),
-                ("enable_lora", staged and config.enable_lora),
                 ("async_scheduling", staged and config.async_scheduling
                  and config.tensor_parallel_size > 1)):
             if value:
@@ -261,8 +260,9 @@ def deploy(engine: LLMEngine, layer_plan: dict | list) -> None:
         if len(plan) != len(present.plan):
             raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
                              f"engine has {len(present.plan)}: make a new LLM")
-        if config.kv_offload_bytes or config.kv_store is not None:
-            raise ValueError("deploy() does not go together with kv_offload_bytes or kv_store")
+        if config.kv_offload_bytes or config.kv_store is not None or config.enable_lora:
+            raise ValueError("deploy() does not go together with kv_offload_bytes, kv_store or "
+                             "enable_lora")
         if any(isinstance(one, NewWeights) and one.source != runner.folder
                for one in engine.extras):
             raise ValueError("deploy() reads the checkpoint again, and this engine has other "

@@ -41,7 +41,7 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import translated
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
-from nanoserve.layers import Linear, beside
+from nanoserve.layers import Linear, Placement, beside
 from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
@@ -158,6 +158,12 @@ class Adapters:
         self.lock = Lock()  # requests are made in any thread
         self.unsent: dict[int, dict[str, torch.Tensor]] = {}  # by id, what no layer has yet
         self.products: dict[str, tuple[AdaptedProducts, str]] = {}  # by the checkpoint's name
+        # All that an adapter may name, also in layers that other ranks have (layer_plan.py).
+        everything = Decoder(model.config, Placement(self.dtype, torch.device("meta")))
+        self.changeable = {beside(path, name): (layer, name)
+                           for path, layer in everything.named_modules()
+                           if isinstance(layer, Linear) and path.startswith("layers.")
+                           for name in layer.matrices}
         self.join(model)
 
     def join(self, model: Decoder) -> None:
@@ -259,7 +265,7 @@ class Adapters:
         return self.known[seen]
 
     def _load(self, content: bytes, asked: LoRARequest) -> Adapter:
-        pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.products)
+        pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.changeable)
         adapter_id = self._free_id(asked)
         self.unsent[adapter_id] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
                              for letter, tensor in zip("AB", pair, strict=True)}
@@ -284,7 +290,7 @@ def receive(runner: ModelRunner, head: torch.Tensor) -> None:
     runner.adapters.receive(head)
 
 
-def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[AdaptedProducts, str]],
+def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, str]],
                  ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
     adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
@@ -331,7 +337,7 @@ def _read_settings(folder: Path) -> dict:
 
 
 def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: dict, max_rank: int,
-            layer: AdaptedProducts, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+            layer: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """One module's two matrices, checked, with `scaling` in the second.
 
     scaling is alpha / rank, with rsLoRA alpha / sqrt(rank) (Kalajdzievski 2023).

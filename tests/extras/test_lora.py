@@ -41,6 +41,14 @@ def test_each_adapter_and_the_bare_model_in_one_batch(voices, options):
         assert texts[0] != voices.check(llm, [1])[0]
 
 
+@pytest.mark.parametrize("plan", [[1, 2], {"disk": 2}], ids=str)
+def test_adapters_of_layers_elsewhere(voices, plan, ranks_in_threads):
+    """Rank 0 reads all of an adapter, also what is for layers that another rank has."""
+    with LLM(voices.base, **SMALL, layer_plan=plan) as llm:
+        for seeds in ([1, 2, None, 1, 2], [3] * 5, [2, None, 1, 2, 1]):
+            voices.check(llm, seeds, str(plan))
+
+
 def test_the_same_prompt_under_two_adapters_and_none_shares_no_block(voices):
     prompt = {"prompt_token_ids": PROMPTS[0]}
     asked = [voices.request(seed) for seed in (1, 2, None)]
