@@ -132,6 +132,8 @@ def asked() -> str:
         count = f"{shape.num_prompts} requests of " if shape.num_prompts > 1 else ""
         common = f"{shape.shared_len:,} common and " if shape.shared_len else ""
         said.append(f"`{name}`: {count}{common}{inputs} tokens in, {outputs} out")
+    (inputs, _), (outputs, _) = SMALL["rows-1"].input_len, SMALL["rows-1"].output_len
+    said.append(f"`rows-N`: N requests of {inputs} tokens in, {outputs} out")
     return "; ".join(said) + "; all submitted at once.\n"
 
 
