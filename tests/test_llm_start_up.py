@@ -75,8 +75,9 @@ def test_a_config_without_an_architecture_is_told_the_supported_ones(dummy, arch
     write_json(dummy / "config.json", architectures=architectures, model_type="mamba")
     with pytest.raises(ValueError, match="mamba") as error:
         start(dummy)
-    assert ("LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
-            "MixtralForCausalLM, Qwen3MoeForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM"
+    assert ("LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, MiMoForCausalLM, "
+            "Qwen3ForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM, Gemma2ForCausalLM, "
+            "Gemma3ForCausalLM"
             ) in str(error.value)
 
 

@@ -42,12 +42,14 @@ _GEMMA = dict(hidden_activation="gelu_pytorch_tanh", head_dim=256, norm_offset=T
               num_key_value_heads=4, query_pre_attn_scalar=256, final_logit_softcapping=None,
               attention_bias=False, layer_types=None)
 _QWEN = dict(sliding_window=4096, use_sliding_window=False)
+_QWEN2 = _QWEN | dict(max_position_embeddings=32768, qkv_bias=True, max_window_layers=28,
+                      layer_types=None)
 FAMILIES: dict[str, dict] = {
     "LlamaForCausalLM": dict(max_position_embeddings=2048, attention_bias=False, mlp_bias=False),
     "MistralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,
                                sliding_window=4096, layer_types=None),
-    "Qwen2ForCausalLM": _QWEN | dict(max_position_embeddings=32768, qkv_bias=True,
-                                     max_window_layers=28, layer_types=None),
+    "Qwen2ForCausalLM": _QWEN2,
+    "MiMoForCausalLM": _QWEN2,  # with layers for drafts: extras/hidden_drafts.py
     "Qwen3ForCausalLM": _QWEN | dict(max_position_embeddings=32768, qk_norm=True, head_dim=128,
                                      max_window_layers=28, layer_types=None, attention_bias=False),
     "MixtralForCausalLM": dict(max_position_embeddings=131072, num_key_value_heads=8,

@@ -1,4 +1,4 @@
-"""Drafts from what the model was thinking: a small head reads its hidden states (EAGLE-3).
+"""Drafts from what the model was thinking: a small head reads its hidden states (EAGLE-3, MTP).
 
 A model's hidden states hold more of the next tokens than its last one shows. So a head of one layer
 reads them: from three of the model's layers, as trained, side by side (Li et al. 2025, "EAGLE-3").
@@ -17,12 +17,15 @@ for all tokens that the last step has computed, and then once for each further d
 where its KV went, on every rank, and the head's tokens have the same slots. So nothing of who was
 where is sent along. The head's own states lie at `Sequence.row`.
 
+Some checkpoints bring such a head for themselves (`OwnHead`): it reads the last layer's states.
+
 Invariant: no token changes, as with any drafts (speculative.py). Known limits: our own decoder,
 heads of one layer in Llama's form; in a block that others find, the last token's KV saw the token
 that was behind it then, so a draft there may be worse; no CUDA graphs. Not known here: how drafts
 are checked. Road not taken: trees of drafts, which a step would check with a mask of their own.
 """
 
+import re
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -40,11 +43,13 @@ from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extras.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve.frontend.metrics import Observer
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
-from nanoserve.model import MLP, Attention, Decoder, KVCache, Pair
+from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
 from nanoserve.sequence import Sequence, Step
 
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
 VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # of heads, which are not known here
+OWN = "model.mtp_layers.0."  # a checkpoint's own head
+BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # what a layer has in it
 States = torch.Tensor  # (num_tokens, hidden_size), of one network or several side by side
 
 
@@ -70,6 +75,27 @@ class Taps:
         ordered, order = self.slots.sort()
         index = order[torch.searchsorted(ordered, slots).clamp(max=len(order) - 1)]
         return torch.cat([stream[index] for _, stream in sorted(self.streams.items())], -1)
+
+
+class LastTap(Taps):
+    """The stream behind the last layer, of every token: that layer would skip those that do not
+    sample, and so it is told that all are wanted, and the others are left out behind it."""
+
+    def __init__(self, model: Decoder):
+        super().__init__(model, [])
+        model.layers[-1].register_forward_pre_hook(self.want_all)
+        model.layers[-1].register_forward_hook(self.keep)
+
+    def want_all(self, layer: nn.Module, args: tuple) -> tuple:
+        *others, batch, self.wanted = args
+        self.slots = batch.slot_mapping.clone()
+        return *others, batch, None
+
+    def keep(self, layer: nn.Module, args: tuple, stream: Pair) -> Pair:
+        self.streams[0] = stream[0] + stream[1]
+        if self.wanted is None:
+            return stream
+        return stream[0][self.wanted], stream[1][self.wanted]
 
 
 class HeadLayer(nn.Module):
@@ -141,6 +167,44 @@ class Head(nn.Module):
         return every.index_copy_(1, self.targets, logits)
 
 
+class OwnHead(nn.Module):
+    """The head that a checkpoint brings for itself, as MiMo has it ("multi-token prediction"): one
+    more decoder layer, which reads the stream behind the last one and ends in the model's LM head.
+    Its second draft reads what the LM head read for the first."""
+
+    def __init__(self, num_rows: int, config: ModelConfig, on: Placement):
+        super().__init__()
+        self.config, self.left_out, self.most_rows = config, 0, 2 ** 31
+        _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
+        self.kv_shapes = [(kv_heads.size, config.head_dim)]
+        self.token_layernorm, self.hidden_layernorm, self.final_layernorm = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
+        self.input_proj = on.linear(2 * config.hidden_size, {"input_proj": config.hidden_size},
+                                    False, on)
+        self.block = DecoderLayer(config, 0, on, False)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
+        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
+
+    def join(self, model: Decoder) -> None:
+        self.taps, self.embed = LastTap(model), weakref.WeakMethod(model.embed)
+        self.logits = weakref.WeakMethod(model.compute_logits)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> States:
+        """As `Head.forward`."""
+        states = (self.own[batch.sample_rows] if batch.num_unknown
+                  else self.taps.at(batch.slot_mapping))
+        both = torch.cat((self.hidden_layernorm(states),
+                          self.token_layernorm(self.embed()(input_ids))), -1)
+        stream = self.block(self.input_proj(both), None, self.rotary(positions), kv_cache[0],
+                            batch, wanted)
+        out = self.own[batch.sample_rows] = self.final_layernorm.add(*stream)[0]
+        return out
+
+    def compute_logits(self, hidden: States) -> torch.Tensor | None:
+        return self.logits()(hidden)
+
+
 def config_of(entries: dict) -> ModelConfig:
     """A head's layer is Llama's, whatever the model is."""
     return ModelConfig.from_dict(entries | {"architectures": ["LlamaForCausalLM"],
@@ -163,6 +227,20 @@ def make_head(config: EngineConfig, entries: dict, model: ModelConfig, folder: P
     else:
         load_weights(head, head.config, folder, False, ("t2d", "embed_tokens."),
                      tensors=read_head(head, folder, config.load_format))
+    return head
+
+
+def make_own_head(config: EngineConfig, model: ModelConfig, folder: Path,
+                  on: Placement) -> OwnHead:
+    """Of the model's own files, which have it beside the layers."""
+    head = OwnHead(config.max_num_seqs, model, on)
+    if config.load_format == "dummy":
+        load_dummy_weights(head, config.seed)
+        return head
+    load_weights(head, model, folder, False, tensors=(
+        (file, re.sub(BLOCK, "block.", name.removeprefix(OWN)), tensor)
+        for file, name, tensor in stored_tensors(folder, config.load_format)
+        if name.startswith(OWN)))
     return head
 
 
@@ -250,3 +328,31 @@ class HiddenGuesser(Guesser, Observer):
         if first.num_new_tokens:
             first.block_moves, step.block_moves = step.block_moves, []
             write_drafts(self.runner, step, first)
+
+
+class OwnGuesser(HiddenGuesser):
+    """Drafts by the head that the model's checkpoint brings along."""
+
+    keys = ()
+
+    @staticmethod
+    def check(asked: dict, plan: Plan) -> None:
+        model = plan.model_config
+        if plan.parts.make_network is not None or model.architecture != "MiMoForCausalLM":
+            raise ValueError("speculative_config: method='mtp' reads the head of MiMoForCausalLM, "
+                             f"in a network of our own, and not that of {model.architecture}: "
+                             "choose another method")
+        folder = find_model(plan.config.model)
+        if not read_json(folder / "config.json").get("num_nextn_predict_layers"):
+            raise ValueError(f"speculative_config: {plan.config.model!r} has no head of its own, "
+                             "by its num_nextn_predict_layers: choose another method")
+        if model.quantization is not None:
+            raise ValueError("speculative_config: method='mtp' reads no quantised checkpoint: "
+                             "choose another method, or the checkpoint without quantization")
+        asked["model"] = str(folder)
+
+    @staticmethod
+    def prepare(asked: dict, plan: Plan) -> Plan:
+        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
+        return replace(plan, config=config, parts=replace(
+            plan.parts, make_draft=partial(make_own_head, config, plan.model_config)))

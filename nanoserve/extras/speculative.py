@@ -12,6 +12,7 @@ after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). Th
                   are more KV layers of the same blocks, so that chunks, prefix hits and preemption
                   serve both networks, and the small one needs no counters of its own
     eagle3        a head of one layer reads the model's hidden states (hidden_drafts.py)
+    mtp           so does the head that the model's checkpoint brings along
 
     token_ids   the cat sat on the          drafts   mat   and   the
     sampled     after each of them                   mat   and   purr  far
@@ -33,12 +34,13 @@ from dataclasses import replace
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
-from nanoserve.extras.hidden_drafts import HiddenGuesser
+from nanoserve.extras.hidden_drafts import HiddenGuesser, OwnGuesser
 from nanoserve.frontend.metrics import Counter, Metric, Observer, Vector, say
 from nanoserve.sequence import Sequence, Step
 
 GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGuesser,
-                                      "draft_model": ModelGuesser, "eagle3": HiddenGuesser}
+                                      "draft_model": ModelGuesser, "eagle3": HiddenGuesser,
+                                      "mtp": OwnGuesser}
 
 
 class Speculation(Extra, Observer):

@@ -106,8 +106,8 @@ TABLE = (
     Row("LLM", "served_model_name", "clients of a server call a model so: nanoserve serve "
         "--served-model-name NAME"),
     Row("LLM", "speculative_model num_speculative_tokens", "use speculative_config={'method': "
-        "'ngram', 'suffix', 'draft_model' or 'eagle3', 'num_speculative_tokens': ..., "
-        "'model': ...}"),
+        "'ngram', 'suffix', 'draft_model', 'eagle3' or 'mtp', 'num_speculative_tokens': "
+        "..., 'model': ...}"),
     Row("LLM", "use_tqdm_on_load", "set the environment variable TQDM_DISABLE=1", (True,)),
     Row("LLM method", "enable_log_requests profiler_config start_profile stop_profile", "make the "
         "engine with trace='run.html', or put torch.profiler around generate()"),

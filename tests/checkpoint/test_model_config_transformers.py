@@ -45,7 +45,8 @@ def test_every_family_has_what_its_network_has():
     assert has == dict(Llama=set(), Mistral=set(), Qwen2={"qkv_bias"}, Qwen3={"qk_norm"},
                        Mixtral=set(), Qwen3Moe={"qk_norm"}, Gemma2=gemma,
                        Gemma3=gemma | {"qk_norm"})
-    assert list(FAMILIES) == [f"{family}ForCausalLM" for family in CONFIGS]
+    # transformers has no class for MiMo, which is Qwen2 with a head beside the layers
+    assert {*FAMILIES} == {f"{family}ForCausalLM" for family in (*CONFIGS, "MiMo")}
 
 
 @pytest.mark.parametrize("family, entries", [

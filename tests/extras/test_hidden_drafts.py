@@ -7,12 +7,13 @@ compared all the same; so can a head that is right by its construction.
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, Reference, assert_same_text
 from guessing import count
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.speculative import Speculation
@@ -56,7 +57,6 @@ class Dense:
     """EAGLE-3 as it is published, over a whole text at once."""
 
     def __init__(self, folder, reference: Reference):
-        from safetensors.torch import load_file
         self.w = {name.removeprefix("midlayer.").removesuffix(".weight"): tensor
                   for name, tensor in load_file(folder / "model.safetensors").items()}
         self.model = reference.model
@@ -66,7 +66,8 @@ class Dense:
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         n, half = len(x), 8
-        q, k, v = ((x @ self.w[f"self_attn.{name}_proj"].T).view(n, -1, 16).transpose(0, 1)
+        q, k, v = ((x @ self.w[f"self_attn.{name}_proj"].T
+                    + self.w.get(f"self_attn.{name}_proj.bias", 0)).view(n, -1, 16).transpose(0, 1)
                    for name in "qkv")
         angles = torch.outer(torch.arange(n), 10000.0 ** -(torch.arange(half) / half))
         cos, sin = angles.cos(), angles.sin()
@@ -82,7 +83,9 @@ class Dense:
     def layer(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         both = torch.cat((self.norm("input_layernorm", embedded),
                           self.norm("hidden_norm", states)), -1)
-        stream = states + self.attend(both)
+        return self.add_mlp(states + self.attend(both))
+
+    def add_mlp(self, stream: torch.Tensor) -> torch.Tensor:
         x = self.norm("post_attention_layernorm", stream)
         gate, up = x @ self.w["mlp.gate_proj"].T, x @ self.w["mlp.up_proj"].T
         return stream + (torch.nn.functional.silu(gate) * up) @ self.w["mlp.down_proj"].T
@@ -106,6 +109,53 @@ class Dense:
         return found
 
 
+def make_own(folder, checkpoint, **entries):
+    """A checkpoint of MiMo's kind: Qwen2's layers, and a head of random weights beside them."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text()) | dict(
+        architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1) | entries
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {f"{name}_layernorm.weight": (64,) for name in (
+        "token", "hidden", "final", "input", "post_attention")} | {"input_proj.weight": (64, 128)}
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if name.startswith("model.layers.0.") and "norm" not in name:
+            shapes[name.removeprefix("model.layers.0.")] = tuple(tensor.shape)
+    for name, shape in shapes.items():
+        scale = 1 if len(shape) == 1 else 2 * shape[-1] ** -0.5
+        tensors[f"model.mtp_layers.0.{name}"] = scale * torch.randn(shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class DenseOwn(Dense):
+    """MiMo's own head, over a whole text at once."""
+
+    def __init__(self, folder, reference: Reference):
+        self.w = {name.removeprefix("model.mtp_layers.0.").removesuffix(".weight"): tensor
+                  for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.model = reference.model
+        self.model.model.norm.register_forward_pre_hook(
+            lambda module, args: setattr(self, "stream", args[0][0]))
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], k: int) -> list[tuple[int, float]]:
+        self.model(torch.tensor([token_ids[:-1]]))
+        states, ids, found = self.stream, list(token_ids[1:]), []
+        for _ in range(k):
+            embedded = self.model.get_input_embeddings()(torch.tensor(ids))
+            x = torch.cat((self.norm("hidden_layernorm", states),
+                           self.norm("token_layernorm", embedded)), -1) @ self.w["input_proj"].T
+            out = self.add_mlp(x + self.attend(self.norm("input_layernorm", x)))
+            own = self.norm("final_layernorm", out[-1:])
+            best = self.model.lm_head(own)[0].topk(2)
+            found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+            ids.append(int(best.indices[0]))
+            states = torch.cat((states, own))
+        return found
+
+
 @pytest.fixture(scope="module")
 def few_prompts() -> list[list[int]]:
     # A block that others find was computed with the token behind it: that is shared here, too.
@@ -119,13 +169,32 @@ def start(folder, head, **options) -> LLM:
         method="eagle3", model=str(head), num_speculative_tokens=NUM_DRAFTS), **options)
 
 
+def start_own(folder, **options) -> LLM:
+    return LLM(folder, dtype="float32", skip_tokenizer_init=True, speculative_config=dict(
+        method="mtp", num_speculative_tokens=NUM_DRAFTS), **options)
+
+
 @pytest.mark.parametrize("name, small", [("llama2", False), ("qwen3", True)])
 def test_drafts_are_those_of_the_definition_and_the_text_is_the_models(
         checkpoints, references, tmp_path, few_prompts, name, small):
     head = make_head(tmp_path / "head", small)
     dense = Dense(head, Reference(checkpoints[name]))
+    check_drafts(name, lambda **options: start(checkpoints[name], head, **options), dense,
+                 references, few_prompts)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-window"])  # a tied LM head, and one of its own
+def test_a_checkpoints_own_head_guesses_as_defined_and_the_text_is_the_models(
+        checkpoints, references, tmp_path, few_prompts, name):
+    folder = make_own(tmp_path / "own", checkpoints[name])
+    dense = DenseOwn(folder, Reference(checkpoints[name]))
+    check_drafts(name, lambda **options: start_own(folder, **options), dense, references,
+                 few_prompts)
+
+
+def check_drafts(name: str, make, dense: Dense, references, few_prompts) -> None:
     for mode, options in MODES.items():
-        with start(checkpoints[name], head, **options) as llm:
+        with make(**options) as llm:
             guesser, seen = llm.extra(Speculation).guesser, []
             fill = guesser.fill
 
@@ -204,6 +273,26 @@ def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_p
 def test_a_head_that_does_not_belong_here_is_refused(checkpoints, tmp_path, entries, words):
     with pytest.raises(ValueError, match=f"speculative_config: .*{words}"):
         start(checkpoints["llama2"], make_head(tmp_path / "head", **entries))
+
+
+def test_a_checkpoint_without_a_head_of_its_own_is_refused(checkpoints, tmp_path):
+    with pytest.raises(ValueError, match="reads the head of MiMoForCausalLM.* not that of Llama"):
+        start_own(checkpoints["llama2"])
+    folder = make_own(tmp_path / "own", checkpoints["qwen2"], num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="has no head of its own"):
+        start_own(folder)
+
+
+def test_two_ranks_read_a_checkpoints_own_head_and_without_the_method_it_is_passed_over(
+        checkpoints, references, tmp_path, few_prompts):
+    folder = make_own(tmp_path / "own", checkpoints["qwen2"])
+    plain = LLM(folder, dtype="float32", skip_tokenizer_init=True)
+    for llm in (plain, start_own(folder, tensor_parallel_size=2)):
+        with llm:
+            for output in llm.generate(few_prompts, GREEDY, use_tqdm=False):
+                expected, gaps = references("qwen2", output.prompt_token_ids, GREEDY.max_tokens)
+                assert_same_text(output.outputs[0].token_ids, expected, gaps, "own head")
+            assert llm is plain or count(llm)["num_drafts"] > 10
 
 
 def test_networks_of_transformers_and_a_missing_head_are_refused(checkpoints, tmp_path):
