@@ -139,7 +139,8 @@ class Reader:
         while step := (self._calls(piece, text, ended) if self.state == "calls" else
                        self._texts(piece, ended)):
             self.state, text = step, self.rest
-        if ended == "stop" and not self.is_heard and not self.num_calls:
+        if ended and not self.is_heard and not self.num_calls and (
+                ended == "stop" or not self.form.say.strip().startswith(self.unheard.strip())):
             piece.said += self.unheard
         return piece
 

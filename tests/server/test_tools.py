@@ -233,6 +233,10 @@ def test_an_answer_without_its_marker_is_an_answer():
     for name in ("Hunyuan A13B", "gpt-oss", "Command R7B"):
         for text in ("助手Yes.", "<|x|>", "a to=functions.get x to=", "[{<tool_calls>[ b"):
             assert read(Reader(FORMATS[name], {"add": {}}, ""), text, [1, 3]) == Piece("", text)
+        assert read(Reader(FORMATS[name], {}, ""), "Yes. It", [3], ended="length").said == "Yes. It"
+        for count in range(len(FORMATS[name].say)):  # what a limit cuts was going to be a marker
+            begun = FORMATS[name].say[:count]
+            assert read(Reader(FORMATS[name], {}, ""), begun, ended="length") == Piece()
 
 
 def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
