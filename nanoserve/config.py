@@ -54,6 +54,8 @@ MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = rules.instance(dict, "a dict laid over config.json")
 QUANTIZATION = Rule("dequantize, int8, int4 or fp8 (a quantised checkpoint's format is in its "
                     "config.json: leave it out)", choice("dequantize", "int8", "int4", "fp8").keep)
+KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
+                choice("auto", "int8").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
 IMAGES = Rule("a dict like {'image': 4}: the most images a prompt may have", rules.keep_limits)
@@ -100,6 +102,7 @@ class EngineConfig:
     max_num_seqs: int | None = option(None, rules.COUNT)  # sequences running at the same time
     gpu_memory_utilization: float = option(0.9, rules.SHARE)  # of a GPU, for weights and KV
     kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
+    kv_cache_dtype: str = option("auto", KV_DTYPE)  # "auto": the dtype of the model
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
     block_size: int = option(16, rules.COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)

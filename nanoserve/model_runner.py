@@ -187,7 +187,8 @@ class ModelRunner:
 
     def _new_caches(self, num_blocks: int, device: torch.device) -> KVCache:
         """The caches of all networks' layers: one block table serves all of them."""
-        return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim, self.dtype,
+        dtype = torch.int8 if self.config.kv_cache_dtype == "int8" else self.dtype
+        return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim, dtype,
                                    device)
                 for heads, head_dim in self.kv_shapes]
 

@@ -98,10 +98,25 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
 def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's empty K and V caches. Each namespace chooses its own memory layout; this one's is
-    (num_blocks, block_size, num_kv_heads, head_dim)."""
-    shape = num_blocks, block_size, num_kv_heads, head_dim
+    (num_blocks, block_size, num_kv_heads, head_dim), with dtype int8 head_dim + 4: see `small`."""
+    shape = num_blocks, block_size, num_kv_heads, head_dim + 4 * (dtype == torch.int8)
     return (torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape, dtype=dtype, device=device))
+
+
+def small(x: torch.Tensor) -> torch.Tensor:
+    """A token's head in 8 bits: whole numbers in [-127, 127], and behind them the four bytes of its
+    own scale in float32. (n, num_kv_heads, head_dim) -> (n, num_kv_heads, head_dim + 4) int8"""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    rounded = (x.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)).round()
+    return torch.cat((rounded.to(torch.int8), scale.view(torch.int8)), -1)
+
+
+def widened(stored: torch.Tensor) -> torch.Tensor:
+    """What was stored, in float32; of `small` numbers each times its scale."""
+    if stored.dtype != torch.int8:
+        return stored.float()
+    return stored[..., :-4] * stored[..., -4:].contiguous().view(torch.float32)
 
 
 def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
@@ -128,8 +143,9 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache.view(-1, *k.shape[1:])[slots] = turned(k, k_weight)[written]
-    v_cache.view(-1, *v.shape[1:])[slots] = v[written]
+    for cache, new in ((k_cache, turned(k, k_weight)), (v_cache, v)):
+        new = small(new) if cache.dtype == torch.int8 else new
+        cache.view(-1, *new.shape[1:])[slots] = new[written]
     return turned(q, q_weight)
 
 
@@ -150,7 +166,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         is what its last owner left. The 3 queries stand at 35, 36, 37 and see 36, 37, 38 keys.
     """
     out, end = torch.zeros_like(q), 0
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size, num_kv_heads, _ = k_cache.shape[1:]
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host,
                                                    strict=True)):
         start, end = end, end + query_len
@@ -161,10 +177,10 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         first = 0 if window is None else max(0, seq_len - query_len + 1 - window)
         positions = torch.arange(first, seq_len, device=q.device)  # of the keys
         blocks = batch.block_tables[row, positions // block_size]
-        keys = k_cache[blocks, positions % block_size].float()  # (num_keys, num_kv_heads, head_dim)
-        values = v_cache[blocks, positions % block_size].float()
+        keys = widened(k_cache[blocks, positions % block_size])  # (num_keys, kv_heads, head_dim)
+        values = widened(v_cache[blocks, positions % block_size])
         # Grouped-query attention (Ainslie et al. 2023): `g` query heads share a KV head `h`.
-        grouped = q[start:end].float().view(query_len, num_kv_heads, -1, head_dim)
+        grouped = q[start:end].float().view(query_len, num_kv_heads, -1, q.shape[2])
         scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)

@@ -252,17 +252,35 @@ def test_attention(ops, dtype, case, window, softcap, sinks):
         check_attention(ops, dtype, shape, CASES[case], window, softcap, sinks)
 
 
-def check_attention(ops, dtype, shape, rows, window, softcap, sinks) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_attention_to_keys_and_values_in_8_bits(ops, dtype, case):
+    """The same, with the numbers that the oracle's rule leaves of K and V: each token's head has
+    whole numbers up to 127 and a scale. Some heads are all zeros, some tiny, some huge."""
+    if ops.__name__.endswith(".kernels"):
+        pytest.skip("it has no cache of 8 bits yet")
+    for shape in SHAPES:
+        check_attention(ops, dtype, shape, CASES[case], None, None, None, torch.int8)
+    check_attention(ops, dtype, SHAPES[0], CASES[case], 9, 5.0, SINKS, torch.int8)
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale.clamp(min=1e-37)).round().double() * scale
+
+
+def check_attention(ops, dtype, shape, rows, window, softcap, sinks, stored=None) -> None:
     num_heads, num_kv_heads, head_dim, block_size = shape
     tables, num_blocks = scatter(rows, block_size)
-    cache = ops.new_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, CPU)
+    cache = ops.new_cache(num_blocks, block_size, num_kv_heads, head_dim, stored or dtype, CPU)
     poison = torch.full((num_blocks * block_size, num_kv_heads, head_dim), math.inf, dtype=dtype)
     poison[::2] = math.nan
     write(ops, cache, poison, -poison, list(range(num_blocks * block_size)))
     kvs = []
     for table, (_, seq_len) in zip(tables, rows, strict=True):
         k, v = (numbers(seq_len, num_kv_heads, head_dim, dtype=dtype) for _ in range(2))
-        kvs.append((k, v))
+        if stored is not None:
+            v[::3, 0] *= torch.tensor([0, 1e-4, 100.0])[torch.arange(len(v[::3])) % 3, None].to(v)
+        kvs.append((k, v) if stored is None else (in_8_bits(k), in_8_bits(v)))
         slots = [table[i // block_size] * block_size + i % block_size for i in range(seq_len)]
         if window is not None:  # what no query of the row sees may be somebody else's by now
             seen_from = max(0, seq_len - rows[len(kvs) - 1][0] + 1 - window)

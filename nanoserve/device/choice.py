@@ -65,6 +65,9 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
     if reason:
         said.append(f"{shorten(reason, 300)}. kernels={instead!r} takes its place, which is slower")
         config = replace(config, kernels=instead)
+    if config.kernels == "triton" and config.kv_cache_dtype == "int8":
+        raise ValueError("kv_cache_dtype='int8' with kernels='triton' is not supported yet: leave "
+                         "it out, or use kernels='torch', which is slow")
     return config, said
 
 
@@ -110,11 +113,12 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
     if text and runner.model.left_out:
         text += f", {runner.model.left_out / 1e9:.2g} GB of vision left out"
     reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
+    stored = "" if c.kv_cache_dtype == "auto" else f" in {c.kv_cache_dtype}"
     dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
     return (f"{Path(c.model).name}: {architecture} by {c.model_impl}, {device}, {dtype}{ranks}, "
             f"{c.kernels} attention, {graphs}{pools}{text} | "
             f"KV cache {num_blocks:,} blocks of {c.block_size} = "
             f"{num_blocks * c.block_size:,} tokens, "
-            f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB{reserved} | max_model_len "
-            f"{c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
+            f"{num_blocks * runner.block_bytes / 2 ** 20:,.0f} MB{stored}{reserved} | "
+            f"max_model_len {c.max_model_len:,} | up to {c.max_num_batched_tokens:,} tokens and "
             f"{c.max_num_seqs} sequences a step, overlap {int(c.async_scheduling)}")

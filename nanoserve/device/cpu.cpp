@@ -31,7 +31,7 @@
 
 #include <functional>
 #include <numeric>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -124,6 +124,76 @@ void multiply(const uint32_t *rows, const uint32_t *const *panels, const uint32_
 #pragma GCC unroll 64
     for (int i = 0; i < R * WIDTH; i++)
         std::memcpy(out + i / WIDTH * stride + i % WIDTH * LANES, &sums[i], sizeof(Vector));
+}
+
+// The same with small panels, read as they are stored, for T that has two numbers a unit: rows are
+// pairs of int16 with a scale each, products are summed up as whole numbers, exactly, and scaled at
+// the end. A sum of 512 products stays below 2^31. To widen each tile first was slower than a cache
+// of bfloat16: docs/LOG.md.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr bool HAS_WHOLE = true;
+template <int R, int P>
+void multiply_whole(const uint32_t *rows, const float *scales, const uint32_t *const *panels,
+                    const uint32_t *const *next, long segments, long units, float *out,
+                    long stride, bool add) {
+    __m512i sums[R * P];
+#pragma GCC unroll 64
+    for (int i = 0; i < R * P; i++) sums[i] = _mm512_setzero_si512();
+    for (long s = 0; s < segments; s++, panels += P, next += next ? P : 0)
+        for (long u = 0; u < units; u++, rows += R) {
+            __m512i line[P];
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
+                line[p] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(
+                    reinterpret_cast<const __m256i *>(panels[p] + u * PANEL / 2)));
+                if (next && u % 2 == 0) __builtin_prefetch(next[p] + u * PANEL / 2);
+            }
+#pragma GCC unroll 64
+            for (int i = 0; i < R * P; i++)
+                sums[i] = _mm512_dpwssd_epi32(sums[i], line[i % P],
+                                              _mm512_set1_epi32(int(rows[i / P])));
+        }
+#pragma GCC unroll 64
+    for (int i = 0; i < R * P; i++) {
+        float *at = out + i / P * stride + i % P * PANEL;
+        const __m512 was = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+        _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[i]),
+                                             _mm512_set1_ps(scales[i / P]), was));
+    }
+}
+
+using MultiplyWhole = void (*)(const uint32_t *, const float *, const uint32_t *const *,
+                               const uint32_t *const *, long, long, float *, long, bool);
+template <int... R>
+MultiplyWhole pick_whole(int rows, long panels, std::integer_sequence<int, R...>) {
+    static const MultiplyWhole loops[][sizeof...(R)] = {
+        {multiply_whole<R + 1, 1>...}, {multiply_whole<std::min(R + 1, MAX_ROWS[2]), 2>...},
+        {multiply_whole<std::min(R + 1, MAX_ROWS[4]), 4>...}};
+    return loops[panels / 2][rows - 1];
+}
+inline MultiplyWhole whole_loop_for(int rows, long panels) {
+    return pick_whole(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
+}
+#else
+constexpr bool HAS_WHOLE = false;
+#endif
+
+constexpr long LONGEST_WHOLE = 512;  // numbers: see above
+
+// `count` numbers as int16, two in each of the units of a tile's row; returns their scale.
+template <class X>
+float pack_whole(const X *x, long count, uint32_t *out, int tile_rows) {
+    alignas(64) int16_t whole[LONGEST_WHOLE + 1];
+    whole[count] = 0;  // what an odd number of them leaves of a unit
+    float largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (long i = 0; i < count; i++) largest = std::max(largest, std::abs(wide(x[i])));
+    const float scale = largest / 32767, per = largest > 0 ? 32767 / largest : 0;
+#pragma omp simd
+    for (long i = 0; i < count; i++) whole[i] = int16_t(int(std::nearbyint(wide(x[i]) * per)));
+    for (long u = 0; u < ceil_div(count, 2L); u++)
+        std::memcpy(out + u * tile_rows, whole + 2 * u, 4);
+    return scale;
 }
 
 using Multiply = void (*)(const uint32_t *, const uint32_t *const *, const uint32_t *const *, long,
@@ -294,14 +364,59 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
 // ------------------------------------------------------------- the KV cache
 
 // Where a layer's cache keeps a tile's KV head. padded: head_dim, filled up to whole panels.
+//
+// A *small* cache has int8 in the place of T, in the same order, and behind a tile's numbers the
+// scales of its 16 tokens. An int8 is a whole number that T can say, so a tile is widened to panels
+// of T without a rounding; K's scales then multiply scores, and V's the weights of the softmax.
+// With AVX512-VNNI and bfloat16 they are not widened: see `multiply_whole`.
 template <class T> struct Cache {
     uint32_t *k, *v;
     long kv_heads, padded, block_size;
+    bool is_small;
     static constexpr long V_UNITS = PANEL / PER_UNIT<T>;  // of a tile's tokens
     long size() const { return padded * V_UNITS; }  // units of a tile's KV head, of K as of V
-    uint32_t *keys(long tile, long head) const { return k + (tile * kv_heads + head) * size(); }
-    uint32_t *values(long tile, long head) const { return v + (tile * kv_heads + head) * size(); }
+    long words() const { return is_small ? padded * PANEL / 4 + PANEL : size(); }  // as stored
+    uint32_t *keys(long tile, long head) const { return k + (tile * kv_heads + head) * words(); }
+    uint32_t *values(long tile, long head) const { return v + (tile * kv_heads + head) * words(); }
+    float *scales(uint32_t *tile) const {
+        return reinterpret_cast<float *>(tile + padded * PANEL / 4);
+    }
+
+    // A small tile as panels of T. next: what is read afterwards, which is fetched meanwhile.
+    void widen(const uint32_t *tile, const uint32_t *next, uint32_t *out) const {
+        const char *bytes = reinterpret_cast<const char *>(tile);
+        const char *ahead = reinterpret_cast<const char *>(next);
+        constexpr long LINE = PANEL * PER_UNIT<T>;  // int8 of 16 units
+        for (long line = 0; line < size() / PANEL; line++, out += PANEL) {
+            if (next && line * LINE % 64 == 0) __builtin_prefetch(ahead + line * LINE);
+            if constexpr (PER_UNIT<T> == 1) {
+                int8_t numbers[PANEL];
+                std::memcpy(numbers, bytes + line * LINE, LINE);
+                for (int i = 0; i < PANEL; i++) out[i] = as_bits(float(numbers[i]));
+            } else {
+                int16_t pairs[PANEL];  // the low byte is the first number of a unit
+                std::memcpy(pairs, bytes + line * LINE, LINE);
+                for (int i = 0; i < PANEL; i++) {  // a bfloat16 is the upper half of a float
+                    const int pair = pairs[i];
+                    out[i] = as_bits(float(int8_t(pair))) >> 16
+                        | (as_bits(float(pair >> 8)) & 0xffff0000u);
+                }
+            }
+        }
+    }
 };
+
+// A token's head, by the rule of `small` in ops.py. at: which of the tile's numbers number i is.
+template <class T, class At>
+void store_small(const T *x, long head_dim, uint32_t *tile, float &scale, const At &at) {
+    float largest = 0;
+    for (long i = 0; i < head_dim; i++) largest = std::max(largest, std::abs(wide(x[i])));
+    scale = largest / 127;
+    const float step = std::max(scale, 1.17549435e-38f);  // of a head of zeros
+    int8_t *numbers = reinterpret_cast<int8_t *>(tile);
+    for (long i = 0; i < head_dim; i++)
+        numbers[at(i)] = int8_t(std::nearbyint(wide(x[i]) / step));
+}
 
 // A head's norm and RoPE: the pair (i, i + half) is turned. In float32, and rounded once.
 template <class T>
@@ -317,11 +432,11 @@ void turn(const T *x, const float *weight, float eps, const float *cos, const fl
 }
 
 template <class T>
-void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight, float eps,
-                     const float *cos, const float *sin, uint32_t *k_cache, uint32_t *v_cache,
-                     const int32_t *slots, T *out, long tokens, long head_dim, long block_size,
-                     long kv_heads, long padded, long heads) {
-    const Cache<T> cache = {k_cache, v_cache, kv_heads, padded, block_size};
+void store(const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cos,
+           const float *sin, const Cache<T> &cache, const int32_t *slots, T *out, long tokens,
+           long head_dim, long heads) {
+    constexpr long N = PER_UNIT<T>, V_UNITS = Cache<T>::V_UNITS;
+    const long kv_heads = cache.kv_heads;
     share_out(tokens, tokens > 1, [&](long token) {
         const T *x = qkv + token * (heads + 2 * kv_heads) * head_dim;
         const float *c = cos + token * head_dim, *s = sin + token * head_dim;
@@ -332,12 +447,26 @@ void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight,
         const long tile = slots[token] / PANEL, lane = slots[token] % PANEL;
         for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
             turn(x, k_weight, eps, c, s, head_dim, turned);
-            uint32_t *k = cache.keys(tile, head) + lane;
+            uint32_t *k = cache.keys(tile, head);
+            if (cache.is_small) {
+                store_small(turned, head_dim, k, cache.scales(k)[lane], [&](long i) {
+                    return (i / N * PANEL + lane) * N + i % N;
+                });
+                continue;
+            }
+            k += lane;
             for (long u = 0; u < ceil_div(head_dim, PER_UNIT<T>); u++)
                 k[u * PANEL] = unit_of(turned, u, head_dim);
         }
         for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
-            uint32_t *v = cache.values(tile, head) + lane / PER_UNIT<T> * PANEL;
+            uint32_t *v = cache.values(tile, head);
+            if (cache.is_small) {
+                store_small(x, head_dim, v, cache.scales(v)[lane], [&](long i) {
+                    return ((i / PANEL * V_UNITS + lane / N) * PANEL + i % PANEL) * N + lane % N;
+                });
+                continue;
+            }
+            v += lane / PER_UNIT<T> * PANEL;
             for (long i = 0; i < head_dim; i++) {  // a token's half of a unit, or all of it
                 uint32_t *unit = v + i / PANEL * Cache<T>::V_UNITS * PANEL + i % PANEL;
                 if constexpr (PER_UNIT<T> == 1) *unit = as_bits(wide(x[i]));
@@ -345,6 +474,24 @@ void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight,
             }
         }
     });
+}
+
+template <class T>
+void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight, float eps,
+                     const float *cos, const float *sin, uint32_t *k, uint32_t *v,
+                     const int32_t *slots, T *out, long tokens, long head_dim, long block_size,
+                     long kv_heads, long padded, long heads) {
+    store<T>(qkv, q_weight, k_weight, eps, cos, sin, {k, v, kv_heads, padded, block_size, false},
+             slots, out, tokens, head_dim, heads);
+}
+
+template <class T>
+void norm_rope_store_small(const T *qkv, const float *q_weight, const float *k_weight, float eps,
+                           const float *cos, const float *sin, uint32_t *k, uint32_t *v,
+                           const int32_t *slots, T *out, long tokens, long head_dim,
+                           long block_size, long kv_heads, long stored, long heads) {
+    store<T>(qkv, q_weight, k_weight, eps, cos, sin,
+             {k, v, kv_heads, stored - 4, block_size, true}, slots, out, tokens, head_dim, heads);
 }
 
 // ---------------------------------------------------------------- attention
@@ -360,6 +507,7 @@ struct Piece { long tile, lane, count, position; };
 // weights and the weighted sum of V, and shrinks both sums when a higher score comes.
 template <class T> struct Attention {
     static constexpr long WIDTH = TILES_AT_ONCE * PANEL, V_UNITS = Cache<T>::V_UNITS;
+    static constexpr bool IS_WHOLE = HAS_WHOLE && PER_UNIT<T> == 2;
     const T *q;
     const int32_t *tables, *seq_lens, *starts;  // starts: cu_seqlens_q
     long table_stride, heads, head_dim, window;
@@ -374,18 +522,23 @@ template <class T> struct Attention {
         const long end = position + count, units = ceil_div(head_dim, PER_UNIT<T>);
         const Tiling tiling(rows);
         const long padded_rows = tiling.tiles * tiling.rows;
+        const bool whole = IS_WHOLE && cache.is_small && head_dim <= LONGEST_WHOLE;
         uint32_t *packed = scratch<uint32_t>(0, padded_rows * units);
         float *sums = scratch<float>(1, padded_rows * cache.padded);
         float *scores = scratch<float>(2, padded_rows * WIDTH);
         uint32_t *weights = scratch<uint32_t>(3, padded_rows * WIDTH / PER_UNIT<T>);
-        float *highest = scratch<float>(4, 2 * padded_rows), *total = highest + padded_rows;
+        float *highest = scratch<float>(4, 4 * padded_rows), *total = highest + padded_rows;
+        float *row_scales = total + padded_rows, *weight_scales = row_scales + padded_rows;
         // Row m of the products is query m / group with head m % group of the group.
         int64_t *at = scratch<int64_t>(5, rows);
         for (long m = 0; m < rows; m++)
             at[m] = (starts[row] + first + m / group) * heads + kv_head * group + m % group;
-        for (long t = 0; t < tiling.tiles; t++)
+        for (long t = 0; !whole && t < tiling.tiles; t++)
             pack_rows(q, at, t * tiling.rows, rows, tiling.rows, head_dim,
                       packed + t * tiling.rows * units);
+        for (long m = 0; whole && m < rows; m++)
+            row_scales[m] = pack_whole(q + at[m] * head_dim, head_dim, packed + m / tiling.rows
+                                       * tiling.rows * units + m % tiling.rows, tiling.rows);
         std::fill(sums, sums + padded_rows * cache.padded, 0.0f);
         std::fill(highest, total, -1e30f);  // not -inf: inf - inf is NaN
         std::fill(total, total + padded_rows, 0.0f);
@@ -399,13 +552,14 @@ template <class T> struct Attention {
         while (n) {
             std::copy(next, next + n, pieces);
             const long num_next = cut(row, pieces[n - 1].position + pieces[n - 1].count, end, next);
-            score(pieces, n, kv_head, tiling, packed, units, scores);
+            score(pieces, n, kv_head, tiling, packed, whole ? row_scales : nullptr, units, scores);
             for (long m = 0; m < rows; m++)
-                soften(pieces, n, position + m / group, scores + m * WIDTH,
+                soften(pieces, n, kv_head, position + m / group, scores + m * WIDTH,
                        sums + m * cache.padded, highest[m], total[m],
                        weights + m / tiling.rows * tiling.rows * WIDTH / PER_UNIT<T>
-                               + m % tiling.rows, tiling.rows);
-            sum_values(pieces, n, num_next == n ? next : nullptr, kv_head, tiling, weights, sums);
+                               + m % tiling.rows, tiling.rows, whole ? weight_scales + m : nullptr);
+            sum_values(pieces, n, num_next == n ? next : nullptr, kv_head, tiling, weights,
+                       whole ? weight_scales : nullptr, sums);
             n = num_next;
         }
         for (long m = 0; m < rows; m++) {
@@ -431,26 +585,45 @@ template <class T> struct Attention {
 
     // scores (rows, 16 n) = q K^T. Meanwhile V is fetched, which is read next.
     void score(const Piece *pieces, long n, long kv_head, const Tiling &tiling,
-               const uint32_t *packed, long units, float *scores) const {
+               const uint32_t *packed, const float *row_scales, long units, float *scores) const {
         for (long p = 0, width = tiling.panels; p < n; p += width) {
             while (p + width > n) width /= 2;
             const uint32_t *keys[4], *next[4];
+            uint32_t *panels = cache.is_small && !row_scales
+                ? scratch<uint32_t>(7, 4 * cache.size()) : nullptr;
             for (long i = 0; i < width; i++) {
                 keys[i] = cache.keys(pieces[p + i].tile, kv_head);
                 next[i] = cache.values(pieces[p + i].tile, kv_head);
+                if (cache.is_small)
+                    __builtin_prefetch(cache.scales(cache.values(pieces[p + i].tile, kv_head)));
+                if (!panels) continue;
+                cache.widen(keys[i], next[i], panels + i * cache.size());
+                keys[i] = panels + i * cache.size();
             }
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+            for (long t = 0; row_scales && t < tiling.tiles; t++)
+                whole_loop_for(tiling.rows, width)(
+                    packed + t * tiling.rows * units, row_scales + t * tiling.rows, keys,
+                    t ? nullptr : next, 1, units, scores + t * tiling.rows * WIDTH + p * PANEL,
+                    WIDTH, false);
+#endif
             const Multiply loop = loop_for<T>(tiling.rows, width);
-            for (long t = 0; t < tiling.tiles; t++)
-                loop(packed + t * tiling.rows * units, keys, t ? nullptr : next, 1, units,
+            for (long t = 0; !row_scales && t < tiling.tiles; t++)
+                loop(packed + t * tiling.rows * units, keys, t || panels ? nullptr : next, 1, units,
                      scores + t * tiling.rows * WIDTH + p * PANEL, WIDTH, false);
         }
     }
 
     // One row's scores become weights, as units of a tile's rows; position: of the row's query.
-    void soften(const Piece *pieces, long n, long position, float *scores, float *sums,
-                float &highest, float &total, uint32_t *weights, int tile_rows) const {
+    void soften(const Piece *pieces, long n, long kv_head, long position, float *scores,
+                float *sums, float &highest, float &total, uint32_t *weights, int tile_rows,
+                float *weight_scale) const {
         const long keys = n * PANEL;
         for (long i = 0; i < keys; i++) scores[i] *= scale;
+        for (long p = 0; cache.is_small && p < n; p++) {
+            const float *of_keys = cache.scales(cache.keys(pieces[p].tile, kv_head));
+            for (int i = 0; i < PANEL; i++) scores[p * PANEL + i] *= of_keys[i];
+        }
         if (softcap > 0)
             for (long i = 0; i < keys; i++) scores[i] = softcap * fast_tanh(scores[i] / softcap);
         float best[PANEL], sum[PANEL] = {};  // lane by lane, which the compiler makes vectors of
@@ -480,6 +653,15 @@ template <class T> struct Attention {
         if (top != highest)
             for (long i = 0; i < cache.padded; i++) sums[i] *= shrink;
         highest = top;
+        for (long p = 0; cache.is_small && p < n; p++) {  // lanes of others may have any scale
+            const float *of_values = cache.scales(cache.values(pieces[p].tile, kv_head));
+            float *s = scores + p * PANEL;
+            for (int i = 0; i < PANEL; i++) s[i] = s[i] > 0 ? s[i] * of_values[i] : 0;
+        }
+        if (weight_scale) {
+            *weight_scale = pack_whole(scores, keys, weights, tile_rows);
+            return;
+        }
         T rounded[WIDTH];
         for (long i = 0; i < keys; i++) narrow(scores[i], rounded[i]);
         for (long u = 0; u < n * V_UNITS; u++) weights[u * tile_rows] = unit_of(rounded, u, keys);
@@ -487,34 +669,53 @@ template <class T> struct Attention {
 
     // sums (rows, head_dim) += weights V. Meanwhile the next keys are fetched.
     void sum_values(const Piece *pieces, long n, const Piece *next_pieces, long kv_head,
-                    const Tiling &tiling, const uint32_t *weights, float *sums) const {
+                    const Tiling &tiling, const uint32_t *weights, const float *weight_scales,
+                    float *sums) const {
         const uint32_t *values[TILES_AT_ONCE];
-        for (long p = 0; p < n; p++) values[p] = living(pieces[p], p, kv_head);
+        for (long p = 0; p < n; p++)
+            values[p] = weight_scales ? cache.values(pieces[p].tile, kv_head) : living(
+                pieces[p], p, kv_head, next_pieces ? next_pieces + p : nullptr);
+        if (cache.is_small && !weight_scales) next_pieces = nullptr;  // fetched above
+        for (long p = 0; weight_scales && next_pieces && p < n; p++)
+            __builtin_prefetch(cache.scales(cache.keys(next_pieces[p].tile, kv_head)));
+        const long unit_size = weight_scales ? PANEL / 2 : PANEL;
         const long groups = cache.padded / PANEL;
         for (long g = 0, width = tiling.panels; g < groups; g += width) {
             while (g + width > groups) width /= 2;
             const uint32_t *list[TILES_AT_ONCE * 4], *next[TILES_AT_ONCE * 4];
             for (long i = 0; i < n * width; i++) {
-                const long offset = (g + i % width) * V_UNITS * PANEL;
+                const long offset = (g + i % width) * V_UNITS * unit_size;
                 list[i] = values[i / width] + offset;
                 if (next_pieces)
                     next[i] = cache.keys(next_pieces[i / width].tile, kv_head) + offset;
             }
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+            for (long t = 0; weight_scales && t < tiling.tiles; t++)
+                whole_loop_for(tiling.rows, width)(
+                    weights + t * tiling.rows * WIDTH / PER_UNIT<T>,
+                    weight_scales + t * tiling.rows, list, t || !next_pieces ? nullptr : next, n,
+                    V_UNITS, sums + t * tiling.rows * cache.padded + g * PANEL, cache.padded, true);
+#endif
             const Multiply loop = loop_for<T>(tiling.rows, width);
-            for (long t = 0; t < tiling.tiles; t++)
+            for (long t = 0; !weight_scales && t < tiling.tiles; t++)
                 loop(weights + t * tiling.rows * WIDTH / PER_UNIT<T>, list,
                      t || !next_pieces ? nullptr : next, n, V_UNITS,
                      sums + t * tiling.rows * cache.padded + g * PANEL, cache.padded, true);
         }
     }
 
-    // V of a piece. Lanes outside it hold other requests' numbers, maybe infinities or NaN, and
-    // 0 * inf is NaN: if there are such lanes, returns a copy with zeros in them.
-    const uint32_t *living(const Piece &piece, long place, long kv_head) const {
+    // V of a piece, widened if it is small. Lanes outside it hold other requests' numbers, maybe
+    // infinities or NaN, and 0 * inf is NaN: if there are such lanes, returns a copy with zeros in
+    // them. (Whole numbers are finite: `soften` sees to their scales.)
+    const uint32_t *living(const Piece &piece, long place, long kv_head, const Piece *next) const {
         const uint32_t *values = cache.values(piece.tile, kv_head);
-        if (piece.count == PANEL) return values;
+        if (!cache.is_small && piece.count == PANEL) return values;
         uint32_t *copies = scratch<uint32_t>(6, TILES_AT_ONCE * cache.size());
         uint32_t *copy = copies + place * cache.size();
+        if (cache.is_small) {
+            cache.widen(values, next ? cache.keys(next->tile, kv_head) : nullptr, copy);
+            return copy;
+        }
         for (long line = 0; line < cache.size() / PANEL; line++) {
             uint32_t mask = 0;
             for (long i = 0; i < PER_UNIT<T>; i++) {
@@ -531,14 +732,11 @@ template <class T> struct Attention {
 constexpr long ROWS_AT_ONCE = 64;  // of a product: queries times heads of a group
 
 template <class T>
-void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
-                     const int32_t *seq_lens, const int32_t *starts, float scale, long window,
-                     float softcap, const float *sinks, T *out, long tokens, long heads,
-                     long head_dim, long block_size, long kv_heads, long padded, long num_rows,
-                     long table_stride) {
-    const Attention<T> attention = {q, tables, seq_lens, starts, table_stride, heads, head_dim,
-                                    window, scale, softcap, sinks,
-                                    {k, v, kv_heads, padded, block_size}, out};
+void attend(const Attention<T> &attention, long tokens, long num_rows) {
+    const long heads = attention.heads, head_dim = attention.head_dim;
+    const long kv_heads = attention.cache.kv_heads;
+    const int32_t *starts = attention.starts;
+    T *out = attention.out;
     struct Work { long row, first, count; };
     std::vector<Work> work;  // for each KV head
     const long at_once = std::max(1L, ROWS_AT_ONCE / (heads / kv_heads));
@@ -612,6 +810,26 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
             for (long j = 0; j < key_size; j++) std::memcpy(state + j * size, S[j], 4 * width);
         }
     });
+}
+
+template <class T>
+void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
+                     const int32_t *seq_lens, const int32_t *starts, float scale, long window,
+                     float softcap, const float *sinks, T *out, long tokens, long heads,
+                     long head_dim, long block_size, long kv_heads, long padded, long num_rows,
+                     long table_stride) {
+    attend<T>({q, tables, seq_lens, starts, table_stride, heads, head_dim, window, scale, softcap,
+               sinks, {k, v, kv_heads, padded, block_size, false}, out}, tokens, num_rows);
+}
+
+template <class T>
+void paged_attention_small(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
+                           const int32_t *seq_lens, const int32_t *starts, float scale,
+                           long window, float softcap, const float *sinks, T *out, long tokens,
+                           long heads, long head_dim, long block_size, long kv_heads, long stored,
+                           long num_rows, long table_stride) {
+    attend<T>({q, tables, seq_lens, starts, table_stride, heads, head_dim, window, scale, softcap,
+               sinks, {k, v, kv_heads, stored - 4, block_size, true}, out}, tokens, num_rows);
 }
 
 // ----------------------------------------------------------------- sampling
@@ -754,6 +972,14 @@ extern "C" const Function functions[] = {
     FUNCTION(delta_rule, T qkv[tokens channels], f32 decay[tokens heads], f32 beta[tokens heads],
              f32 states[_states heads key_size size], i64 slots[rows], i32 starts[_ends] ->
              T out[tokens heads size]),
+    FUNCTION(norm_rope_store_small, T qkv[tokens _heads size], f32? q_weight[size],
+             f32? k_weight[size], float eps, f32 cos[tokens size], f32 sin[tokens size],
+             i8 k[_blocks block_size kv_heads stored], i8 v[_blocks block_size kv_heads stored],
+             i32 slots[tokens] -> T q[tokens heads size]),
+    FUNCTION(paged_attention_small, T q[tokens heads size],
+             i8 k[_blocks block_size kv_heads stored], i8 v[_blocks block_size kv_heads stored],
+             i32 tables[rows width], i32 seq_lens[rows], i32 starts[_ends], float scale,
+             long window, float softcap, f32? sinks[heads] -> T out[tokens heads size]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
     FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),

@@ -5,8 +5,8 @@ have. What becomes of such a name stands in its row of `TABLE`:
 
     enable_expert_parallel=True   another name for ours     handed on under our name
     disable_log_stats=True        changes no text           dropped, whatever its value
-    kv_cache_dtype="auto"         asks for nothing          dropped: leaving it out means the same
-    kv_cache_dtype="fp8"          asks for what is missing  `ValueError` with what to do instead
+    tokenizer_mode="auto"         asks for nothing          dropped: leaving it out means the same
+    tokenizer_mode="mistral"      asks for what is missing  `ValueError` with what to do instead
 
 Names of ours go first, so a field that config.py gets is known here at once. A name without a row
 is a `TypeError`, which proposes a name of ours only if the two are very similar.
@@ -96,8 +96,6 @@ TABLE = (
         ("auto", "")),
     Row("LLM", "cpu_offload_gb", "use a smaller model, a narrower dtype, tensor_parallel_size or "
         "layer_plan"),
-    Row("LLM", "kv_cache_dtype", "the KV cache has the dtype of the model, which the option dtype "
-        "chooses", ("auto",)),
     Row("LLM body", "kv_transfer_config kv_transfer_params", "say kv_store='folder': engines "
         "that name the same folder find each other's blocks there"),
     Row("LLM", "kv_offloading_size", "say kv_offload_bytes, in bytes"),
