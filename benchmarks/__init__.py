@@ -8,7 +8,7 @@
     tables        measures the tables of docs/benchmarks.md and of README, and writes them
     lora, quantization, speculative, structured, pooling, server, block_store
                   what one optional idea costs and brings
-    train, train_lora
+    train, train_lora, train_eagle3
                   how the bundled models were made
     workloads, meter, roofline, peers
                   what the others share: requests, a stopwatch, the least time, other engines

@@ -4,8 +4,9 @@ from benchmarks.speculative import main
 
 
 def test_the_benchmark_runs(capsys):
-    main(["--num-tokens", "8", "--rounds", "1", "--dtype", "float32"])
+    main(["--num-tokens", "8", "--rounds", "1", "--dtype", "float32", "--streams", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
-        [text, name] for text in ("greedy", "drawn") for name in ("none", "ngram", "draft_model")]
+        [text, name] for text in ("greedy", "drawn") for name in ("none", "ngram", "draft_model",
+                                                           "eagle3")]
     assert "another text" not in "".join(lines)
