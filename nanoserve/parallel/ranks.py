@@ -178,8 +178,9 @@ class Ranks:
 
     def broadcast_host(self, x: torch.Tensor, wait: bool = True) -> None:
         """The same between the hosts: idle ranks wait here, which keeps no GPU busy. wait: whether
-        rank 0 waits until all have it."""
+        rank 0 waits until all have it; if not, it sends a copy, and may write `x` anew."""
         if self.size > 1:
+            x = x if wait or self.rank else x.clone()
             call = self._run if wait or self.rank else partial(self.post, x)
             call(self.control.broadcast, [x], _from_rank_0())
 

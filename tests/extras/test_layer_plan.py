@@ -5,6 +5,7 @@ tests/parallel/test_layer_plan_processes.py has processes.
 """
 
 import json
+import time
 
 import pytest
 import torch
@@ -123,6 +124,23 @@ def test_a_failed_step_and_an_abort_lose_no_other_text(checkpoints, prompts, ran
             llm.before_launch.remove(fail)
             assert {i: expected[int(i)] for i in found if i != "3"} == {
                 i: ids for i, ids in found.items() if i != "3"} and len(found) >= 5
+
+
+def test_a_slow_stage_gets_every_chunk_of_a_prompt(checkpoints, ranks_in_threads, monkeypatch):
+    """Nothing is fetched of a chunk that samples nothing, so rank 0 runs ahead. It once wrote the
+    next steps into messages that were still on their way."""
+    forward, prompt = Stage.forward, list(range(90))
+
+    def slow(stage, *args):
+        time.sleep(0.01 * stage.stage)
+        return forward(stage, *args)
+
+    with LLM(checkpoints["qwen3"], **SMALL) as llm:
+        expected = texts(llm, [prompt])
+    monkeypatch.setattr(Stage, "forward", slow)
+    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 2], max_num_batched_tokens=8,
+             max_num_seqs=8) as llm:
+        assert [one[1] for one in texts(llm, [prompt])] == [one[1] for one in expected]
 
 
 def test_a_rank_has_its_layers_and_no_others(checkpoints, ranks_in_threads, monkeypatch):
