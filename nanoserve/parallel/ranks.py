@@ -295,7 +295,8 @@ class Ranks:
             self.group.shutdown() if self.broken is None else self.group.abort()
         self.fail("the engine was shut down")
         self.watch.close()
-        self.control = self.group = self.watch = None
+        self.control = self.group = self.watch = self.make_group = None
+        self.parts.clear()  # whose groups hold the store as well
 
 
 SOLO = Ranks()

@@ -148,7 +148,8 @@ def test_kept_numbers_never_have_room_as_a_dense_matrix(checkpoints, tmp_path, m
     quantized, _ = write(checkpoints["qwen3"], tmp_path, FORMATS["gptq"])
     made = []
     make_room = Int4Linear.make_room
-    monkeypatch.setattr(Int4Linear, "make_room", lambda self: (made.append(self), make_room(self)))
+    monkeypatch.setattr(Int4Linear, "make_room",
+                        lambda self, *args: (made.append(self), make_room(self, *args)))
     with LLM(quantized, **INT4) as llm:
         assert made == [llm.runner.model.lm_head]
 

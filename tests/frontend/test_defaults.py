@@ -38,8 +38,8 @@ def test_resolved_leaves_only_memory_and_extras_open():
     config = resolved(dtype="auto")
     open_choices = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) is None}
     assert open_choices == {"tokenizer", "hf_overrides", "kv_cache_memory_bytes",
-                            "kv_store", "layer_plan", "num_gpu_blocks_override",
-                            "pooler_config", "quantization", "revision",
+                            "kv_store", "layer_plan", "limit_mm_per_prompt",
+                            "num_gpu_blocks_override", "pooler_config", "quantization", "revision",
                             "snapshot_bytes", "speculative_config", "trace"}
     assert (config.max_model_len, config.dtype) == (256, "float32")
     assert config.async_scheduling is False

@@ -196,7 +196,7 @@ def test_an_error_in_rank_0s_step(start, monkeypatch):
     """It is raised as it is; the ranks are out of step, and the engine says so from then on."""
     llm = start()
     pids = pids_of(llm)
-    monkeypatch.setattr(model_runner, "sample", lambda *args: 1 / 0)
+    monkeypatch.setattr(model_runner, "sample", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(llm)
     assert [state_of(pid) for pid in pids] == [""]
@@ -210,11 +210,11 @@ def test_a_step_that_can_not_be_read(start, monkeypatch, capfd):
     llm = start()
     broadcast = llm.runner.ranks.broadcast_host
 
-    def corrupt(buffer):
+    def corrupt(buffer, wait=True):
         honest = buffer.clone()
         # Not as many rows as there are sequence lengths.
         buffer[1 + list(SECTIONS).index("cu_seqlens_q")] = 1
-        broadcast(buffer)
+        broadcast(buffer, wait)
         buffer.copy_(honest)
 
     monkeypatch.setattr(llm.runner.ranks, "broadcast_host", corrupt)

@@ -60,7 +60,7 @@ def test_torchrun_starts_two_stages_of_two_ranks(qwen3, tmp_path, expected):
                     "LLM, pipeline_parallel_size=2)",
                     command=torchrun("--standalone", "--nproc-per-node", "4")).end()
     script.check(expected(), 0)
-    assert "died" not in script.err and "stages: layers 0 to 0, layers 1 to 2" in script.err
+    assert "died" not in script.err and "layers: 0 to 0, 1 to 2" in script.err
 
 
 def test_stages_end_with_their_engine(qwen3):

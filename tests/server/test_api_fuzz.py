@@ -78,6 +78,9 @@ def bodies(draw, schema: dict, names: dict) -> dict:
     body.pop("model", None)  # nearly all names are unknown, and nothing more would be seen
     if "messages" in body and draw(st.integers(0, 9)):  # others are mostly refused
         body["messages"] = [{"role": "user", "content": draw(TEXTS)}]
+    if "return_documents" in schema["properties"]:  # one of two names
+        body.setdefault(draw(st.sampled_from(["documents", "texts"])), draw(
+            st.lists(TEXTS, min_size=1, max_size=4)))
     if draw(st.integers(0, 2)) == 2:
         body[draw(st.sampled_from([*schema["properties"], "tools", "user", "else"]))] = draw(
             ANYTHING)
