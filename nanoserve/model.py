@@ -1,4 +1,4 @@
-"""One decoder, driven by `ModelConfig`: eight families differ in flags, not in code.
+"""One decoder, driven by `ModelConfig`: nine families differ in flags, not in code.
 
 Read it top-down like the figure in a paper: tokens are embedded, pass a stack of identical layers
 (each adds the outputs of attention and of an MLP to the residual stream), are normalised, and

@@ -1,6 +1,6 @@
 """What a checkpoint is: `ModelConfig`, read from a Hugging Face `config.json`.
 
-Eight families are one decoder with different flags, and here is where the flags come from. Files
+Nine families are one decoder with different flags, and here is where the flags come from. Files
 come in dialects: old and new spellings of the RoPE settings, `torch_dtype` or `dtype`, sizes that
 are left out when they can be derived or when they are the default of the family's class. Every
 dialect is absorbed here; the rest of the engine asks "is there a q-norm?", never "is it a Qwen3?".
