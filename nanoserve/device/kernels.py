@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 
 from nanoserve.batch import Batch
+from nanoserve.device.kernels_delta import delta_rule
 from nanoserve.device.kernels_fused import (
     FMA,
     act_and_mul,
     add_rms_norm,
-    delta_rule,
     draw,
     experts,
     floors,
@@ -42,7 +42,7 @@ from nanoserve.device.kernels_fused import (
 from nanoserve.ops import argmax, linear, new_cache, pack
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
-# own; all but attention comes from kernels_fused.
+# own; all but attention comes from kernels_fused and kernels_delta.
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
            "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, as it is at this import

@@ -31,7 +31,6 @@ NORM_PAIRS = 1024  # pairs a program turns: one 128-bit load of each half a lane
 GATED_BLOCK = 1024  # columns a program multiplies: 8 a lane, one 128-bit load of each half
 SAMPLE_CHUNK, SAMPLE_BLOCK = 8192, 2048  # logits a program looks at, and how many at a time
 FILTER_BLOCK = 16384  # logits at a time, 32 a lane: a program alone must have many loads in flight
-STATE_COLUMNS = 16  # of a state of 128 keys, 64 numbers a lane of the only warp: sums meet there
 # Grouped matmul. A few rows an expert are bound by memory: the smallest tile there is, deep loads.
 # Many are bound by arithmetic: 128 rows, as Hopper's wgmma starts at 64. float32 is for checks:
 # without tensor cores, sums take registers.
@@ -297,54 +296,6 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     _weighted_sum_kernel[num_tokens, triton.cdiv(size, GATED_BLOCK)](
         pairs, weights, ids, out, size, first_expert, first_expert + num_experts - 1, per_token,
         GATED_BLOCK, **FMA)
-    return out
-
-
-# ----------------------------------------------------------- the delta rule
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
-def _delta_rule_kernel(qkv, decay, beta, states, slots, starts, out, qkv_stride, heads, group,
-                       v_offset, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                       KEYS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some columns of a row's state, which stay in registers from its first token to its last."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    is_key, inside = i < KEY_DIM, column < VALUE_DIM
-    mask = is_key[:, None] & inside[None, :]
-    states += (tl.load(slots + row) * heads + head) * KEY_DIM * VALUE_DIM
-    states += i[:, None] * VALUE_DIM + column[None, :]
-    state = tl.load(states, mask, 0)
-    first, end = tl.load(starts + row), tl.load(starts + row + 1)
-    qkv += first.to(tl.int64) * qkv_stride
-    at = first.to(tl.int64) * heads + head
-    for _ in range(first, end):
-        q = tl.load(qkv + head // group * KEY_DIM + i, is_key, 0).to(tl.float32)
-        k = tl.load(qkv + v_offset // 2 + head // group * KEY_DIM + i, is_key, 0).to(tl.float32)
-        v = tl.load(qkv + v_offset + head * VALUE_DIM + column, inside, 0).to(tl.float32)
-        q *= scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        state *= tl.load(decay + at)
-        error = v - tl.sum(state * k[:, None], 0)
-        state += k[:, None] * (error * tl.load(beta + at))[None, :]
-        tl.store(out + at * VALUE_DIM + column, tl.sum(state * q[:, None], 0), inside)
-        qkv += qkv_stride
-        at += heads
-    tl.store(states, state, mask)
-
-
-def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
-               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """`ops.delta_rule`. Known limit: a chunk is gone through token by token, without tensor cores.
-    """
-    heads, key_dim, value_dim = states.shape[1:]
-    assert decay.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
-    out = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    v_offset = qkv.shape[1] - heads * value_dim
-    _delta_rule_kernel[len(slots), heads, triton.cdiv(value_dim, STATE_COLUMNS)](
-        qkv, decay, beta, states, slots, starts, out, qkv.stride(0), heads,
-        2 * heads * key_dim // v_offset, v_offset, key_dim ** -0.5, key_dim, value_dim,
-        triton.next_power_of_2(key_dim), STATE_COLUMNS, num_warps=1, **FMA)
     return out
 
 
