@@ -52,7 +52,7 @@ from nanoserve.device.memory import (
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache, Network
 from nanoserve.parallel.ranks import SOLO, Ranks
-from nanoserve.parallel.serving import LAST_WORD, Arrivals, broadcast
+from nanoserve.parallel.serving import LAST_WORD, broadcast
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
 from nanoserve.sequence import Step
 
@@ -116,7 +116,6 @@ class ModelRunner:
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
-        self.arrivals = Arrivals(ranks)
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see `start`
@@ -286,7 +285,7 @@ class ModelRunner:
                          batch=batch, compute_logits=model.compute_logits, ops=self.ops,
                          chosen=chosen)
         if callable(hidden):  # another rank has them, and computes
-            return self.arrivals.expect(hidden, finish)
+            return hidden(finish)
         output = finish(hidden)
         # A graph has remembered what it chose.
         if output.token_ids is not chosen and (self.config.async_scheduling or batch.network):
@@ -328,7 +327,6 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""
-        self.arrivals.drop()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -162,15 +162,15 @@ class Scheduler:
         block_size, has_policy = self.blocks.block_size, self.policy != "fcfs"
         prompts: dict[Sequence, int] = {}  # and where they go on
         # The last one may have to make way; and `_make_room` takes victims off the end.
-        rows = self.running[:-1] if step.stopped else self.running
-        for seq in rows if self.steps_at_once == 1 else self._for_this_step(rows):
+        for seq in self.running[:-1] if step.stopped else self.running:
             if budget <= 0:
                 step.stopped = seq, "budget", 0
                 break
             done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
-            if seq.num_unknown_tokens and (seq.request.needs_output_tokens
-                                           or seq.num_tokens >= seq.request.max_num_tokens):
+            if seq.num_unknown_tokens and (
+                    self.steps_at_once > 1 or seq.request.needs_output_tokens
+                    or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
             if num_new > budget:
                 num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
@@ -185,15 +185,6 @@ class Scheduler:
                 self._add_row(step, seq, done, num_new)
                 budget -= num_new
         return self._schedule_prompts(step, budget, prompts) if prompts else budget
-
-    def _for_this_step(self, rows: list[Sequence]) -> list[Sequence]:
-        """Where several steps are in flight: sequences whose tokens are all known, so that no two
-        steps share one that decodes, and no more of them than a step's part of all."""
-        return [seq for seq in rows if not seq.num_unknown_tokens][:self._most_rows()]
-
-    def _most_rows(self) -> int:
-        total = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-        return -(-total // self.steps_at_once)
 
     def _schedule_prompts(self, step: Step, budget: int, prompts: dict[Sequence, int]) -> int:
         """What decodes have left goes to running and to waiting prompts, in the policy's order: one
@@ -253,7 +244,8 @@ class Scheduler:
         start only if the step holds their whole prompt: they only decode from then on. A sequence
         that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
-        sitting_out, most = step.sitting_out, self._most_rows()
+        sitting_out, total = step.sitting_out, len(self.running) + len(self.waiting)
+        most = -(-min(total, self.max_num_seqs) // self.steps_at_once)  # a step's part of all
         while budget > 0 and step.stopped is None and (
                 len(sitting_out) < min(len(self.waiting), len(self.free_rows))):
             seq = self.waiting[len(sitting_out)]

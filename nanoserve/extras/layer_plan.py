@@ -32,8 +32,9 @@ taken: to sample on the last stage, which would need each row's rules there, and
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ from nanoserve.layers import Placement
 from nanoserve.model import Decoder, DecoderLayer, KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.serving import HEAD
+from nanoserve.parallel.signals import ctrl_c_held
 
 DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
 AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
@@ -134,11 +136,10 @@ def share_out(model_config: ModelConfig, stages: int) -> list[range]:
 class Stage(Decoder):
     """The layers of one rank; with the embedding, the last norm and the head on rank 0.
 
-    plan: where the layers of all stages are. waits: whether rank 0 waits for a step's hidden states
-    before it takes another one.
+    plan: where the layers of all stages are. coming: results that rank 0 hasn't asked for yet.
     """
 
-    def __init__(self, plan: list[Place], waits: bool, config: ModelConfig, on: Placement,
+    def __init__(self, plan: list[Place], coming: deque, config: ModelConfig, on: Placement,
                  expert_parallel: bool = False):
         world = on.ranks
         width = world.size // len(plan)  # ranks of a stage
@@ -147,7 +148,7 @@ class Stage(Decoder):
             members = range(stage * width, (stage + 1) * width)
             on = replace(on, ranks=world.part(f"stage {stage}", members))
         super().__init__(config, on, expert_parallel, plan[stage].layers)
-        self.world, self.stage, self.waits = world, stage, waits
+        self.world, self.stage, self.width, self.coming = world, stage, width, coming
         self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
         if stage:
             self.embed_tokens = self.norm = self.lm_head = None
@@ -161,8 +162,8 @@ class Stage(Decoder):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor | Callable:
-        """`Decoder.forward`, from the embedding to the last norm, on rank 0; or what waits for its
-        result. The other ranks return what stands in for it: as many rows."""
+        """`Decoder.forward`, from the embedding to the last norm, on rank 0; or what becomes its
+        step's output later. The other ranks return what stands in for it."""
         if self.is_alone:
             return super().forward(input_ids, positions, kv_cache, batch, wanted)
         stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
@@ -170,14 +171,9 @@ class Stage(Decoder):
         stream = hidden + residual
         if len(stream):
             self.world.send(stream, self.behind)
-        if not self.waits:
-            return partial(self.finish, len(wanted))
-        return stream[:len(wanted)] if self.stage else self.finish(len(wanted))
-
-    def finish(self, num_rows: int) -> torch.Tensor:
-        """On rank 0: the hidden states of a step, of which the last stage has sent the rows that
-        are wanted."""
-        return self.norm(self.receive(num_rows))
+        if self.width == 1:
+            return partial(Later, self, len(wanted))
+        return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted)))
 
     def receive(self, num_rows: int) -> torch.Tensor:
         stream = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype)
@@ -187,15 +183,38 @@ class Stage(Decoder):
         return None if self.stage else super().compute_logits(hidden)
 
 
+class Later:
+    """In the place of a step's output: rank 0 receives the hidden states of its `num_rows` when the
+    engine asks for its tokens. finish: makes the output of them."""
+
+    def __init__(self, stage: Stage, num_rows: int, finish: Callable):
+        self.stage, self.num_rows, self.finish = stage, num_rows, finish
+        if not stage.stage:
+            stage.coming.append(self)
+
+    def to_host(self) -> "Later":
+        return self
+
+    @torch.inference_mode()
+    def tolist(self) -> tuple[list, dict, list]:
+        """What steps that were lost have sent comes first. Ctrl-C waits: half a tensor is of no
+        use."""
+        stage = self.stage
+        with ctrl_c_held(), stage.world.together():
+            while (one := stage.coming.popleft()) is not self:
+                stage.receive(one.num_rows)
+            return self.finish(stage.norm(stage.receive(self.num_rows))).tolist()
+
+
 @dataclass
 class Builder:
-    """What builds a rank's stage, by the plan as it is now. waits: see `Stage`."""
+    """What builds a rank's stage, by the plan as it is now."""
 
     plan: list[Place]
-    waits: bool
+    coming: deque[Later] = field(default_factory=deque)  # the oldest first
 
     def __call__(self, *args) -> Stage:
-        return Stage(self.plan, self.waits, *args)
+        return Stage(self.plan, self.coming, *args)
 
 
 class LayerPlan(Extra):
@@ -222,7 +241,7 @@ class LayerPlan(Extra):
                 raise ValueError(f"{option}={value!r} does not go together with layers elsewhere "
                                  "(pipeline_parallel_size, layer_plan): leave one of them out")
         return replace(plan, parts=replace(
-            plan.parts, decoder=Builder(self.plan, config.steps_at_once == 1),
+            plan.parts, decoder=Builder(self.plan),
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:

@@ -16,14 +16,11 @@ makes its runner. Road not taken: remote calls by name, as in vLLM's executors, 
 and cost a short step more than its numbers do.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from nanoserve.parallel.ranks import Ranks
-from nanoserve.parallel.signals import ctrl_c_held
 
 HEAD = 2 ** 13  # numbers that are broadcast before the length is known; most messages end in them
 STOP = -1  # in the place of the length: no more steps will come
@@ -61,45 +58,3 @@ def broadcast(ranks: Ranks, message: torch.Tensor, wait: bool = True) -> None:
         ranks.broadcast_host(message[:HEAD], wait)
         if message[0] > HEAD:
             ranks.broadcast_host(message[HEAD:int(message[0])], wait)
-
-
-class Arrivals:
-    """Hidden states that another rank will send to rank 0, of the oldest step first."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-        self.queue: deque[Arrival] = deque()
-
-    def expect(self, receive: Callable, finish: Callable) -> "Arrival":
-        """receive: waits for the hidden states; finish: makes the step's output of them."""
-        arrival = Arrival(self, receive, finish)
-        if self.ranks.rank == 0:
-            self.queue.append(arrival)
-        return arrival
-
-    def drop(self) -> None:
-        """Steps were lost: take what they have sent, so that it is nobody else's."""
-        with ctrl_c_held():
-            while self.queue and self.ranks.broken is None:
-                with self.ranks.together():
-                    self.queue.popleft().receive()
-            self.queue.clear()
-
-
-@dataclass
-class Arrival:
-    """In the place of a step's output, until it is asked for."""
-
-    arrivals: Arrivals
-    receive: Callable
-    finish: Callable
-
-    def to_host(self) -> "Arrival":
-        return self
-
-    @torch.inference_mode()
-    def tolist(self) -> tuple[list, dict, list]:
-        """Wait for the hidden states, and sample. Ctrl-C waits, too: half a tensor is of no use."""
-        with ctrl_c_held(), self.arrivals.ranks.together():
-            assert self.arrivals.queue.popleft() is self, "steps are fetched in their order"
-            return self.finish(self.receive()).tolist()

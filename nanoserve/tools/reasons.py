@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
-SHARED = "waits for the next step: several are in flight, each with a part of the sequences"
-
 
 @dataclass
 class Waits:
@@ -65,8 +63,6 @@ def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, s
         if seq is stopped:
             reasons[seq] = _of_stopped(scheduler, step)
             reason = reasons[seq] if lacks == "budget" else f"stands behind {seq.name}"
-        elif not seq.num_inflight_tokens and stopped is None and scheduler.steps_at_once > 1:
-            reasons[seq] = SHARED
         else:
             reasons[seq] = reason
 
@@ -96,7 +92,7 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     drafts = sum(map(len, step.drafts.values()))
     budget = scheduler.max_num_batched_tokens - step.num_tokens + drafts
     if lacks == "rows":
-        return SHARED
+        return "waits for the next step: several are in flight, each with a part of all"
     if lacks == "encoder":
         return "waits for the next step: this one encodes enough images of others"
     if lacks == "step":
