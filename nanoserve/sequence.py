@@ -43,21 +43,8 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from nanoserve.config import SamplingParams
-
-
-class SamplerState(Protocol):
-    """What the sampler counts for a sequence's penalties: see `controls.RowState`."""
-
-    def read(self, token_ids: list[int]) -> None: ...
-
-
-class StepOutput(Protocol):
-    """A launched step's tokens, on their way to the host: `sampler.SamplerOutput`, for one."""
-
-    def tolist(self) -> tuple[list, dict[int, list], list]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +109,7 @@ class Sequence:
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 
-    sampler_state: SamplerState | None = None  # changed by the sampler alone
+    sampler_state: object = None  # changed by the sampler alone: see `controls.RowState`
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
@@ -184,7 +171,7 @@ class Step:
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
-    output: StepOutput | None = None  # of the launched step, on the device
+    output: object = None  # of the launched step, on its way to the host: `sampler.SamplerOutput`
 
     @property
     def num_tokens(self) -> int:
