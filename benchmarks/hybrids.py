@@ -46,7 +46,6 @@ def hit_rate(rule: type[Snapshots], num_snapshots: int, num_users: int) -> float
     config = EngineConfig(model="none", max_num_batched_tokens=2048, max_num_seqs=8)
     scheduler = Scheduler(config, num_blocks=2000)
     snapshots = rule(scheduler, config.max_num_seqs, num_snapshots)
-    scheduler.use_states(snapshots)
     chats: list[list[int]] = [[] for _ in range(num_users)]
     for turn in range(TURNS):
         order = rng.sample(range(num_users), num_users)

@@ -35,26 +35,12 @@ any token, not only at block boundaries, and needs a tree where this needs a dic
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import xxhash
 
-from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve.sequence import CacheEntry, Sequence
 
 ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
-
-
-class Store(Protocol):
-    """A second place for blocks, which the prefix cache has lost: see extras/block_store.py."""
-
-    def is_reading(self, seq: Sequence) -> bool:
-        """Whether blocks of a waiting sequence are on their way from a file."""
-
-    def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
-        """How many blocks that follow those found in memory the step could load."""
-
-    def complete(self, step: Step) -> None:
-        """The step is planned: give it its copies of blocks."""
 
 
 class BlockManager:
@@ -73,8 +59,8 @@ class BlockManager:
         # Called with each entry that is about to be evicted, and with each new one.
         self.on_evict: list[Callable[[CacheEntry], None]] = []
         self.on_commit: list[Callable[[CacheEntry], None]] = []
-        # Cuts hits where something else than KV is missing: see `scheduler.States`.
-        self.usable: Callable[[Sequence, list[CacheEntry]], list[CacheEntry]] | None = None
+        # Each may cut hits, where not only KV is needed: extras/recurrent_snapshots.py.
+        self.usable: list[Callable[[Sequence, list[CacheEntry]], list[CacheEntry]]] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -115,7 +101,7 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
         """Look up the longest cached prefix of `seq`. Takes no reference and changes no block.
-        `usable`, where it is set, may cut what was found."""
+        The functions in `usable` may cut what was found."""
         hits: list[CacheEntry] = []
         parent, token_ids, contents = seq.request.root, seq.token_ids, seq.request.contents
         size, cached = self.block_size, self.cached
@@ -128,7 +114,9 @@ class BlockManager:
                 break
             hits.append(entry)
             parent = entry
-        return self.usable(seq, hits) if hits and self.usable is not None else hits
+        for cut in self.usable:
+            hits = cut(seq, hits)
+        return hits
 
     # -------------------------------------------------- the life of a table
 
@@ -214,13 +202,13 @@ class BlockManager:
 
         Last block first, so that a chain is forgotten from its tail: a tail without its head could
         not be found. The sequence gets a new table, so an observer that kept the old one can tell.
+        `cache_entry` still says what was committed last.
         """
         for block_id in reversed(seq.block_table[seq.num_released_blocks:]):
             self._dereference(block_id)
         seq.num_released_blocks = 0
         seq.block_table = []
         seq.num_committed_blocks = 0
-        seq.cache_entry = None
 
     def _dereference(self, block_id: int) -> None:
         """The last reference gone, it is free: reused last, or first if it is blank."""

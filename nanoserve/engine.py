@@ -65,8 +65,7 @@ class Extra(Protocol):
         return plan
 
     def attach(self, engine: "LLMEngine") -> None:
-        """The engine is there: join `engine.observers`, `checks`, `before_launch`, `when_idle`, or
-        the scheduler's `proposers` and `gave_up`, or be its `Store` or `States`."""
+        """The engine is there: join its lists of functions and those of the scheduler."""
 
     def metrics(self) -> list[Metric]:
         """For `LLM.get_metrics`."""

@@ -29,25 +29,12 @@ prefix cache keeps most of a victim's blocks.
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
 
-from nanoserve.block_manager import BlockManager, Store
+from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.sequence import CacheEntry, Sequence, Step
+from nanoserve.sequence import Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
-Propose = Callable[[Sequence, int], list[int]]  # drafts for a sequence, at most so many
-
-
-class States(Protocol):
-    """What layers keep for a sequence beside KV, at `Sequence.row`: see extras/recurrent.py."""
-
-    # The hits, as far as there is a state to go on from; a shorter chunk, where a state is to be
-    # saved at its end (`cuts`); a step has put these blocks into the cache; a step was lost.
-    def usable(self, seq: Sequence, hits: list[CacheEntry]) -> list[CacheEntry]: ...
-    def chunk(self, seq: Sequence, start: int, num_new: int) -> int: ...
-    def committed(self, step: Step, seq: Sequence) -> None: ...
-    def dropped(self, step: Step) -> None: ...
 
 
 class Scheduler:
@@ -71,20 +58,13 @@ class Scheduler:
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
         self.num_steps = 0
-        self.proposers: list[Propose] = []  # the first that has drafts is heard: see _add_drafts
-        self.gave_up: list[Callable[[Sequence], bool]] = []  # asked where a token stops a text
-        self.store: Store | None = None
-        self.states: States | None = None
-        self.cuts: list[Callable[[Sequence, int, int], int]] = []  # (start, count): how many of it
-
-    def use_states(self, states: States) -> None:
-        """From now on, sequences have a state: KV may be written twice, a state may not."""
-        self.states, self.blocks.usable = states, states.usable
-        self.cuts.append(states.chunk)
-
-    def use(self, store: Store) -> None:
-        """From now on, look for blocks here that the prefix cache doesn't have."""
-        self.store = store
+        # Functions of annexes, and what each of them is asked or told.
+        self.cuts: list[Callable[[Sequence, int, int], int]] = []  # (start, n): how many of the n?
+        self.finders: list[Callable[[Step, Sequence, int], int]] = []  # n hits: more blocks?
+        self.readers: list[Callable[[Sequence], bool]] = []  # are such blocks being read?
+        self.proposers: list[Callable[[Sequence, int], list[int]]] = []  # drafts, at most n
+        self.gave_up: list[Callable[[Sequence], bool]] = []  # where a token stops a text
+        self.on_drop: list[Callable[[Step], None]] = []  # a launched step was lost
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.in_flight)
@@ -134,8 +114,6 @@ class Scheduler:
             self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
-        if self.store is not None:
-            self.store.complete(step)
         return step
 
     def _interrupt(self, step: Step) -> None:
@@ -219,17 +197,14 @@ class Scheduler:
 
     def _preempt_last(self, step: Step, seq: Sequence) -> Sequence:
         """The last running sequence makes way for `seq`, and starts anew. Returns it."""
-        victim = self.running.pop()
-        self._start_anew(victim)
+        victim = self.running[-1]
+        self.start_anew(victim)
         step.preempted[victim] = seq
         return victim
 
-    def start_all_anew(self) -> None:
-        """Preempt whatever runs: no block holds anything afterwards. Nothing may be in flight."""
-        while self.running:
-            self._start_anew(self.running.pop())
-
-    def _start_anew(self, seq: Sequence) -> None:
+    def start_anew(self, seq: Sequence) -> None:
+        """`seq`, which runs and is in no step in flight, waits again with all its tokens."""
+        self.running.remove(seq)
         self._retire(seq)
         seq.num_computed_tokens = 0
         seq.num_preemptions += 1
@@ -258,7 +233,7 @@ class Scheduler:
             if owner := self._pending(step, seq, len(hits)):
                 sitting_out[seq] = owner
                 continue
-            num_found = self.store.find(step, seq, len(hits)) if self.store is not None else 0
+            num_found = sum(find(step, seq, len(hits)) for find in self.finders)
             # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
             num_cached = (len(hits) + num_found) * self.blocks.block_size
             num_left = len(seq.token_ids) - num_cached
@@ -314,7 +289,7 @@ class Scheduler:
         for one in (*self.in_flight, step):
             if key in one.pending_keys:
                 return one.pending_keys[key]
-        return seq if self.store is not None and self.store.is_reading(seq) else None
+        return seq if any(is_reading(seq) for is_reading in self.readers) else None
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
@@ -367,8 +342,6 @@ class Scheduler:
             if seq.finish_reason is None and (
                     num_done > 1 or seq.num_computed_tokens % block_size == 0):
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
-                if self.states is not None:
-                    self.states.committed(step, seq)
                 if self.window is not None:  # the next query is at num_computed_tokens
                     self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
         for seq in grown:
@@ -401,15 +374,12 @@ class Scheduler:
 
     def drop_in_flight(self) -> None:
         """Forget all launched steps, after an error or Ctrl-C. Their tokens are scheduled again,
-        and written to the same slots. A state would hold them twice: its sequence starts anew."""
+        and written to the same slots."""
         for step in self.in_flight:
             for seq in step.num_new_tokens:
                 seq.num_inflight_tokens = seq.num_unknown_tokens = 0
-                if self.states is not None and seq.row >= 0:
-                    self.running.remove(seq)
-                    self._start_anew(seq)
-            if self.states is not None:
-                self.states.dropped(step)
+            for tell in self.on_drop:
+                tell(step)
         self.in_flight.clear()
 
     def _retire(self, seq: Sequence) -> None:

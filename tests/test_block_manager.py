@@ -41,7 +41,7 @@ def test_a_freed_sequence_owns_nothing_and_its_old_table_is_left_alone():
     table, content = seq.block_table, list(seq.block_table)
     blocks.free(seq)
     assert seq.block_table == [] and table == content and seq.block_table is not table
-    assert (seq.num_committed_blocks, seq.cache_entry, blocks.num_free_blocks) == (0, None, 4)
+    assert (seq.num_committed_blocks, blocks.num_free_blocks) == (0, 4)
 
 
 def test_a_shared_block_goes_back_with_its_last_owner():

@@ -9,59 +9,47 @@ from scheduler_by_hand import add, alone, make, rows, run, run_step
 pytestmark = pytest.mark.floor
 
 
-class EveryEighth:
-    """Hits end where a state is kept, and so do chunks that get as far; it writes down the rest."""
-
-    def __init__(self):
-        self.log = []
-
-    def usable(self, seq, hits):
-        return hits[:len(hits) // 2 * 2]  # blocks of 4
-
-    def chunk(self, seq, start, num_new):
-        end = (start + num_new) // 8 * 8
-        return end - start if end > start else num_new
-
-    def committed(self, step, seq):
-        self.log.append(f"step {step.index} filled a block of {seq.name}")
-
-    def dropped(self, step):
-        self.log.append(f"step {step.index} was lost")
+def chunk(seq, start, num_new):
+    end = (start + num_new) // 8 * 8
+    return end - start if end > start else num_new
 
 
 def make_with_states(**options):
+    """Hits end where a state is kept, and so do chunks that get as far."""
     scheduler = make(**options)
-    scheduler.use_states(states := EveryEighth())
-    return scheduler, states
+    scheduler.cuts.append(chunk)
+    scheduler.blocks.usable.append(lambda seq, hits: hits[:len(hits) // 2 * 2])  # blocks of 4
+    return scheduler
 
 
 @pytest.mark.parametrize("scheduling_policy", ["fcfs", "shortest"])
 def test_a_chunk_ends_where_a_state_is_kept(scheduling_policy):
     """Of 27 tokens a budget of 10 reaches 10, then 18, then 26: 8, 16 and 24 are computed."""
-    scheduler, states = make_with_states(budget=10, scheduling_policy=scheduling_policy)
+    scheduler = make_with_states(budget=10, scheduling_policy=scheduling_policy)
     seq = add(scheduler, 27, 2)
     assert [rows(run_step(scheduler)) for _ in range(5)] == [{"A": n} for n in (8, 8, 8, 3, 1)]
-    assert {f"step {i} filled a block of A" for i in (0, 1, 2, 4)} <= set(states.log)
     assert seq.output_token_ids == alone(seq)
 
 
 def test_a_hit_ends_where_a_state_is_kept():
     """The first one's 13 tokens are 3 full blocks. The second may go on from 8, not from 12."""
-    scheduler, _ = make_with_states()
+    scheduler = make_with_states()
     add(scheduler, list(range(13)), 1), run(scheduler)
     second = add(scheduler, list(range(13)), 1)
     assert rows(run_step(scheduler)) == {"B": 5} and second.num_cached_tokens == 8
 
 
-def test_a_lost_step_starts_a_state_anew():
-    """It may hold the step's tokens already, and would take them in twice."""
-    scheduler, states = make_with_states(budget=10, enable_prefix_caching=False)
+def test_who_is_told_of_a_lost_step_may_start_its_sequences_anew():
+    """A state may hold the step's tokens already, and would take them in twice."""
+    scheduler, lost = make_with_states(budget=10, enable_prefix_caching=False), []
+    scheduler.on_drop += [lost.append, lambda step: [
+        scheduler.start_anew(seq) for seq in step.num_new_tokens]]
     seq = add(scheduler, 13)
     run_step(scheduler)
     assert seq.num_computed_tokens == 8
     scheduler.schedule(), scheduler.drop_in_flight()
     scheduler.check()
     assert (seq.num_computed_tokens, seq.row, scheduler.waiting) == (0, -1, [seq])
-    assert states.log[-1] == "step 1 was lost"
+    assert [step.index for step in lost] == [1]
     run(scheduler)
     assert seq.output_token_ids == alone(seq)

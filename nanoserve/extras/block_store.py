@@ -68,8 +68,8 @@ class Moves:
 
 
 class BlockStore(Extra, Observer):
-    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds: the scheduler's `Store`, which gives
-    steps their loads and saves. As an observer it learns what is queued, and what has finished."""
+    """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks
+    (`finders`). As an observer it gives steps their loads and saves, and learns what has ended."""
 
     def __init__(self):
         self.unsaved: dict[bytes, CacheEntry] = {}  # what the next step is to save
@@ -114,7 +114,6 @@ class BlockStore(Extra, Observer):
             base = fingerprint(config, self.model_folder, host.shapes)
             folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
         self.open(host, engine.scheduler, base, folder)
-        engine.scheduler.use(self)
         engine.observers.append(self)
         engine.when_idle.append(self.save_rest)
 
@@ -128,6 +127,9 @@ class BlockStore(Extra, Observer):
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
         self.host_blocks = HostBlocks(host.num_blocks)
         self.prefetcher: Prefetcher | None = None
+        scheduler.finders.append(self.find)
+        scheduler.readers.append(self.is_reading)
+        scheduler.on_drop.append(self.dropped)
         self.blocks.on_evict.append(self.want_saved)
         if folder is not None:
             self.blocks.on_commit.append(self.want_saved)
@@ -182,9 +184,8 @@ class BlockStore(Extra, Observer):
             host_ids.append(host_id)
         return len(host_ids)
 
-    def complete(self, step: Step) -> None:
-        for lost in self.in_flight.keys() - self.scheduler.in_flight:
-            self.dropped(lost)
+    def scheduled(self, step: Step) -> None:
+        """The step is planned: give it its copies of blocks."""
         if step.num_new_tokens:
             self.plan(step)
         elif self.prefetcher is not None:

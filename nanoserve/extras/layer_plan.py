@@ -288,7 +288,8 @@ def deploy(engine: LLMEngine, layer_plan: dict | list) -> None:
                              "weights since update_weights()")
         runner.synchronize()
         engine.scheduler.drop_in_flight()
-        engine.scheduler.start_all_anew()
+        for seq in [*engine.scheduler.running]:
+            engine.scheduler.start_anew(seq)
         blocks.reset_prefix_cache()
         head = torch.zeros(HEAD, dtype=torch.int32)
         numbers = [DEPLOY, blocks.num_blocks, config.max_model_len, len(plan),

@@ -321,7 +321,6 @@ class Recurrent(Extra):
         runner, model = engine.runner, engine.runner.model
         self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots)
-        engine.scheduler.use_states(self.snapshots)
         engine.observers.append(self.snapshots)
         # By way of the runner, which lets go of the model at its end.
         engine.before_launch.append(lambda step: runner.model.expect(self.snapshots.plan(step)))

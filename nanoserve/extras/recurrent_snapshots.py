@@ -51,8 +51,8 @@ class Snapshot:
 
 
 class Snapshots(Observer):
-    """Says where chunks end and which hits are usable: the scheduler's `States`. As an observer it
-    learns what has finished. The array of states has `num_rows` rows, zeros, then snapshots."""
+    """Says where chunks end and which hits are usable. As an observer it learns what has finished.
+    The array of states has `num_rows` rows, zeros, then snapshots."""
 
     def __init__(self, scheduler: Scheduler, num_rows: int, num_snapshots: int):
         # Weak: the scheduler holds this object.
@@ -64,7 +64,10 @@ class Snapshots(Observer):
         self.branch: dict[Sequence, int] = {}  # up to where it found blocks, but no state
         self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # what each writes
         self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
-        self.blocks.on_evict.append(self.forget)
+        scheduler.cuts.append(self.chunk)
+        scheduler.on_drop.append(self.dropped)
+        scheduler.blocks.usable.append(self.usable)
+        scheduler.blocks.on_evict.append(self.forget)
 
     # ------------------------------------------------- what the scheduler asks
 
@@ -91,23 +94,14 @@ class Snapshots(Observer):
     def last_boundary(self, seq: Sequence) -> int:
         return (len(seq.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
 
-    def committed(self, step: Step, seq: Sequence) -> None:
-        """The blocks are in the cache whose boundary the step has reached: name its snapshot."""
-        snapshot, entry = self.in_flight[step].pop(seq, None), seq.cache_entry
-        if snapshot is None:
-            return
-        if entry is None or entry in self.named:  # a collision; or somebody else has computed it
-            self.free.append(snapshot.index)
-            return
-        self.num_saved += 1
-        self.named[entry] = snapshot
-        if snapshot.owner is not None:
-            self.forget_moving(seq)
-            self.moving[seq] = entry
-
     def dropped(self, step: Step) -> None:
-        """A step was lost, and with it what it should have saved."""
+        """A step was lost, and with it what it should have saved. Its sequences start anew: KV may
+        be written twice, to the same slots, and a state that holds a token may not take it again.
+        """
         self.free += [one.index for one in self.in_flight.pop(step, {}).values()]
+        for seq in step.num_new_tokens:
+            if seq.row >= 0:
+                self.scheduler.start_anew(seq)
 
     # ------------------------------------------------------ the life of a step
 
@@ -161,7 +155,19 @@ class Snapshots(Observer):
             self.forget(entry)
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
-        self.dropped(step)  # what is left: of sequences that were aborted meanwhile
+        """The blocks are in the cache whose boundary the step has reached: name its snapshots."""
+        for seq, snapshot in self.in_flight.pop(step, {}).items():
+            entry, was_aborted = seq.cache_entry, seq.finish_reason and seq not in grown
+            # None: a collision. Or another sequence has computed it, or its parent, once more.
+            if was_aborted or entry is None or entry in self.named or (
+                    self.blocks.entry_of[entry.block_id] is not entry):
+                self.free.append(snapshot.index)
+                continue
+            self.num_saved += 1
+            self.named[entry] = snapshot
+            if snapshot.owner is not None:
+                self.forget_moving(seq)
+                self.moving[seq] = entry
 
     def ended(self, sequences: list[Sequence]) -> None:
         """What moved on with them stays now, as the most recently used. Those before it on the way

@@ -113,7 +113,7 @@ class Trace:
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
-            states=scheduler.states is not None, lanes=scheduler.steps_at_once)
+            states=bool(blocks.usable), lanes=scheduler.steps_at_once)
         blocks.on_evict.append(self._evicted)
 
     # ------------------------------------------------------ what it is told

@@ -9,6 +9,7 @@ class StandIn:
 
     def __init__(self, blocks: BlockManager):
         self.blocks, self.in_flight = blocks, []
+        self.finders, self.readers, self.on_drop = [], [], []
 
 
 def store_of(host, blocks: BlockManager) -> BlockStore:

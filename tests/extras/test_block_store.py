@@ -44,9 +44,9 @@ class StoredDrive(Drive):
         host = SimpleNamespace(num_blocks=num_host_blocks)
         self.store = BlockStore()
         self.store.open(host, scheduler)
-        scheduler.use(self.store)
         self.device = DeviceWithHost(scheduler.blocks, workload.window)
-        update = scheduler.update
+        schedule, update = scheduler.schedule, scheduler.update
+        scheduler.schedule = lambda: self.tell(self.store.scheduled, schedule())
         scheduler.update = lambda step, sampled: self.tell(
             lambda grown: self.store.updated(step, grown), update(step, sampled))
 
@@ -72,7 +72,6 @@ class StoredDrive(Drive):
         assert self.store.num_hits <= self.store.num_queries
         self.seen["saved"] += self.store.num_saved
         self.seen["lost"] += self.store.num_lost
-        self.store.complete(Step(-1))  # which finds out about a step that was dropped
         assert not self.store.host_blocks.pins and not self.store.in_flight
 
 

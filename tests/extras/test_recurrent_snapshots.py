@@ -76,7 +76,6 @@ class StatefulDrive(Drive):
         super().__init__(workload, seen)
         scheduler, update = self.scheduler, self.scheduler.update
         self.snapshots = Snapshots(scheduler, workload.max_num_seqs, num_snapshots)
-        scheduler.use_states(self.snapshots)
         self.device = StatefulDevice(self.snapshots, scheduler.blocks, None)
 
         def told(step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
