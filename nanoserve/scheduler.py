@@ -103,7 +103,7 @@ class Scheduler:
     # ----------------------------------------------------------- scheduling
 
     def schedule(self) -> Step:
-        """Give out the budget: running sequences first, then waiting ones."""
+        """Give out the budget: a token to each sequence that decodes, the rest to prompts."""
         step = Step(self.num_steps)
         self.num_steps += 1
         if self.policy == "priority":
@@ -135,9 +135,9 @@ class Scheduler:
             self._preempt_last(step, seq)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        """Returns the budget that is left. This loop is the hot path of decoding. With a policy,
-        prompts get their blocks in it, and their tokens behind it: see `_schedule_prompts`."""
-        block_size, has_policy = self.blocks.block_size, self.policy != "fcfs"
+        """Returns the budget that is left. This loop is the hot path of decoding. Prompts get their
+        blocks in it, and their tokens behind it: see `_schedule_prompts`."""
+        block_size = self.blocks.block_size
         prompts: dict[Sequence, int] = {}  # and where they go on
         # The last one may have to make way; and `_make_room` takes victims off the end.
         for seq in self.running[:-1] if step.stopped else self.running:
@@ -150,14 +150,12 @@ class Scheduler:
                     self.steps_at_once > 1 or seq.request.needs_output_tokens
                     or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
-            if num_new > budget:
-                num_new = budget if self.enable_chunked_prefill else 0  # whole, and later
-            for cut in self.cuts if num_new > 1 else ():
-                num_new = cut(seq, done, num_new)
+            if num_new > budget and self.enable_chunked_prefill:
+                num_new = budget
             end = done + num_new
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
-            if num_new > 1 and has_policy:
+            if num_new > 1:
                 prompts[seq] = done
             elif num_new > 0:  # with k drafts in flight the gap is 1 - k, until they are checked
                 self._add_row(step, seq, done, num_new)
