@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
         if name in ("-h", "--help", "help"):
             print(LIST)
             return 0
+        if name in ("-V", "--version"):
+            print(__version__)
+            return 0
         if name not in COMMANDS:
             near = get_close_matches(name, COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "nanoserve --help lists what there is"

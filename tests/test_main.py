@@ -21,6 +21,10 @@ def test_the_list_from_anywhere(arguments, tmp_path, monkeypatch):
     assert re.findall(r"^  nanoserve (\w+)", done.stdout, re.M) == list(door.COMMANDS)
 
 
+def test_the_version_alone(capsys):
+    assert door.main(["--version"]) == 0 and capsys.readouterr().out == f"{__version__}\n"
+
+
 def test_the_first_lines_to_type_run(capsys):
     lines = door.LIST.split("In Python\n")[1].replace("LLM()", "LLM(max_model_len=128)")
     exec("\n".join(line.strip() for line in lines.splitlines()), {})

@@ -63,7 +63,8 @@ OUT_OF_RANGE = [
     (dict(stop="###", detokenize=False), "stop"),
     (dict(stop_token_ids=[-1]), "stop_token_ids"), (dict(stop_token_ids=["</s>"]),
                                                      "stop_token_ids"),
-    (dict(repetition_penalty=math.inf), "repetition_penalty"),
+    (dict(repetition_penalty=math.inf), "repetition_penalty"), (dict(temperature=math.inf),
+                                                                "temperature"),
     (dict(repetition_penalty=1e-40), "repetition_penalty"),  # 0 in float32: 1 / 0 is no number
     (dict(bad_words=[""]), "bad_words"), (dict(bad_words=["fine", " "]), "bad_words"),
     (dict(bad_words="word"), "bad_words"), (dict(bad_words=[7]), "bad_words"),
@@ -92,7 +93,7 @@ def test_bad_values_are_refused_by_name_and_value(arguments, field):
 
 
 @pytest.mark.parametrize("arguments", [
-    dict(temperature=0, max_tokens=1), dict(temperature=2.1), dict(temperature=math.inf),
+    dict(temperature=0, max_tokens=1), dict(temperature=2.1), dict(temperature=1e300),
     dict(top_p=1), dict(top_p=1e-9), dict(top_k=-1), dict(top_k=0), dict(top_k=10 ** 6),
     dict(min_p=0), dict(min_p=1.0), dict(n=1, temperature=0), dict(n=64), dict(max_tokens=None),
     dict(seed=-1), dict(seed=2 ** 70), dict(stop_token_ids=[0]), dict(stop=[]), dict(stop=()),

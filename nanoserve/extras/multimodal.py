@@ -44,7 +44,7 @@ from nanoserve.extras.multimodal_inputs import (
     from_tensors,
     load_processor,
     read_image,
-    with_parts,
+    take_out,
 )
 from nanoserve.extras.transformers_model import TransformersModel, refusal
 from nanoserve.frontend.inputs import InputProcessor
@@ -208,13 +208,8 @@ class MultimodalInputs(InputProcessor):
 
     def process(self, request_id: str, prompt: Prompt, *args) -> Request:
         """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
-        pictures: list[Picture] = []
-        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
-            rest = dict(prompt)
-            pictures = self.read_pictures(rest.pop("multi_modal_data"))
-            text, ids = self.read_prompt(rest)
-            prompt = {"prompt": text, "prompt_token_ids": self.expand(ids, pictures)}
-        request = super().process(request_id, prompt, *args)
+        text, ids, pictures = self.see(prompt)
+        request = super().process(request_id, {"prompt": text, "prompt_token_ids": ids}, *args)
         found = request.prompt_token_ids.count(self.eyes.token_id)
         if found != (needed := sum(picture.num_tokens for picture in pictures)):
             raise ValueError(f"the prompt has {found} placeholders (token {self.eyes.token_id}), "
@@ -223,6 +218,18 @@ class MultimodalInputs(InputProcessor):
         if pictures:
             self.annexe.take(request, pictures)
         return request
+
+    def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        return self.see(prompt)[:2]
+
+    def see(self, prompt: Prompt) -> tuple[str | None, list[int], list[Picture]]:
+        """A prompt's text and ids, with as many placeholders as its pictures need."""
+        if not isinstance(prompt, Mapping) or not prompt.get("multi_modal_data"):
+            return *super().read_prompt(prompt), []
+        rest = dict(prompt)
+        pictures = self.read_pictures(rest.pop("multi_modal_data"))
+        text, ids = super().read_prompt(rest)
+        return text, self.expand(ids, pictures), pictures
 
     def read_pictures(self, data: object) -> list[Picture]:
         most, budget = self.config.limit_mm_per_prompt["image"], self.eyes.budget
@@ -264,26 +271,20 @@ class MultimodalInputs(InputProcessor):
         return [one for id_ in ids for one in (next(turn) if id_ == token_id else [id_])]
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
-        """As for texts. Messages with images are written in parts, as such templates expect it."""
+        """As for texts, with the images beside them; older processors have a template."""
         images: list[object] = []
-        if isinstance(conversation, (list, tuple)) and all(
-                isinstance(one, dict) and isinstance(one.get("content"), (str, list))
-                for one in conversation):
-            messages = [with_parts(message, images) for message in conversation]
+        if isinstance(conversation, (list, tuple)):
+            conversation = [take_out(message, images) for message in conversation]
+        if images and not self.tokenizer_for("chat()").chat_template:
+            template_options.setdefault("chat_template", self.processor.chat_template)
+        prompt = super().render_chat(conversation, **template_options)
         if not images:
-            return super().render_chat(conversation, **template_options)
-        tokenizer = self.tokenizer_for("chat()")
-        template_options.setdefault(
-            "chat_template", tokenizer.chat_template or self.processor.chat_template)
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **template_options)
-        except Exception as error:  # a template is a program of its own
-            raise ValueError(f"the chat template refuses this conversation: {error}") from error
-        for part in (part for message in messages for part in message["content"]):
-            if part.get("text", "").strip() not in text:
-                raise ValueError(f"the chat template does not write this: {str(part)[:80]}")
-        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
-                "multi_modal_data": {"image": images}}
+            return prompt
+        if (shown := prompt["prompt_token_ids"].count(self.eyes.token_id)) != len(images):
+            raise ValueError(
+                f"the messages have {len(images)} images, and the chat template writes {shown} "
+                "placeholders: put images into the user's turns, and no placeholders into texts")
+        return prompt | {"multi_modal_data": {"image": images}}
 
 
 class Multimodal(Extra, Observer):

@@ -20,6 +20,8 @@ import torch
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from nanoserve.frontend.messages import Taken
+
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # of an image that is decoded here
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
 PARTS = ("image_url", "image", "image_pil", "input_image")  # of a message, with an image
@@ -117,16 +119,16 @@ def from_url(url: str) -> bytes:
         raise ValueError(f"an image's url is no base64: {error}") from error
 
 
-def with_parts(message: dict, images: list[object]) -> dict:
-    """A message whose content is a list of parts, without the images, which go into `images`."""
-    content, parts = message.get("content"), []
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
+def take_out(message: object, images: list[object]) -> object:
+    """A message whose images are taken out of its parts, and go into `images`."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = []
+    for part in message["content"]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in PARTS:
             image = part.get("image_url", part.get(kind))
             images.append(image.get("url") if isinstance(image, dict) else image)
-            part = {"type": "image"}
-        elif kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"a message's parts must be text or images, got {part!r:.80}")
+            part = Taken(type="image")
         parts.append(part)
     return message | {"content": parts}

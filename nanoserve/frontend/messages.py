@@ -3,6 +3,7 @@
 Clients send one thing in several forms, and a template reads only one of them:
 
     content       "Hi"      [{"type": "text", "text": "Hi"}]        a text, or its parts
+                            [..., {"type": "image"}]                with images: parts alone
     arguments     {"city": "Paris"}      '{"city": "Paris"}'        an object, or JSON as text
     role          "developer"              "system"                 its older name
 
@@ -21,13 +22,16 @@ whether it loops over parts; what it does is what counts.
 
 import json
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
+
+
+class Taken(dict):
+    """The part of a message that an image was taken out of: {"type": "image"}."""
 
 
 def render_messages(conversation: list[dict], render: Callable[[list[dict]], str]) -> str:
     """Raises `ValueError` for a message that is none, or that the template refuses or drops."""
     messages, why = [_tidy(message, f"messages.{i}") for i, message in enumerate(conversation)], ""
-    texts = [message["content"].strip() for message in messages]
     has_developer = any(message["role"] == "developer" for message in messages)
     has_calls = any("tool_calls" in message for message in messages)
     for form in product((False, True), (False, True)[:1 + has_developer],
@@ -41,42 +45,53 @@ def render_messages(conversation: list[dict], render: Callable[[list[dict]], str
         except Exception as error:  # a template is a program of its own
             why = why or f"the chat template refuses this conversation: {error}"
             continue
-        if dropped := _find_dropped(given, texts, prompt, render):
+        if dropped := _find_dropped(given, prompt, render):
             why = why or "the chat template does not write " + (
                 f"this message: {str(dropped)[:80]}: put it into a message of the user's, or choose"
                 " another template" if dropped["content"] else
                 "calls: leave a turn's tool_calls out, or choose another template")
         elif not any(one and not isinstance(one, str) and str(one) in prompt for one in objects):
             return prompt
-    raise ValueError(why or "the chat template writes calls as no JSON: choose another template")
+    raise ValueError(why or "the chat template writes calls or parts as Python does, and not as "
+                     "JSON or text: choose another template")
 
 
-def _find_dropped(messages: list[dict], texts: list[str], prompt: str,
-                  render: Callable) -> dict | None:
-    """The first message whose text, or calls, are not written. A short text may be in the prompt by
-    chance, so that is proof enough only if all are of the usual roles, and there in their order."""
+def _find_dropped(messages: list[dict], prompt: str, render: Callable) -> dict | None:
+    """The first message whose texts, or calls, are not written. A short text may be in the prompt
+    by chance, so that is proof enough only if all are of the usual roles, and there in order."""
+    texts = [_texts(message["content"]) for message in messages]
     at = 0  # each text is looked for behind the one before it: a long chat is read once
-    for message, text in zip(messages, texts, strict=True):
-        at = prompt.find(text, at)
-        if at < 0 or message["role"] not in ("user", "assistant") or "tool_calls" in message:
-            break
-        at += len(text)
-    else:
-        return None
-    marks = [(text and f"mark{i}mark", f"call{i}mark" if "tool_calls" in message else "")
-             for i, (message, text) in enumerate(zip(messages, texts, strict=True))]
+    if all(message["role"] in ("user", "assistant") and "tool_calls" not in message
+           for message in messages):
+        for text in chain(*texts):
+            at = prompt.find(text, at)
+            if at < 0:
+                break
+            at += len(text)
+        else:
+            return None
+    marks = [[text and f"mark{i}mark{j}mark" for j, text in enumerate(own)]
+             for i, own in enumerate(texts)]
+    names = [f"call{i}mark" if "tool_calls" in one else "" for i, one in enumerate(messages)]
     try:
-        prompt = render([_marked(message, *mark) for message, mark in zip(
-            messages, marks, strict=True)])
+        prompt = render([_marked(*one) for one in zip(messages, marks, names, strict=True)])
     except Exception:  # the template looks into the text: then that counts
-        marks = [(text, "") for text in texts]
-    return next((message for message, mark in zip(messages, marks, strict=True)
-                 if not all(part in prompt for part in mark)), None)
+        marks, names = texts, [""] * len(texts)
+    return next((message for message, own, name in zip(messages, marks, names, strict=True)
+                 if not all(part in prompt for part in (*own, name))), None)
 
 
-def _marked(message: dict, text: str, name: str) -> dict:
-    """The message with another text, and with calls of another name."""
-    marked = message | {"content": _like(message["content"], text)}
+def _texts(content: str | list) -> list[str]:
+    parts = [content] if isinstance(content, str) else [
+        part["text"] for part in content if "text" in part]
+    return [text.strip() for text in parts]
+
+
+def _marked(message: dict, texts: list[str], name: str) -> dict:
+    """The message with other texts, and with calls of another name."""
+    content, turn = message["content"], iter(texts)
+    marked = message | {"content": next(turn) if isinstance(content, str) else [
+        part | {"text": next(turn)} if "text" in part else part for part in content]}
     if calls := message.get("tool_calls"):
         marked["tool_calls"] = [_with(call, name=name) for call in calls]
     return marked
@@ -92,22 +107,28 @@ def _tidy(message: dict, where: str) -> dict:
     if function := kept.pop("function_call", None):  # the older form of one call
         kept.setdefault("tool_calls", [{"type": "function", "function": function}])
     content = kept.pop("content", None)
-    if isinstance(content, list):
-        strange = [(f"{where}.content.{i}", part) for i, part in enumerate(content) if not (
-            isinstance(part, dict) and part.get("type") == "text"
-            and isinstance(part.get("text"), str))]
-        where, content = strange[0] if strange else (
-            where, "\n".join(part["text"] for part in content))
     if content is None and (role == "assistant" or message.get("content") == []):
         content = kept.pop("refusal", "")
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: a message's content must be text or text parts, because models "
-                         f"here read text alone (images: docs/vision.md), got {content!r:.80}")
+    if not isinstance(content, (str, list)):
+        raise _strange(where, content)
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, Taken) and not (isinstance(part, dict) and part.get(
+                "type") == "text" and isinstance(part.get("text"), str)):
+            raise _strange(f"{where}.content.{i}", part)
+    if isinstance(content, list) and not any(isinstance(part, Taken) for part in content):
+        content = "\n".join(part["text"] for part in content)
     return kept | {"role": role, "content": content}
 
 
+def _strange(where: str, content: object) -> ValueError:
+    return ValueError(f"{where}: a message's content must be text, or parts with text, and images "
+                      f"where the model was started for them (docs/vision.md), got {content!r:.80}")
+
+
 def _in_form(message: dict, in_parts: bool, older: bool, as_text: bool) -> dict:
-    form = dict(message, content=_like([] if in_parts else "", message["content"]))
+    form = dict(message)
+    if in_parts and isinstance(message["content"], str):
+        form["content"] = [{"type": "text", "text": message["content"]}] * bool(message["content"])
     if older and message["role"] == "developer":
         form["role"] = "system"
     if calls := message.get("tool_calls"):
@@ -136,8 +157,3 @@ def _with(call: dict, **changed) -> dict:
     """The call, whose function is changed so."""
     function = call.get("function", call) | changed
     return call | {"function": function} if "function" in call else function
-
-
-def _like(content: str | list, text: str) -> str | list:
-    """The text in the form of `content`."""
-    return text if isinstance(content, str) else [{"type": "text", "text": text}] if text else []

@@ -127,7 +127,8 @@ class Server:
             if (count := body.truncate_prompt_tokens) is not None:
                 room = max(1, self.llm.config.max_model_len - (body.limit() or 1))
                 text, ids = None, ids[-(room if count == -1 else count):]
-            prompt = {"prompt": text, "prompt_token_ids": ids}
+            prompt = {**(prompt if isinstance(prompt, dict) else {}),
+                      "prompt": text, "prompt_token_ids": ids}
         request = self.llm.make_request(request_id, prompt, params, body.priority or 0,
                                         self.lora_requests.get(body.model))
         count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
@@ -199,8 +200,9 @@ class Server:
 
     async def count_tokens(self, body: CountBody) -> Response:
         """Raises `ValueError`."""
-        prompt = await self.engine.tokenize(self._render, body.chat())
-        return AsciiResponse(dict(input_tokens=len(prompt["prompt_token_ids"])))
+        chat = body.chat()
+        _, ids = await self.engine.tokenize(lambda: self._read(self._render(chat), chat))
+        return AsciiResponse(dict(input_tokens=len(ids)))
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         return AsciiResponse(await self.engine.tokenize(self._tokens, body))
@@ -305,6 +307,7 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
         _add_post(app, server, path, kind, endpoint)
     for path, endpoint in GETS.items():
         app.get(path)(endpoint.__get__(server))
+        app.head(path, include_in_schema=False)(endpoint.__get__(server))
     app.post("/ping")(server.health)
 
     @app.post("/invocations", description="SageMaker's one path, for a body of any of the others.")

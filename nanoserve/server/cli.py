@@ -87,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
                       "which are logged once and passed over otherwise")
     door.add_argument("--max-requests", type=positive, default=1024,
                       help="sequences that may be open, running or waiting; more get a 429")
-    door.add_argument("--max-body-bytes", type=positive, default=4 * 2 ** 20,
-                      help="longer bodies get a 413")
+    door.add_argument("--max-body-bytes", type=positive, metavar="BYTES", help="longer bodies get "
+                      "a 413; 4 MiB if left out, and 32 MiB with images")
     door.add_argument("--drain-seconds", type=positive, default=30,
                       help="how long running requests may take when the server is told to end")
     door.add_argument("--log-level", default="info", help="uvicorn's",
@@ -221,7 +221,8 @@ def main(argv: list[str] | None = None) -> int:
     keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
     app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
                      root_path=args.root_path, max_requests=args.max_requests,
-                     max_body_bytes=args.max_body_bytes)
+                     max_body_bytes=args.max_body_bytes
+                     or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)
     if args.allowed_origins:  # around the guard: a browser asks without a key first
         origins = sum([[one] if isinstance(one, str) else one for one in args.allowed_origins], [])
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],

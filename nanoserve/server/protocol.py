@@ -467,7 +467,7 @@ def blamed_field(message: str, body: Body) -> str | None:
                      if getattr(body, name, None)), None)
     if first in type(body).model_fields:
         return first
-    if re.search(r"\b(prompt|conversation|message)\b", message):
+    if re.search(r"\b(prompt|conversation|message|image)\b", message):
         return next((name for name in ("prompt", "messages", "input")
                      if name in body.model_fields_set), None)
     return None

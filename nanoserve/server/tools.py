@@ -25,6 +25,10 @@ NAME, ID = "zq_tool", "zqcall001"  # of made-up calls, which a format is derived
 ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
 THOUGHTS = ("reasoning_content", "thinking")  # keys of a message
 MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
+# gpt-oss's template names the channel behind a call's name. The model may also name it in front,
+# and the arguments' kind by a token, says the description of its format (openai_harmony).
+CHANNEL = "<|channel|>commentary json<|message|>"
+HARMONY = r"(<\|channel\|>commentary)?\s*(<\|constrain\|>)?json\s*<\|message\|>"
 WORDS = {"None": "null", "True": "true", "False": "false"}
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
          dict: "object", type(None): "null"}
@@ -121,7 +125,8 @@ class Reader:
         names = "|".join(map(re.escape, sorted(self.schemas, key=len, reverse=True)))
         longest = max(map(len, self.schemas), default=0)
         self.longest = 2 * len(form.open + form.after) + longest  # of a call's beginning
-        behind = "(?P=name)".join(map(loose, form.after.split(NAME)))
+        behind = HARMONY if form.after == CHANNEL else "(?P=name)".join(
+            map(loose, form.after.split(NAME)))
         self.heads = [re.compile(f"{begin}(?P<name>{names})(?!\\w){behind}")
                       for begin in (r"\s*" + loose(form.open), r"\s*")]
         # Where several calls share what ends them; else each next one begins as the first does.

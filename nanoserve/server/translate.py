@@ -27,6 +27,7 @@ from nanoserve.server.answers import DONE
 from nanoserve.server.protocol import BadRequest, Body, ChatBody, wrong_shape
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
+NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -132,9 +133,23 @@ def texts(content: Any) -> Any:
         return []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    return [part | {"type": OURS.get(str(part.get("type")), part.get("type"))}
-            if isinstance(part, dict) else part
+    return [part_of(part) if isinstance(part, dict) else part
             for part in (content if isinstance(content, list) else [content])]
+
+
+def part_of(part: dict) -> dict:
+    """A part of a message as a chat has it. Raises `ValueError` for an image that is not in it."""
+    kind = part.get("type")
+    if kind not in ("input_image", "image"):
+        return part | {"type": OURS.get(str(kind), kind)}
+    source = part.get("source") or {}  # of Anthropic's
+    url = part.get("image_url", source.get("url"))
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if not isinstance(url, str):
+        raise ValueError("an image must be sent itself, in base64, because no files are kept here, "
+                         f"got {part!r:.120}")
+    return dict(type="image_url", image_url=url)
 
 
 def form_of(field: str, form: Any) -> dict | None:
@@ -203,6 +218,9 @@ class ResponsesBody(Language):
         items = self.input
         for item in [dict(role="user", content=items)] if isinstance(items, str) else items:
             kind = item.get("type", "message")
+            if (field := NEEDED.get(str(kind))) and item.get(field) is None:
+                raise BadRequest(f"input: an item of type {kind!r} needs {field}, got {item!r:.80}",
+                                 "input")
             if kind == "message":
                 join(found, dict(role=item.get("role"), content=texts(item.get("content"))))
             elif kind == "function_call":

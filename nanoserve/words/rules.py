@@ -77,14 +77,15 @@ def instance(kind: type | tuple[type, ...], what: str) -> Rule:
 
 def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False,
            whole: bool = False) -> Rule:
-    """low <= value <= high (low < value if `above`). NaN and True are refused."""
+    """low <= value <= high (low < value if `above`). NaN, infinities and True are refused."""
     bound = "" if low == -math.inf else f" of at least {low}"
     if high != math.inf:
         bound = f" in {'(' if above else '['}{low}, {high}]"
 
     def keep(value):
         is_one = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-        only_if(is_one and (low < value if above else low <= value) and value <= high, value)
+        only_if(is_one and (low < value if above else low <= value) and value <= high
+                and abs(value) < math.inf, value)
         return int(value) if isinstance(value, Integral) else float(value)
 
     return Rule(("a whole number" if whole else "a number") + bound, keep)

@@ -125,7 +125,8 @@ class Seer:
 TOKENS = ("<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = """{% for m in messages %}<s>{{ m.role }}:{% if m.content is string %}{{ m.content }}{%
 else %}{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{%
-endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"""
+endfor %}{% endif %}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{%
+endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"""
 PLACES = {"llava": "<image>", "qwen2.5-vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 PREPROCESSORS = {
     "llava": dict(image_processor_type="CLIPImageProcessor", processor_class="LlavaProcessor",

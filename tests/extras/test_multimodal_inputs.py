@@ -94,6 +94,21 @@ def test_a_chat_with_images_is_the_prompt_that_its_template_writes(engines, fold
         assert_same_text(out.outputs[0].token_ids, tokens, gaps, str(part)[:40])
 
 
+def test_an_image_that_the_template_does_not_show_is_named(engines):
+    """Many templates show none in what a tool answers, or know texts alone."""
+    part = dict(type="image", image=photo(1))
+    chat = [dict(role="user", content="Look."), dict(role="tool", content=[part])]
+    for template, says in (
+            ("{% for m in messages %}{{ m.content if m.content is string else 'Hm' }}{% endfor %}",
+             "1 images, and the chat template writes 0 placeholders"),
+            ("{% for m in messages %}{{ m.content }}{% endfor %}", "as Python does")):
+        with pytest.raises(ValueError, match=says):
+            engines("llava").chat(chat, GREEDY, chat_template=template)
+    with pytest.raises(ValueError, match="1 images, .* 2 placeholders"):
+        engines("llava").chat([dict(role="user", content=[
+            part, dict(type="text", text="<image>")])], GREEDY)
+
+
 def test_one_step_does_not_encode_ten_images(engines):
     """What was encoded stays, whoever asks; what a step has begun others wait for."""
     llm = engines("llava")

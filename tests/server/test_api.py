@@ -371,6 +371,20 @@ def test_an_unknown_model_or_path_is_a_404(server):
     refusal(server, COMPLETIONS, None, 405)
 
 
+def test_a_probe_by_head_gets_the_status_alone(server):
+    for path in ("/health", "/ping", "/v1/models", "/v1/models/tested", "/metrics", "/trace"):
+        assert server.ask_raw(path, None, "HEAD") == (200, b"")
+    assert server.ask_raw("/v1/models/gpt", None, "HEAD") == (404, b"")
+    assert "head" not in server.ask("/openapi.json")[1]["paths"]["/health"]
+
+
+def test_a_number_without_end_is_refused(server):
+    """Python's JSON reads `Infinity`, and 1e999 is one."""
+    for number in (b"Infinity", b"1e999", b"NaN"):
+        error = refusal(server, COMPLETIONS, b'{"prompt": "x", "temperature": %s}' % number)
+        assert error["param"] == "temperature"
+
+
 def test_what_only_a_pooling_model_has_says_so(server):
     for path, body in (("/v1/embeddings", dict(input="x")),
                        ("/score", dict(text_1="x", text_2="y")),

@@ -200,6 +200,19 @@ def test_a_turn_ends_by_a_token_that_the_text_does_not_show():
         "Hm.", "", [Call("add", '{"x": 1}')])
 
 
+@pytest.mark.parametrize("header", [
+    "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.add<|constrain|>json <|message|>",
+    " to=functions.add<|channel|>commentary <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.add json<|message|>"])
+def test_gpt_oss_may_name_the_channel_in_front_of_the_tool(header):
+    """As openai_harmony's description has it; the template writes it behind."""
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for cuts in ([], [40, 70], range(200)):
+        assert read(Reader(FORMATS["gpt-oss"], {"add": {}}, ""), f'{thought}{header}{{"x": 1}}',
+                    cuts) == Piece("Hm.", "", [Call("add", '{"x": 1}')])
+
+
 def test_a_model_may_leave_a_calls_id_out():
     for name, text in (
             ("Mistral Nemo", '[TOOL_CALLS][{"name": "a", "arguments": {}%s}, {"name": "b", '

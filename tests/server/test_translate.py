@@ -155,6 +155,8 @@ def test_codex_shows_its_tools_in_groups(server):
     (RESPONSES, dict(input=[dict(role="user", content=[dict(type="input_image")])]),
      "input_image"),
     (RESPONSES, dict(input=[]), "input: List"),
+    (RESPONSES, dict(input=[dict(role="user")]), "'message' needs content"),
+    (RESPONSES, dict(input=[dict(type="function_call_output", call_id="x")]), "needs output"),
     (RESPONSES, dict(input=[5]), "input.0: "),
     (RESPONSES, dict(input=[dict(type="reasoning", summary=[5])]), "input: the content and"),
     (RESPONSES, dict(text=dict(format=5)), "text.format must be"),
