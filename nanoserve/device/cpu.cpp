@@ -767,8 +767,8 @@ inline void fold(Line *S, const float *q, const float *k, Line &v, float decay, 
 // A portion is a row's head: some columns lie in a core's nearest cache, token by token, then others.
 template <class T>
 void delta_rule(const T *qkv, const float *decay, const float *beta, float *states,
-                const int64_t *slots, const int32_t *starts, T *out, long, long channels,
-                long heads, long key_size, long size, long rows) {
+                const int64_t *sources, const int64_t *slots, const int32_t *starts, T *out, long,
+                long channels, long heads, long key_size, long size, long rows) {
     const long keys = (channels - heads * size) / 2, group = heads * key_size / keys;
     const float scale = 1 / std::sqrt(float(key_size));
     share_out(rows * heads, true, [&](long i) {
@@ -777,9 +777,12 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
         Line *S = scratch<Line>(0, key_size);
         for (long first = 0; first < size; first += COLUMNS) {
             const long width = std::min(COLUMNS, size - first);
-            float *state = states + (slots[row] * heads + head) * key_size * size + first;
+            const auto state_at = [&](long slot) {
+                return states + (slot * heads + head) * key_size * size + first;
+            };
+            const float *state = state_at(sources[row]);
             for (long j = 0; j < key_size; j++) std::memcpy(S[j], state + j * size, 4 * width);
-            for (long t = starts[row]; t < starts[row + 1]; t++) {
+            for (long t = starts[row], end = starts[row + 1]; t < end; t++) {
                 const T *x = qkv + t * channels + head / group * key_size;
                 make_unit(x, q, key_size);
                 make_unit(x + keys, k, key_size);
@@ -792,8 +795,10 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
                 std::memcpy(numbers, v, sizeof v);
                 T *to = out + (t * heads + head) * size + first;
                 for (long c = 0; c < width; c++) narrow(numbers[c] * scale, to[c]);
+                if (t + 1 < end && slots[t + 1] == slots[t]) continue;
+                float *left = state_at(slots[t]);
+                for (long j = 0; j < key_size; j++) std::memcpy(left + j * size, S[j], 4 * width);
             }
-            for (long j = 0; j < key_size; j++) std::memcpy(state + j * size, S[j], 4 * width);
         }
     });
 }
@@ -938,8 +943,8 @@ extern "C" const Function functions[] = {
              i32 seq_lens[rows], i32 starts[_ends], float scale, long window, float softcap,
              f32? sinks[heads] -> T out[tokens heads size]),
     FUNCTION(delta_rule, T qkv[tokens channels], f32 decay[tokens heads], f32 beta[tokens heads],
-             f32 states[_states heads key_size size], i64 slots[rows], i32 starts[_ends] ->
-             T out[tokens heads size]),
+             f32 states[_states heads key_size size], i64 sources[rows], i64 slots[tokens],
+             i32 starts[_ends] -> T out[tokens heads size]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
     FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),

@@ -116,8 +116,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
 
 
 def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
-               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    return LIBRARY.delta_rule(qkv, decay, beta, states, slots, starts, _ends=len(slots) + 1)
+               sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return LIBRARY.delta_rule(qkv, decay, beta, states, sources, slots, starts,
+                              _ends=len(sources) + 1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
