@@ -68,7 +68,7 @@ class NewWeights(Extra):
         self.gone: set[str] = set()  # of `PARTS`
         self.are_lost = False  # no weights, and nothing to bring them back from
 
-    def update(self, weights: Weights) -> None:
+    def update_weights(self, weights: Weights) -> None:
         """Put other weights in the place of the present ones, on all ranks.
 
         weights: a folder or hub id, a dict (`model.state_dict()`) or an iterable of (name, tensor),
