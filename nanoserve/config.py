@@ -58,7 +58,8 @@ KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
                 choice("auto", "int8").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")
 DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
-IMAGES = Rule("a dict like {'image': 4}: the most images a prompt may have", rules.keep_limits)
+ITEMS = Rule("a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
+             rules.keep_limits)
 TRACE = rules.new_file("a file in a folder that exists, ending in .html (a page to look at) or "
                        ".json (for Perfetto)", ".html", ".json")
 LAYERS = rules.instance((dict, list), "how many layers each rank has, as [12, 16], or those that "
@@ -125,7 +126,7 @@ class EngineConfig:
     max_loras: int = option(1, rules.COUNT, "enable_lora")  # adapters there at the same time
     max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
     speculative_config: dict | None = option(None, DRAFTS)  # who guesses: extras/speculative.py
-    limit_mm_per_prompt: dict | None = option(None, IMAGES)  # None: text alone. multimodal.py
+    limit_mm_per_prompt: dict | None = option(None, ITEMS)  # None: text alone. multimodal.py
     encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")  # of images
     trace: str | None = option(None, TRACE)  # the file in which every step is recorded
 

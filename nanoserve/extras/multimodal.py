@@ -1,4 +1,4 @@
-"""Models that see: the features of an image take the place of its placeholders' embeddings.
+"""Models that see or hear: an image's features take the place of its placeholders' embeddings.
 
 A vision-language model (Liu et al. 2023, "LLaVA") is a decoder with a *tower* beside it. The tower
 makes an image into features, one for each placeholder token of the prompt; from there on a feature
@@ -19,9 +19,12 @@ first placeholder, and so in all keys behind it, is an image's content, a hash o
 gets (`CoreRequest.contents`). The text before it is shared. **An image is encoded once** while the
 encoder cache holds it, by content: for n samples, chunks, preempted requests, a chat's next turn.
 
-Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video and no
-sound. Gemma's images are refused, since their tokens see each other, and those of a chunk could
-not. Road not taken: towers and processors of our own for each family, as in larger engines.
+A sound (Chu et al. 2023, "Qwen-Audio") is the same with another tower; where this file says image
+or picture, a network that hears has a sound.
+
+Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video. Gemma's
+images are refused, since their tokens see each other, and those of a chunk could not. Road not
+taken: towers and processors of our own for each family, as in larger engines.
 """
 
 import weakref
@@ -44,6 +47,7 @@ from nanoserve.extras.multimodal_inputs import (
     from_tensors,
     load_processor,
     read_image,
+    read_sound,
     take_out,
 )
 from nanoserve.extras.transformers_model import TransformersModel, refusal
@@ -55,10 +59,10 @@ from nanoserve.frontend.request import Request
 from nanoserve.layers import Placement
 from nanoserve.sequence import Sequence, Step
 
-# Wrappings that were compared with transformers' `generate`, with images (docs/vision.md).
-SEEING = tuple(f"{name}ForConditionalGeneration" for name in (
-    "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL", "Llava",
-    "Mistral3", "Lfm2Vl"))
+# Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
+TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",
+                   "Llava", "Mistral3", "Lfm2Vl"), "audio": ("Qwen3ASR", "GlmAsr", "Voxtral")}
+KINDS = {f"{name}ForConditionalGeneration": kind for kind in TRIED for name in TRIED[kind]}
 
 MOST_IMAGES = 4  # that one step encodes
 NO_TENSORS = ("vision_feature_layer", "vision_feature_select_strategy", "kwargs")
@@ -90,17 +94,17 @@ class Shown:
 class Eyes:
     """A network's tower, its encoder cache, and the hook in front of its decoder."""
 
-    def __init__(self, model: TransformersModel, budget: int):
-        network, self.on = model.layers, model.on
+    def __init__(self, model: TransformersModel, kind: str, budget: int):
+        network, self.on, self.kind = model.layers, model.on, kind
         self.network = weakref.proxy(network)  # which holds this object, by its hook
         self.size = network.get_input_embeddings().embedding_dim
         self.index_of = getattr(network.base_model, "get_rope_index", None) and (
             weakref.WeakMethod(network.base_model.get_rope_index))
-        self.config, self.token_id = network.config, network.config.image_token_id
-        self.takes = [name for name in signature(network.get_image_features).parameters
-                      if name not in NO_TENSORS]  # what pictures are made of
-        self.width = self.size * (1 + len(getattr(
-            network.config.vision_config, "deepstack_visual_indexes", None) or ()))
+        self.config, self.token_id = network.config, getattr(network.config, f"{kind}_token_id")
+        self.takes = [name for name in signature(getattr(
+            network.base_model, f"get_{kind}_features")).parameters if name not in NO_TENSORS]
+        self.width = self.size * (1 + len(getattr(getattr(
+            network.config, "vision_config", None), "deepstack_visual_indexes", None) or ()))
         self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
         self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
         self.lock = RLock()  # requests are made in any thread
@@ -129,7 +133,7 @@ class Eyes:
         """Run the tower. Qwen3-VL's gives features for several layers: they lie side by side."""
         given = {name: tensor.to(self.on.device, self.on.dtype if tensor.is_floating_point()
                                  else None) for name, tensor in picture.tensors.items()}
-        out = self.network.get_image_features(**given, return_dict=True)
+        out = getattr(self.network, f"get_{self.kind}_features")(**given, return_dict=True)
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         self.num_runs += 1
         return torch.cat([torch.cat([part.reshape(-1, self.size) for part in layer])
@@ -232,35 +236,50 @@ class MultimodalInputs(InputProcessor):
         return text, self.expand(ids, pictures), pictures
 
     def read_pictures(self, data: object) -> list[Picture]:
-        most, budget = self.config.limit_mm_per_prompt["image"], self.eyes.budget
-        if not isinstance(data, Mapping) or set(data) != {"image"}:
-            raise ValueError(f"multi_modal_data={str(data)[:80]} must be {{'image': ...}}: this "
-                             "model sees images, and neither video nor sound")
-        images = data["image"] if isinstance(data["image"], (list, tuple)) else [data["image"]]
-        if len(images) > most:
-            raise ValueError(f"the prompt has {len(images)} images, and limit_mm_per_prompt allows "
+        kind, budget = self.eyes.kind, self.eyes.budget
+        if not isinstance(data, Mapping) or set(data) != {kind}:
+            raise ValueError(f"multi_modal_data={str(data)[:80]} must be {{{kind!r}: ...}}, which "
+                             "is all that this model takes beside text")
+        whole = data[kind] if isinstance(data[kind], list) else [data[kind]]
+        if len(whole) > (most := self.config.limit_mm_per_prompt[kind]):
+            raise ValueError(f"the prompt has {len(whole)} {kind}s, and limit_mm_per_prompt allows "
                              f"{most}: raise it")
-        pictures = [self.read_picture(image) for image in images]
+        pictures = [self.read_picture(one) for one in whole]
         if (size := max((one.num_tokens for one in pictures), default=0)) > budget:
-            raise ValueError(f"an image of {size} tokens does not fit into the encoder cache of "
+            raise ValueError(f"an {kind} of {size} tokens does not fit into the encoder cache of "
                              f"{budget}: make it smaller, or raise encoder_cache_tokens")
         return pictures
 
     def read_picture(self, image: object) -> Picture:
         """How many tokens it stands for says its processor; where that was another's, the tower."""
+        kind = self.eyes.kind
         if isinstance(image, Mapping):
             picture = from_tensors(image, self.eyes.takes)
             try:
                 picture.num_tokens = len(self.eyes.features_of(picture))
             except Exception as error:  # whatever a tower stumbles over
-                raise ValueError(f"the tower can't read this image: {error!s:.200}") from error
+                raise ValueError(f"the tower can't read this {kind}: {error!s:.200}") from error
             return picture
-        made = self.processor(images=[read_image(image)], text=self.processor.image_token,
+        given = dict(images=[read_image(image)]) if kind == "image" else dict(
+            audio=[read_sound(image, self.processor.feature_extractor.sampling_rate)])
+        made = self.processor(**given, text=getattr(self.processor, f"{kind}_token"),
                               return_tensors="pt", return_text_replacement_offsets=True)
         written = self.processor.tokenizer.encode(
             made["text_replacement_offsets"][0][0]["replacement"], add_special_tokens=False)
         return Picture({name: made[name] for name in self.eyes.takes if name in made},
                        written.count(self.eyes.token_id), written)
+
+    def transcription(self, sound: object, language: str | None, hint: str | None) -> dict:
+        """A prompt that asks for what is said, as the processor writes it. Raises `ValueError`."""
+        write = getattr(self.processor, "apply_transcription_request", None)
+        if self.eyes.kind != "audio" or write is None:
+            raise ValueError("this model's processor writes no prompts for transcriptions")
+        options = dict(language=language) if language else {}
+        if language and "language" not in signature(write).parameters:
+            raise ValueError(f"language={language!r}: this model finds it by itself, leave it out")
+        [text] = write(audio=np.zeros(1), tokenize=False, prompt=hint, **options)
+        return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False),
+                "multi_modal_data": {"audio": sound}}
 
     def expand(self, ids: list[int], pictures: list[Picture]) -> list[int]:
         """One placeholder for each image becomes what the processor writes in its place."""
@@ -271,20 +290,20 @@ class MultimodalInputs(InputProcessor):
         return [one for id_ in ids for one in (next(turn) if id_ == token_id else [id_])]
 
     def render_chat(self, conversation: list[dict], **template_options) -> dict:
-        """As for texts, with the images beside them; older processors have a template."""
-        images: list[object] = []
+        """As for texts, with images or sounds beside them. Older processors have a template."""
+        found, kind = [], self.eyes.kind
         if isinstance(conversation, (list, tuple)):
-            conversation = [take_out(message, images) for message in conversation]
-        if images and not self.tokenizer_for("chat()").chat_template:
+            conversation = [take_out(message, kind, found) for message in conversation]
+        if found and not self.tokenizer_for("chat()").chat_template:
             template_options.setdefault("chat_template", self.processor.chat_template)
         prompt = super().render_chat(conversation, **template_options)
-        if not images:
+        if not found:
             return prompt
-        if (shown := prompt["prompt_token_ids"].count(self.eyes.token_id)) != len(images):
+        if (shown := prompt["prompt_token_ids"].count(self.eyes.token_id)) != len(found):
             raise ValueError(
-                f"the messages have {len(images)} images, and the chat template writes {shown} "
-                "placeholders: put images into the user's turns, and no placeholders into texts")
-        return prompt | {"multi_modal_data": {"image": images}}
+                f"the messages have {len(found)} {kind}s, and the chat template writes {shown} "
+                f"placeholders: put {kind}s into the user's turns, and no placeholders into texts")
+        return prompt | {"multi_modal_data": {kind: found}}
 
 
 class Multimodal(Extra, Observer):
@@ -294,13 +313,12 @@ class Multimodal(Extra, Observer):
 
     def prepare(self, plan: Plan) -> Plan:
         config, architecture = plan.config, plan.model_config.architecture
-        if architecture.startswith("Gemma"):
-            raise refusal(f"{architecture} with images", "its image tokens see each other, which "
-                          "attention that looks back alone can't do. Without limit_mm_per_prompt "
-                          "it writes text")
-        if architecture not in SEEING:
-            raise refusal(f"{architecture} with images", "it has no tower for images, or none that "
-                          "was tried. Without limit_mm_per_prompt it writes text")
+        if KINDS.get(architecture) not in config.limit_mm_per_prompt:
+            why = "it has no tower for them, or none that was tried"
+            if architecture.startswith("Gemma"):
+                why = "its image tokens see each other, and attention here looks back alone"
+            raise refusal(f"{architecture} with {'s and '.join(config.limit_mm_per_prompt)}s",
+                          f"{why}. Without limit_mm_per_prompt it writes text")
         for option, value in (  # blocks in a store are known by their tokens alone
                 ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
                 ("runner", config.runner == "pooling" and "pooling")):
@@ -313,7 +331,8 @@ class Multimodal(Extra, Observer):
 
     def make(self, plan: Plan, on: Placement, **options) -> TransformersModel:
         model = plan.parts.make_network(on, **options)
-        self.eyes = Eyes(model, plan.config.encoder_cache_tokens)
+        self.eyes = Eyes(model, KINDS[plan.model_config.architecture],
+                         plan.config.encoder_cache_tokens)
         return model
 
     def attach(self, engine: LLMEngine) -> None:
@@ -328,8 +347,8 @@ class Multimodal(Extra, Observer):
         if engine.config.enable_chunked_prefill:
             engine.scheduler.cuts.append(self.cut)
         size = self.eyes.budget * self.eyes.width * self.eyes.on.dtype.itemsize / 2 ** 20
-        say(f"images: by transformers' tower, encoder cache of {self.eyes.budget:,} tokens, up to "
-            f"{size:,.0f} MB")
+        say(f"{self.eyes.kind}s: by transformers' tower, encoder cache of {self.eyes.budget:,} "
+            f"tokens, up to {size:,.0f} MB")
 
     def take(self, request: Request, pictures: list[Picture]) -> None:
         """A checked request has these pictures: from here on its blocks are theirs, too."""

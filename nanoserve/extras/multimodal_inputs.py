@@ -1,21 +1,24 @@
-"""How images come in: from a file, a URL or a chat's message to the tensors that a tower takes.
+"""How images and sounds come in: from a file, a URL or a message to the tensors a tower takes.
 
     PIL image, Path, "data:image/png;base64,..."  ──read_image──► PIL image
+    (samples, rate), WAV file                     ──read_sound──► samples
                                                                      │ transformers' processor
     {"pixel_values": ...}, what somebody's processor made ──────► Picture
 
 Invariants: nothing is fetched, and no str names a file, because clients of the server send strings.
-The bytes and pixels of what is decoded are bounded before. Not known here: prompts, steps. Road not
-taken: rules of our own for what becomes of an image, family by family; the processor knows.
+The bytes, pixels and seconds of what is decoded are bounded before. Not known here: prompts, steps.
+Road not taken: rules of our own for what becomes of an image, by family; the processor knows.
 """
 
 import base64
 import hashlib
 import io
+import wave
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -23,8 +26,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from nanoserve.frontend.messages import Taken
 
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # of an image that is decoded here
+MAX_SECONDS = 600  # of a sound
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
-PARTS = ("image_url", "image", "image_pil", "input_image")  # of a message, with an image
+PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # of a message
+         "audio": ("audio_url", "audio", "input_audio")}
 
 
 @dataclass(eq=False)
@@ -46,15 +51,15 @@ class Picture:
 
 def from_tensors(given: Mapping, names: list[str]) -> Picture:
     """Of what a processor made. names: what the tower takes. Raises `ValueError`."""
-    if "pixel_values" not in given or not set(given) <= set(names):
-        raise ValueError(f"an image that is a dict must hold {', '.join(names)}, got "
+    if names[0] not in given or not set(given) <= set(names):
+        raise ValueError(f"an image or a sound that is a dict must hold {', '.join(names)}, got "
                          f"{', '.join(map(str, given))}")
     try:
         tensors = {name: torch.as_tensor(value).cpu() for name, value in given.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"an image's {', '.join(given)} must be tensors: {error}") from error
-    if not tensors["pixel_values"].float().isfinite().all():
-        raise ValueError("an image's pixel_values must be finite numbers")
+    if not tensors[names[0]].float().isfinite().all():
+        raise ValueError(f"{names[0]} must be finite numbers")
     return Picture(tensors)
 
 
@@ -76,7 +81,7 @@ def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
 
         return ForImages.from_pretrained(folder)
     except Exception as error:  # transformers raises whatever its parts raise
-        raise ValueError(f"{folder}: its processor for images can't be loaded ({error}): pass what "
+        raise ValueError(f"{folder}: its processor can't be loaded ({error}): pass what "
                          "a processor made, see docs/vision.md") from error
 
 
@@ -104,31 +109,66 @@ def read_image(image: object):
                      f"{MAX_PIXELS:,} in all, send a smaller one")
 
 
+def read_sound(sound: object, rate: int) -> np.ndarray:
+    """(samples, their rate), or a WAV file (`Path`, bytes, data: URL), as (num_samples,) at `rate`.
+    Raises `ValueError`."""
+    sound = from_url(sound) if isinstance(sound, str) else sound
+    try:
+        samples, own = read_wav(sound) if isinstance(sound, (Path, bytes)) else sound
+        samples = np.asarray(samples, dtype=np.float32)
+        count = round(len(samples) / own * rate)
+        if samples.ndim != 1 or not 0 < count <= MAX_SECONDS * rate or not np.isfinite(
+                samples).all():
+            raise ValueError(f"got {samples.shape} numbers, {own} a second")
+    except (TypeError, ValueError, ArithmeticError, EOFError, OSError, wave.Error) as error:
+        raise ValueError("a sound must be (samples, sampling_rate), finite and with one channel, or"
+                         " a WAV file of 16 bits (ffmpeg -i SOUND -c:a pcm_s16le SOUND.wav makes "
+                         f"one), of at most {MAX_SECONDS} seconds: {error!s:.100}") from error
+    # Band-limited: what both rates can hold of the spectrum stays, and no more.
+    return samples if own == rate else np.fft.irfft(np.fft.rfft(samples)[:count // 2 + 1], count
+                                                    ).astype(np.float32) * (count / len(samples))
+
+
+def read_wav(file: Path | bytes) -> tuple[np.ndarray, int]:
+    """The mean of its channels, from -1 to 1, and their rate. Its length is known before."""
+    with wave.open(str(file) if isinstance(file, Path) else io.BytesIO(file)) as opened:
+        channels, width, rate, count, *_ = opened.getparams()
+        if width != 2 or count > MAX_SECONDS * rate:
+            raise wave.Error(f"it has {count / rate:,.0f} seconds of {8 * width} bits")
+        whole = np.frombuffer(opened.readframes(count), "<i2").reshape(-1, channels)
+        return whole.mean(1) / 2 ** 15, rate
+
+
 def from_url(url: str) -> bytes:
     """The bytes of a data: URL."""
     head, _, data = url.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise ValueError(f"an image's url must be data:image/...;base64,..., got {url[:60]!r}: "
-                         "nothing is fetched and no file is opened for a text, send the image")
+        raise ValueError(f"a text must be data:...;base64,..., got {url[:60]!r}: nothing is fetched"
+                         " and no file is opened for it, send the image or the sound itself")
     if len(data) > MAX_BYTES * 4 // 3:
-        raise ValueError(f"an image of {len(data):,} characters is too large: at most "
+        raise ValueError(f"a data: URL of {len(data):,} characters is too large: at most "
                          f"{MAX_BYTES * 4 // 3:,}, send a smaller one")
     try:
         return base64.b64decode(data, validate=True)
     except ValueError as error:
-        raise ValueError(f"an image's url is no base64: {error}") from error
+        raise ValueError(f"a data: URL is no base64: {error}") from error
 
 
-def take_out(message: object, images: list[object]) -> object:
-    """A message whose images are taken out of its parts, and go into `images`."""
+def take_out(message: object, kind: str, found: list[object]) -> object:
+    """A message whose images, or sounds, are taken out of its parts, and go into `found`."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = []
     for part in message["content"]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in PARTS:
-            image = part.get("image_url", part.get(kind))
-            images.append(image.get("url") if isinstance(image, dict) else image)
-            part = Taken(type="image")
+        name = part.get("type") if isinstance(part, dict) else None
+        if name in PARTS[kind]:
+            one = part.get(f"{kind}_url", part.get(name))
+            if isinstance(one, Mapping):
+                if not {"url", "data"} & one.keys():
+                    raise ValueError(f"the message's {name} has no url, and what a processor made "
+                                     "goes with its prompt_token_ids: use generate() for it")
+                one = one.get("url", f"data:audio/wav;base64,{one.get('data')}")
+            found.append(one)
+            part = Taken(type=kind)
         parts.append(part)
     return message | {"content": parts}

@@ -393,7 +393,7 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
                                     "alone here")
     known: list = []
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-                    transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+                    transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING):
         found = mapping.get(type(hf_config), ())
         known += found if isinstance(found, tuple) else (found,)
     for model_class in known:

@@ -131,10 +131,10 @@ def of_annexe(file: str) -> Rule:
 
 
 def keep_limits(limits: Any) -> dict[str, int] | None:
-    """How many images a prompt may have, in vLLM's form. None where it may have none."""
+    """How many images and sounds a prompt may have, as in vLLM. None where it may have none."""
     only_if(isinstance(limits, dict), limits)
     kept = {kind: SIZE.keep(most) for kind, most in limits.items() if SIZE.keep(most)}
-    return only_if(kept.keys() <= {"image"}, limits) and kept or None
+    return only_if(kept.keys() <= {"image", "audio"}, limits) and kept or None
 
 
 def keep_dtype(dtype: Any) -> str:

@@ -35,7 +35,7 @@ NETWORKS: dict[str, Callable] = {
         text_config=HYBRIDS["lfm2"]().to_dict(), vision_config=dict(VISION, patch_size=2),
         image_token_id=250, projector_hidden_size=16, downsample_factor=2),
 }
-PADDED = ("pixel_values", "pixel_attention_mask")
+PADDED = ("pixel_values", "pixel_attention_mask", "input_features", "input_features_mask")
 
 
 def make_seeing(name: str, folder: Path) -> Path:
@@ -53,11 +53,13 @@ def make_seeing(name: str, folder: Path) -> Path:
 class Seer:
     """The oracle of one checkpoint; it also makes pictures and prompts for it."""
 
+    kind, auto = "image", transformers.AutoModelForImageTextToText
+
     def __init__(self, name: str, folder: Path):
         self.name = name
-        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32).eval()
+        self.model = self.auto.from_pretrained(folder, dtype=torch.float32).eval()
         self.config = self.model.config
+        self.token_id = getattr(self.config, f"{self.kind}_token_id")
 
     def picture(self, height: int, width: int, seed: int) -> dict:
         """Of height x width patches, where the network takes them as they are."""
@@ -83,7 +85,8 @@ class Seer:
 
     @torch.no_grad()
     def count(self, picture: dict) -> int:
-        features = self.model.get_image_features(**picture, return_dict=True).pooler_output
+        features = getattr(self.model, f"get_{self.kind}_features")(
+            **picture, return_dict=True).pooler_output
         return sum(one.numel() for one in features) // self.config.text_config.hidden_size
 
     def prompt(self, *pictures: dict, seed: int = 0, before: int = 9, behind: int = 2) -> dict:
@@ -91,20 +94,20 @@ class Seer:
         rng = random.Random(seed)
         ids = [rng.randrange(200) for _ in range(before)]
         for picture in pictures:
-            ids += [self.config.image_token_id] * self.count(picture)
+            ids += [self.token_id] * self.count(picture)
             ids += [rng.randrange(200) for _ in range(behind)]
         prompt = dict(prompt_token_ids=ids)
-        return prompt | dict(multi_modal_data={"image": [*pictures]}) if pictures else prompt
+        return prompt | dict(multi_modal_data={self.kind: [*pictures]}) if pictures else prompt
 
     @torch.no_grad()
     def generate(self, prompt: dict, max_tokens: int) -> tuple[list[int], list[float]]:
         """As `checkpoints.Reference.generate`."""
         ids = torch.tensor([prompt["prompt_token_ids"]])
-        pictures = prompt.get("multi_modal_data", {}).get("image", [])
+        pictures = prompt.get("multi_modal_data", {}).get(self.kind, [])
         given = {name: self.join([one[name] for one in pictures], name)
                  for name in (pictures[0] if pictures else ())}
         if pictures and hasattr(self.model.base_model, "get_rope_index"):
-            given["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
+            given["mm_token_type_ids"] = (ids == self.token_id).int()
         out = self.model.generate(ids, max_new_tokens=max_tokens, do_sample=False, **given,
                                   return_dict_in_generate=True, output_logits=True)
         best = [logits[0].topk(2).values for logits in out.logits]
@@ -112,7 +115,7 @@ class Seer:
 
     def join(self, parts: list[torch.Tensor], name: str) -> torch.Tensor:
         """The tensors of several pictures as their processor joins them, padded where need be."""
-        if self.name in ("mistral3", "lfm2-vl") and name in PADDED:
+        if self.name in ("mistral3", "lfm2-vl", "qwen3-asr", "glm-asr") and name in PADDED:
             most = torch.tensor([part.shape for part in parts]).amax(0)
             parts = [F.pad(part, [n for whole, own in zip(
                 most.tolist()[:0:-1], part.shape[:0:-1], strict=True) for n in (0, whole - own)])

@@ -109,6 +109,14 @@ def test_an_image_that_the_template_does_not_show_is_named(engines):
             part, dict(type="text", text="<image>")])], GREEDY)
 
 
+def test_a_processors_tensors_have_no_place_in_a_chat(engines):
+    """What stands in the prompt for them is known to that processor alone."""
+    for part in (dict(type="image", image={"pixel_values": torch.zeros(1, 3, 28, 28)}),
+                 dict(type="image_url", image_url={"detail": "low"})):
+        with pytest.raises(ValueError, match="has no url, and what a processor made .* generate"):
+            engines("llava").chat([dict(role="user", content=[part])], GREEDY)
+
+
 def test_one_step_does_not_encode_ten_images(engines):
     """What was encoded stays, whoever asks; what a step has begun others wait for."""
     llm = engines("llava")
@@ -164,7 +172,7 @@ def test_placeholders_and_images_must_match(engines):
             ({"prompt": "<|image_pad|>"}, "1 placeholders .* its 0 images stand for 0"),
             ({"prompt": "<|image_pad|>", "multi_modal_data": {"image": 3 * [image]}},
              "3 images, and limit_mm_per_prompt allows 2"),
-            ({"prompt": "<|image_pad|>", "multi_modal_data": {"video": image}}, "neither video"),
+            ({"prompt": "<|image_pad|>", "multi_modal_data": {"video": image}}, "is all that"),
             ({"prompt": "<|image_pad|>", "multi_modal_data": [image]}, "must be {'image'")):
         with pytest.raises(ValueError, match=says):
             llm.generate(prompt, GREEDY)
