@@ -32,7 +32,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -43,7 +43,14 @@ from nanoserve.server import pooling, prometheus, protocol
 from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
 from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
 from nanoserve.server.guard import AsciiResponse, Guard, error_response
-from nanoserve.server.protocol import BadRequest, Body, ChatBody, GenerationBody, TokenizeBody
+from nanoserve.server.protocol import (
+    BadRequest,
+    Body,
+    ChatBody,
+    GenerationBody,
+    TokenizeBody,
+    TranscriptionBody,
+)
 from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer
 from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
@@ -122,6 +129,11 @@ class Server:
             self.llm.inputs.check_generates()
             prompt = self._render(body)
             params = self.turns.params(body, params, prompt["prompt"])
+        if isinstance(body, TranscriptionBody):
+            if not hasattr(self.llm.inputs, "transcription"):
+                raise BadRequest("this model does not hear: start one that does with "
+                                 "--limit-mm-per-prompt '{\"audio\": 1}'", "model")
+            prompt = self.llm.inputs.transcription(body.file, body.language, body.prompt)
         if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
             text, ids = self._read(prompt, body)
             if (count := body.truncate_prompt_tokens) is not None:
@@ -162,7 +174,7 @@ class Server:
         """The values of generation_config.json, with its limit of tokens if it has one."""
         defaults = self.llm.get_default_sampling_params()
         if "max_new_tokens" not in self.llm.model_config.generation_defaults:
-            defaults.max_tokens = None if isinstance(body, ChatBody) else COMPLETION_TOKENS
+            defaults.max_tokens = COMPLETION_TOKENS if body.prompts_in else None
         return defaults
 
     async def _whole(self, answer: Answer) -> dict:
@@ -189,6 +201,17 @@ class Server:
 
     async def _translated(self, body: Language, answer: Awaitable[dict]) -> dict:
         return body.answer(await answer)
+
+    async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
+        """What is said, by a model that hears."""
+        if body.stream:
+            raise BadRequest("a transcription comes in one piece: leave stream out", "stream")
+        return self._transcribed(body, await self.generate(body))
+
+    async def _transcribed(self, body: TranscriptionBody, answer: Awaitable[dict]):
+        text = (await answer)["choices"][0]["text"]
+        text = getattr(self.llm.inputs.processor, "extract_transcription", str)(text)
+        return dict(text=text) if body.response_format == "json" else PlainTextResponse(text)
 
     async def pool(self, body: protocol.PoolingBody) -> Awaitable[dict]:
         """What a pooling model makes of it."""
@@ -317,10 +340,17 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
         if path is None:
             raise BadRequest(f"the body has none of {', '.join(PATHS)}")
         kind, endpoint = POSTS[path]
-        try:
-            return await respond(server, endpoint, kind(**body), http)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors(), body=body) from error
+        return await respond(server, endpoint, validated(kind, body), http)
+
+    form = TranscriptionBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    form.pop("$defs")  # FastAPI has them, of the other bodies
+
+    @app.post("/v1/audio/transcriptions", description=form.pop("description"), openapi_extra=dict(
+        requestBody=dict(content={"multipart/form-data": dict(schema=form)})))
+    async def transcriptions(http: Request):
+        entries = protocol.form_fields(http.headers.get("content-type", ""), await http.body())
+        body = validated(TranscriptionBody, entries, strict=False)  # a form has texts for numbers
+        return await respond(server, Server.transcribe, body, http)
 
     _add_errors(app)
     return Guard(app, **limits)
@@ -331,6 +361,13 @@ def _add_post(app: FastAPI, server: Server, path: str, kind: type[Body],
     @app.post(path, summary=kind.__name__.removesuffix("Body"), description=kind.__doc__)
     async def answer(body: kind, http: Request):
         return await respond(server, endpoint, body, http)
+
+
+def validated(kind: type[Body], entries: dict, strict: bool | None = None) -> Body:
+    try:
+        return kind.model_validate(entries, strict=strict)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(), body=entries) from error
 
 
 async def respond(server: Server, endpoint: Callable, body: Body, http: Request) -> Response:
@@ -420,7 +457,8 @@ async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
     gone = asyncio.ensure_future(_wait_until_gone(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return AsciiResponse(task.result()) if task.done() else Response(status_code=GONE)
+        answer = task.result() if task.done() else Response(status_code=GONE)
+        return answer if isinstance(answer, Response) else AsciiResponse(answer)
     except asyncio.CancelledError as error:  # the client is still there: the server is ending
         raise EngineDeadError(ENDING) from error
     finally:

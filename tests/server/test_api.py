@@ -447,7 +447,11 @@ def test_the_server_says_what_it_is(server):
         "/rerank", "/v1/rerank", "/v2/rerank", "/tokenize", "/detokenize", "/tokenizer_info",
         "/v1/models", "/v1/models/{name}", "/health", "/ping", "/load", "/version", "/metrics",
         "/trace", "/v2/embed", "/invocations", "/v1/responses", "/v1/messages",
-        "/v1/messages/count_tokens"}
+        "/v1/messages/count_tokens", "/v1/audio/transcriptions"}
+    [(kind, form)] = schema["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"][
+        "content"].items()
+    assert kind == "multipart/form-data" and form["schema"]["required"] == ["file"]
+    assert {"file", "model", "language", "temperature"} < set(form["schema"]["properties"])
 
 
 def test_the_step_trace_is_a_page_without_anybodys_words(server):
