@@ -76,6 +76,11 @@ def attention_cases(dtype: torch.dtype) -> dict[str, Callable]:
     for phase, options in (("split", dict(num_decodes=8)), ("prefill window", dict(
             num_chunks=1, window=128))):
         found[f"{phase} sinks"] = partial(attend, dtype, 64, 16, sinks=torch.zeros(4), **options)
+    for head_dim in (64, 128):
+        for phase, options in (("decode", dict(num_decodes=300)), ("split", dict(num_decodes=8)),
+                               ("prefill", dict(num_chunks=1))):
+            found[f"{phase} head {head_dim} in 8 bits"] = partial(
+                attend, dtype, head_dim, 16, stored=torch.int8, **options)
     return found
 
 
@@ -84,6 +89,7 @@ def fused_cases(dtype: torch.dtype) -> dict[str, Callable]:
     nothing to do there. Experts' tiles are low for few tokens and, in 16 bits, high for many."""
     found = {f"rope head {d}": partial(turn, dtype, d) for d in (64, 80, 128, 256)}
     found["rope head 128 no norm"] = partial(turn, dtype, 128, norms=False)
+    found["rope head 128 in 8 bits"] = partial(turn, dtype, 128, stored=torch.int8)
     for size in (1024, 4096, 8192):
         row = torch.zeros(1, size, dtype=dtype)
         found[f"norm {size}"] = partial(kernels.add_rms_norm, row, row, torch.zeros(size), 1e-6)
@@ -108,15 +114,18 @@ def small_cases(dtype: torch.dtype) -> dict[str, Callable]:
 
 
 def attend(dtype: torch.dtype, head_dim: int, block_size: int, num_decodes: int = 0,
-           num_chunks: int = 0, width: int = 1, offset: int = 0, **options) -> None:
-    """4 query heads on 2 KV heads. The batch's integers lie at `offset` in memory."""
-    num_rows, cache = num_decodes + num_chunks, torch.zeros(1, block_size, 2, head_dim, dtype=dtype)
+           num_chunks: int = 0, width: int = 1, offset: int = 0,
+           stored: torch.dtype | None = None, **options) -> None:
+    """4 query heads on 2 KV heads. The batch's integers lie at `offset` in memory. stored: the
+    cache's dtype, if it is another one."""
+    num_rows = num_decodes + num_chunks
+    caches = kernels.new_cache(1, block_size, 2, head_dim, stored or dtype, torch.device("cpu"))
     batch = SimpleNamespace(
         num_decodes=num_decodes, seq_lens=ints(num_rows, offset),
         cu_seqlens_q=ints(num_rows + 1, offset),
         block_tables=ints(num_rows * width, offset).view(num_rows, width))
     q = torch.zeros(num_decodes + 9 * num_chunks, 4, head_dim, dtype=dtype)
-    kernels.paged_attention(q, cache, cache, batch, scale=0.1, **options)
+    kernels.paged_attention(q, *caches, batch, scale=0.1, **options)
 
 
 def ints(n: int, offset: int = 0) -> torch.Tensor:
@@ -127,13 +136,13 @@ def ints(n: int, offset: int = 0) -> torch.Tensor:
 
 
 def turn(dtype: torch.dtype, head_dim: int, norms: bool = True, num_tokens: int = 2,
-         offset: int = 0) -> None:
+         offset: int = 0, stored: torch.dtype | None = None) -> None:
     """As a model does, out of one product for q, k and v."""
     qkv = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
     weight = torch.zeros(head_dim) if norms else None
     angles = torch.zeros(num_tokens, head_dim)
-    cache = torch.zeros(1, 16, 2, head_dim, dtype=dtype)
-    kernels.norm_rope_store(qkv, weight, weight, 1e-6, angles, angles, cache, cache,
+    caches = kernels.new_cache(1, 16, 2, head_dim, stored or dtype, torch.device("cpu"))
+    kernels.norm_rope_store(qkv, weight, weight, 1e-6, angles, angles, *caches,
                             ints(num_tokens, offset))
 
 

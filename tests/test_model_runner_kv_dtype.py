@@ -8,9 +8,11 @@ import pytest
 import torch
 from checkpoints import Reference, assert_same_text
 from helpers import watch_steps
+from quick_interpreter import quick_interpreter  # noqa: F401
 from transformers import DynamicCache
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.extras.block_store import BlockStore
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -55,12 +57,17 @@ MODES = {
     "drafts": ("qwen3", dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))),
     "blocks on the host": ("qwen3", dict(kv_offload_bytes=2 ** 20, num_gpu_blocks_override=9)),
     "through transformers": ("qwen3", dict(model_impl="transformers")),
+    "triton, blocks on the host": ("tiny", dict(
+        kernels="triton", kv_offload_bytes=2 ** 20, num_gpu_blocks_override=5)),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_text_is_that_of_rounded_keys_and_values(checkpoints, prompts, texts, mode):
     name, options = MODES[mode]
+    if "triton" in mode:  # in its interpreter, which is slow
+        pytest.importorskip("triton")
+        prompts = prompts[9:11]
     llm = LLM(checkpoints[name], dtype="float32", device="cpu", kv_cache_dtype="int8",
               **dict(num_gpu_blocks_override=64) | options)
     steps, params = watch_steps(llm), SamplingParams(temperature=0, max_tokens=12)
@@ -68,6 +75,7 @@ def test_the_text_is_that_of_rounded_keys_and_values(checkpoints, prompts, texts
         for out in llm.generate(prompts, params, use_tqdm=False):
             expected, gaps = texts(name, out.prompt_token_ids, 12)
             assert_same_text(out.outputs[0].token_ids, expected, gaps, mode)
+    assert "host" not in mode or llm.extra(BlockStore).num_loaded
     assert llm.metrics.num_hits and ("tiny" not in mode or any(step.preempted for step in steps))
     llm.shutdown()
 
@@ -95,9 +103,7 @@ def test_blocks_take_half_of_bfloat16s_bytes_and_a_scale(checkpoints):
 
 
 @pytest.mark.parametrize("options, message", [
-    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype must be auto or int8 .*got 'fp8'"),
-    (dict(kv_cache_dtype="int8", kernels="triton"), "kernels='triton' is not supported yet")])
+    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype must be auto or int8 .*got 'fp8'")])
 def test_what_is_refused(checkpoints, options, message):
-    pytest.importorskip("triton")
     with pytest.raises(ValueError, match=message):
         LLM(checkpoints["qwen3"], device="cpu", dtype="float32", **options)

@@ -65,9 +65,6 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
     if reason:
         said.append(f"{shorten(reason, 300)}. kernels={instead!r} takes its place, which is slower")
         config = replace(config, kernels=instead)
-    if config.kernels == "triton" and config.kv_cache_dtype == "int8":
-        raise ValueError("kv_cache_dtype='int8' with kernels='triton' is not supported yet: leave "
-                         "it out, or use kernels='torch', which is slow")
     return config, said
 
 

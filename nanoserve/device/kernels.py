@@ -20,7 +20,7 @@ Road not taken: a work list of prefill tiles made on the host, which would be on
 instead a tile finds its row in `cu_seqlens_q` with log2(rows) reads.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -36,13 +36,14 @@ from nanoserve.device.kernels_fused import (
     experts,
     floors,
     norm_rope_store,
+    numbers_and_scales,
     rms_norm,
     table_line,
 )
 from nanoserve.ops import argmax, linear, new_cache, pack
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
-# own; all but attention comes from kernels_fused and kernels_delta.
+# own (in 8 bits in another order); all but attention comes from kernels_fused and kernels_delta.
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
            "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, as it is at this import
@@ -73,24 +74,27 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     q: (num_tokens, num_heads, head_dim); caches: (num_blocks, block_size, num_kv_heads, head_dim),
     both with the same strides; the last dimension contiguous. fp16, bf16, fp32. Any head size (a
     power of two wastes nothing) and any block size (best a multiple of BLOCK_N; with other sizes
-    each key looks up its block). In a graph `num_decodes` is the recorded size; rows of padding
-    have seq_len 0 and yield zeros.
+    each key looks up its block). In 8 bits K's scales multiply scores, and V's the weights of the
+    softmax. In a graph `num_decodes` is the recorded size; rows of padding have seq_len 0 and yield
+    zeros.
     """
     assert k_cache.stride() == v_cache.stride(), "one set of strides serves K and V"
+    (k_cache, k_scales), (v_cache, v_scales) = map(numbers_and_scales, (k_cache, v_cache))
     arch, out = table_line(q.device), torch.empty_like(q)
     num_heads, head_dim = q.shape[1:]
     num_decodes, num_rows = batch.num_decodes, len(batch.seq_lens)
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
+    tiles = partial(_tiles, arch, q.dtype, group, head_dim, k_scales is not None)
 
     def launch(phase: str, programs: int, splits: int, out: torch.Tensor, stats=None) -> None:
         _attention_kernel[num_kv_heads, programs, splits](
-            q, k_cache, v_cache, out, stats, sinks, batch.block_tables, batch.seq_lens,
-            batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
+            q, k_cache, v_cache, k_scales, v_scales, out, stats, sinks, batch.block_tables,
+            batch.seq_lens, batch.cu_seqlens_q, num_decodes, num_rows, batch.block_tables.stride(0),
             scale * LOG2E.value, *q.stride()[:2], *k_cache.stride()[:3], *out.stride()[-3:-1],
             out.stride(0), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             WINDOW=window or 0, SOFTCAP=softcap or 0.0, DECODE=phase == "decode",
-            MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **_tiles(arch, phase, q.dtype, group, head_dim), **FMA)
+            MIN_SPLIT_KEYS=MIN_SPLIT_KEYS, **tiles(phase), **FMA)
 
     if num_decodes > 0:
         splits = _num_splits(num_decodes, num_kv_heads, arch)
@@ -104,7 +108,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
                 sums, stats, out, splits, *out.stride()[:2], HEAD_DIM=head_dim,
                 MAX_SPLITS=MAX_SPLITS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FMA)
     if num_decodes < num_rows:
-        block_q = _tiles(arch, "prefill", q.dtype, group, head_dim)["BLOCK_M"] // group
+        block_q = tiles("prefill")["BLOCK_M"] // group
         # At most one tile of a row is not full; the programs that this counts too many return.
         launch("prefill", (len(q) - num_decodes) // block_q + num_rows - num_decodes, 1, out)
     return out
@@ -122,25 +126,29 @@ def _num_splits(num_rows: int, num_kv_heads: int, arch: str) -> int:
 
 
 @cache
-def _tiles(arch: str, phase: str, dtype: torch.dtype, group: int, head_dim: int) -> dict:
+def _tiles(arch: str, dtype: torch.dtype, group: int, head_dim: int, is_small: bool,
+           phase: str) -> dict:
     """The table's entry, for this head size: a tile of keys keeps its size in bytes, within 16 to
-    64 keys. fp32, for comparisons and without tensor cores, gets half of that, to avoid spills."""
+    64 keys. fp32, for comparisons and without tensor cores, gets half of that, to avoid spills, and
+    so do 8 bits, which are widened in registers: a prefill has a tile more on its way."""
     entry = LAUNCHES[arch, phase]
     block_d = max(16, triton.next_power_of_2(head_dim))
     size = block_d * dtype.itemsize ** 2  # 512 for the table's 128 numbers of 2 bytes
     block_m = max(16, entry["BLOCK_M"] * 512 // max(size, 512), triton.next_power_of_2(group))
-    block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size))
-    return entry | dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d)
+    block_n = max(16, min(64, entry["BLOCK_N"] * 512 // size) >> is_small)
+    return entry | dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+                        num_stages=entry["num_stages"] + (is_small and phase == "prefill"))
 
 
 # Not specialised on: what changes from step to step. Each new divisibility by 16, of a width or of
 # an address in the batch's buffer, would otherwise compile another program.
 @triton.jit(do_not_specialize=["num_decodes", "num_rows", "table_stride"],
             do_not_specialize_on_alignment=["tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr"])
-def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, sinks_ptr, tables_ptr, seq_lens_ptr,
-                      cu_seqlens_q_ptr, num_decodes, num_rows, table_stride, scale,
-                      q_stride_token, q_stride_head, kv_stride_block, kv_stride_slot,
-                      kv_stride_head, out_stride_token, out_stride_head, out_stride_split,
+def _attention_kernel(q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, stats_ptr,
+                      sinks_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_decodes, num_rows,
+                      table_stride, scale, q_stride_token, q_stride_head, kv_stride_block,
+                      kv_stride_slot, kv_stride_head, out_stride_token, out_stride_head,
+                      out_stride_split,
                       GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                       WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DECODE: tl.constexpr,
                       MIN_SPLIT_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -193,15 +201,18 @@ def _attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, stats_ptr, sinks_ptr, tables
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     k_ptr += kv_head * kv_stride_head
     v_ptr += kv_head * kv_stride_head
+    if k_scales_ptr is not None:
+        k_scales_ptr += kv_head * BLOCK_SIZE
+        v_scales_ptr += kv_head * BLOCK_SIZE
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     low = first
     for part in tl.static_range(3):  # the window's edge, the middle without masks, the causal edge
         high = tl.minimum(free if part == 0 else free_end, end) if part < 2 else end
         if part == 2 or (not DECODE and (part == 1 or WINDOW > 0)):
             acc, highest, total = _attend(
-                acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_from, end,
-                prefix + queries, scale, kv_stride_block, kv_stride_slot, part != 1, HEAD_DIM,
-                BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
+                acc, highest, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, low,
+                high, seen_from, end, prefix + queries, scale, kv_stride_block, kv_stride_slot,
+                part != 1, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D)
         low = tl.maximum(low, high)
 
     if stats_ptr is None:
@@ -233,10 +244,10 @@ def _find_tile(cu_seqlens_q_ptr, tile, num_decodes, num_rows, BLOCK_Q: tl.conste
 
 
 @triton.jit
-def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_from, end, positions,
-            scale, stride_block, stride_slot, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
-            BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _attend(acc, highest, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, low, high,
+            seen_from, end, positions, scale, stride_block, stride_slot, MASKED: tl.constexpr,
+            HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+            SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Take the keys at [low, high) into the running softmax; `low` is a multiple of BLOCK_N.
 
     Nothing of K and V outside [seen_from, end) is read. Bad K would only spoil scores that are
@@ -247,17 +258,19 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
     for tile in range(low, high, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         slots = block.to(tl.int64) * stride_block + (keys % BLOCK_SIZE) * stride_slot
+        scales = block.to(tl.int64) * (stride_block // 4) + keys % BLOCK_SIZE
         # The table is read a tile ahead: loads that wait for a load can't be started early.
         block = _block_ids(table_ptr, tile + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        mask = (dims < HEAD_DIM)[None, :]
+        mask, readable = (dims < HEAD_DIM)[None, :], (keys >= seen_from) & (keys < end)
         if MASKED:
-            readable = (keys >= seen_from) & (keys < end)
             mask = mask & readable[:, None]
         at = slots[:, None] + dims[None, :]  # (BLOCK_N, BLOCK_D)
         k = tl.load(k_ptr + at, mask=mask, other=0.0)
         v = tl.load(v_ptr + at, mask=mask, other=0.0)
         # Scores in units of log2, but for a factor that joins the subtraction in one instruction.
-        scores, factor = tl.dot(q, tl.trans(k), input_precision="ieee"), scale
+        scores, factor = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), scale
+        if k_scales_ptr is not None:
+            scores *= tl.load(k_scales_ptr + scales, mask=readable, other=0.0)[None, :]
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities
             scores = SOFTCAP * LOG2E * (1 - 2 / (1 + tl.exp2(scores * (2 * scale / SOFTCAP))))
             factor = 1.0
@@ -270,7 +283,10 @@ def _attend(acc, highest, total, q, k_ptr, v_ptr, table_ptr, low, high, seen_fro
         weights = tl.exp2(scores * factor - new_highest[:, None])  # (BLOCK_M, BLOCK_N)
         shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if v_scales_ptr is not None:
+            weights *= tl.load(v_scales_ptr + scales, mask=readable, other=0.0)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None],
+                     input_precision="ieee")
         highest = new_highest
     return acc, highest, total
 

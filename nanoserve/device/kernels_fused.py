@@ -64,15 +64,43 @@ def line_of(major: int, minor: int) -> str:
 # ------------------------------------------------ norm, RoPE and the cache
 
 
+def numbers_and_scales(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A cache of 8 bits has `ops`'s bytes in another order: behind all numbers of a block stand
+    their scales, so that both can be read in wide loads. Views of the two, (num_blocks, block_size,
+    num_kv_heads, head_dim) int8 and (num_blocks, num_kv_heads, block_size) float32; of any other
+    cache itself, and None."""
+    if cache.dtype != torch.int8:
+        return cache, None
+    num_blocks, size, heads, stored = cache.shape
+    numbers, scales = cache.flatten(1).split((size * heads * (stored - 4), size * heads * 4), 1)
+    return (numbers.view(num_blocks, size, heads, stored - 4),
+            scales.view(torch.float32).view(num_blocks, heads, size))
+
+
 @triton.jit
-def _norm_rotate(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.constexpr,
-                 HALF: tl.constexpr):
+def _put(out, at, left, right, mask, scales, head_at, here, HEAD_DIM: tl.constexpr):
+    """Store a tile of heads, in halves; in 8 bits by the rule of `ops.small`, with a scale for each
+    head that is `here`. scales: None for other dtypes."""
+    if scales is not None:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
+        scale = tl.div_rn(top, 127.0)
+        tl.store(scales + head_at, scale, here)
+        scale = tl.maximum(scale, 1.1754943508222875e-38)[:, None]  # of a head of zeros
+        # 1.5 * 2^23 has no digits behind the point: adding it rounds, ties to even.
+        left = tl.div_rn(left, scale) + 12582912.0 - 12582912.0
+        right = tl.div_rn(right, scale) + 12582912.0 - 12582912.0
+    tl.store(out + at, left.to(out.dtype.element_ty), mask)
+    tl.store(out + at + HEAD_DIM // 2, right.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _norm_rotate(x, out, at, mask, scales, head_at, here, weight, eps, cos, sin,
+                 HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
     """Normalise and rotate a tile of heads of one token: x and out point at the token's first."""
     dtype: tl.constexpr = x.dtype.element_ty
     i = tl.arange(0, HALF)  # of the pair (i, i + head_dim / 2)
     inside = i < HEAD_DIM // 2
-    at = head[:, None] * HEAD_DIM + i[None, :]  # (heads, HALF)
-    mask = (head < num_heads)[:, None] & inside[None, :]
     left = tl.load(x + at, mask, 0).to(tl.float32)
     right = tl.load(x + at + HEAD_DIM // 2, mask, 0).to(tl.float32)
     if weight is not None:
@@ -84,35 +112,41 @@ def _norm_rotate(x, out, head, num_heads, weight, eps, cos, sin, HEAD_DIM: tl.co
         right = right * scale * w_right[None, :]
     c = tl.load(cos + i, inside, 0)[None, :]  # the second half repeats the first
     s = tl.load(sin + i, inside, 0)[None, :]
-    tl.store(out + at, (left * c - right * s).to(dtype), mask)
-    tl.store(out + at + HEAD_DIM // 2, (right * c + left * s).to(dtype), mask)
+    _put(out, at, (left * c - right * s).to(dtype), (right * c + left * s).to(dtype), mask, scales,
+         head_at, here, HEAD_DIM)
 
 
 # Slots are a slice of the batch's buffer, which begins anywhere: kernels.py, on not specialising.
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rope_store_kernel(q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache,
-                            slot_mapping, qkv_stride, out_stride, slot_stride, num_heads,
-                            num_kv_heads, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-                            HEADS: tl.constexpr):
+                            k_scales, v_scales, slot_mapping, qkv_stride, out_stride, block_stride,
+                            slot_stride, num_heads, num_kv_heads, BLOCK_SIZE: tl.constexpr,
+                            HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr):
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += token * HEAD_DIM
     sin += token * HEAD_DIM
     q_tiles = tl.cdiv(num_heads, HEADS)
-    head = tl.arange(0, HEADS)
-    if tile < q_tiles:
-        _norm_rotate(q + token * qkv_stride, out + token * out_stride, tile * HEADS + head,
-                     num_heads, q_weight, eps, cos, sin, HEAD_DIM, HALF)
+    is_q = tile < q_tiles
+    head = tl.where(is_q, tile, tile - q_tiles) * HEADS + tl.arange(0, HEADS)
+    here = head < tl.where(is_q, num_heads, num_kv_heads)
+    i = tl.arange(0, HALF)
+    at = head[:, None] * HEAD_DIM + i[None, :]  # (HEADS, HALF), the left half
+    mask = here[:, None] & (i < HEAD_DIM // 2)[None, :]
+    if is_q:
+        _norm_rotate(q + token * qkv_stride, out + token * out_stride, at, mask, None, head, here,
+                     q_weight, eps, cos, sin, HEAD_DIM, HALF)
     else:
         slot = tl.load(slot_mapping + token).to(tl.int64)
         if slot >= 0:
-            head += (tile - q_tiles) * HEADS
-            _norm_rotate(k + token * qkv_stride, k_cache + slot * slot_stride, head, num_kv_heads,
+            block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+            head_at = block * (block_stride // 4) + head * BLOCK_SIZE + slot  # of its scale
+            first = block * block_stride + slot * slot_stride
+            _norm_rotate(k + token * qkv_stride, k_cache + first, at, mask, k_scales, head_at, here,
                          k_weight, eps, cos, sin, HEAD_DIM, HALF)
-            i = tl.arange(0, 2 * HALF)
-            at = head[:, None] * HEAD_DIM + i[None, :]
-            mask = (head < num_kv_heads)[:, None] & (i < HEAD_DIM)[None, :]
-            values = tl.load(v + token * qkv_stride + at, mask)
-            tl.store(v_cache + slot * slot_stride + at, values, mask)
+            from_v = token * qkv_stride + at
+            _put(v_cache + first, at, tl.load(v + from_v, mask, 0),
+                 tl.load(v + from_v + HEAD_DIM // 2, mask, 0), mask, v_scales, head_at, here,
+                 HEAD_DIM)
 
 
 def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
@@ -124,20 +158,20 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
     A row of qkv and the caches is dense, rows may be further apart. Returns a new, dense q: that
     writes as many bytes as rotating in place, and a second call does not rotate q twice.
     """
-    head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[2]
+    (k_cache, k_scales), (v_cache, v_scales) = map(numbers_and_scales, (k_cache, v_cache))
+    head_dim, (block_size, num_kv_heads) = qkv.shape[2], k_cache.shape[1:3]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert all(x.stride()[-2:] == (head_dim, 1) for x in (qkv, k_cache, v_cache))
     assert k_cache.stride() == v_cache.stride() and cos.is_contiguous() and sin.is_contiguous()
-    assert k_cache.stride(0) == k_cache.shape[1] * k_cache.stride(1), "slots at one distance"
     half = triton.next_power_of_2(head_dim // 2)
     heads = max(NORM_PAIRS // half, 1)  # that a program takes
     tiles = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     _norm_rope_store_kernel[len(qkv), tiles](
-        q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
-        qkv.stride(0), out.stride(0), k_cache.stride(1), num_heads, num_kv_heads, head_dim, half,
-        heads, num_warps=4, **FMA)
+        q, k, v, out, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, k_scales, v_scales,
+        slot_mapping, qkv.stride(0), out.stride(0), *k_cache.stride()[:2], num_heads, num_kv_heads,
+        block_size, head_dim, half, heads, num_warps=4, **FMA)
     return out
 
 

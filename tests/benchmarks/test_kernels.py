@@ -23,11 +23,11 @@ ROOT = Path(__file__).parent.parent.parent
 # The most shared memory a program may have. What runs on an RTX 4090, which takes A100's lines of
 # the tables, is compiled for it where it is close to the limit.
 SHARED = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448}
-ALL = "^bfloat16 (?!.*(head 256|head 80|norm 4096|first|gelu|(split|decode) .* block 64))"
+ALL = "^bfloat16 (?!.*(head 256|head 80|64 in 8|norm 4096|first|gelu|(split|decode) .* block 64))"
 # H100 gets these (the command has more), A100 where its lines of the tables differ from H100's or
 # a program is large, and an RTX 4090 the two that are the largest.
-TILED = (r"^bfloat16 (\w+ head 128 block 16|.* sinks|experts .* silu|sample filtered|"
-         r"(int8|.* of 32), )")
+TILED = (r"^bfloat16 ((?!rope)\w+ head 128 (block 16|in 8)|.* sinks|experts .* silu|"
+         r"sample filtered|(int8|.* of 32), )")
 LARGEST = "^bfloat16 (prefill window|experts many silu)"
 JOBS = {"sm_90": [("sm_90", ALL)], "others": [("sm_80", TILED), ("sm_89", LARGEST)]}
 
@@ -74,6 +74,7 @@ def test_every_launch_is_there(report):
         for phase in ("decode", "split", "prefill"):
             assert ("sm_90", f"{phase} head {head_dim} block 16") in shipped
             assert ("sm_80", f"{phase} head 128 block 16") in shipped
+            assert {(arch, f"{phase} head 128 in 8 bits") for arch in ("sm_80", "sm_90")} <= shipped
         for weight in ("int8", "4 bits, groups of 32"):
             for rows in (16, 64, 128):
                 assert {(arch, f"{weight}, {rows} rows") for arch in ("sm_80", "sm_90")} <= shipped
@@ -112,7 +113,7 @@ def test_loads_are_wide(report):
     for row in report:
         assert row["wide"] > 0, row
     for row in attention(report):
-        assert row["wide"] >= 16, row
+        assert row["wide"] >= (8 if "in 8 bits" in row["case"] else 16), row
         assert row["narrow"] <= (12 if "block 64" in row["case"] else 60), row
     for row in report:  # narrow: scales or words of groups, the bias, and a low tile of a weight
         if row["kernel"] == "_linear_kernel":

@@ -50,6 +50,18 @@ def poisoned_cache(num_blocks, block_size, num_kv_heads, head_dim, tables, query
     return caches
 
 
+def as_kernels_have_it(stored):
+    """A cache in `ops`'s order of memory: of 8 bits, a block's scales go behind its numbers."""
+    if stored.dtype != torch.int8:
+        return stored
+    from nanoserve.device.kernels_fused import numbers_and_scales  # here: it needs triton
+    cache = torch.empty_like(stored)
+    numbers, scales = numbers_and_scales(cache)
+    numbers.copy_(stored[..., :-4])
+    scales.copy_(stored[..., -4:].contiguous().view(torch.float32)[..., 0].transpose(1, 2))
+    return cache
+
+
 class Launches:
     """In a kernel's place: notes the grid and every argument that isn't a tensor."""
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from poison import POISON, Launches, make_batch, poisoned_cache
+from poison import POISON, Launches, as_kernels_have_it, make_batch, poisoned_cache
 from torch.testing import assert_close
 
 from nanoserve import ops
@@ -133,17 +133,18 @@ def to_device(batch, first: int = 3, spare: int = 5) -> None:
 
 def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads, head_dim,
                         block_size, dtype=torch.float32, window=None, softcap=None, sinks=False,
-                        seed=0, **how):
+                        seed=0, stored=None, **how):
     # The cache is the middle of a larger one, and padding of the tables points behind its end.
     caches = poisoned_cache(num_blocks + 8, block_size, heads[1], head_dim, tables, query_lens,
                             seq_lens, seed, window)
-    k_cache, v_cache = (cache.to(DEVICE, dtype)[:num_blocks] for cache in caches)
+    plain = [ops.small(cache) if stored else cache.to(dtype) for cache in caches]
+    k_cache, v_cache = (as_kernels_have_it(cache).to(DEVICE)[:num_blocks] for cache in plain)
     before = k_cache.clone(), v_cache.clone()
     q = torch.randn(sum(query_lens), heads[0], head_dim, device=DEVICE,
                     generator=torch.Generator(DEVICE).manual_seed(seed + 1)).to(dtype)
     batch, scale = make_batch(tables, query_lens, seq_lens), 1.3 * head_dim ** -0.5
     sinks = torch.randn(heads[0]).mul(3) if sinks else None
-    expected = twin(q.cpu(), k_cache.cpu(), v_cache.cpu(), batch, scale, window, softcap, sinks)
+    expected = twin(q.cpu(), *plain, batch, scale, window, softcap, sinks)
     for row, seq_len in enumerate(seq_lens):
         batch.block_tables[row, -(-seq_len // block_size):] = num_blocks + 3
     to_device(batch, first=3 + seed)
@@ -151,8 +152,8 @@ def assert_equals_twins(attend, tables, query_lens, seq_lens, num_blocks, heads,
                  None if sinks is None else sinks.to(DEVICE), **how).cpu()
     assert got.dtype == dtype
     assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    naive = naive_attention(q.cpu(), k_cache.cpu(), v_cache.cpu(), tables, query_lens, seq_lens,
-                            scale, window, softcap, sinks)
+    naive = naive_attention(q.cpu(), *map(ops.widened, plain), tables, query_lens, seq_lens, scale,
+                            window, softcap, sinks)
     assert_close(got.double(), naive, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for cache, copy in zip((k_cache, v_cache), before, strict=True):
         assert_close(cache, copy, rtol=0, atol=0, equal_nan=True)
@@ -180,6 +181,18 @@ def test_ragged_mixes_equal_the_twins(attend, heads, head_dim, block_size, dtype
             dtype, seed=seed, splits=splits, arch=rng.choice(("sm_80", "sm_90")),
             window=rng.choice((None, rng.randrange(1, 150))), softcap=rng.choice((None, 3.0)),
             sinks=rng.choice((False, True)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("heads, head_dim, block_size", SHAPES[1:6:2] + [((2, 1), 20, 5)], ids=str)
+def test_keys_and_values_of_8_bits(attend, heads, head_dim, block_size, dtype):
+    """Scales of slots that no row may read are poison, too."""
+    rng = random.Random(head_dim)
+    query_lens, seq_lens = [1, 1, 20, 60], [1, 200, 150, 60]
+    assert_equals_twins(
+        attend, *cut(rng, query_lens, seq_lens, block_size), heads, head_dim, block_size, dtype,
+        stored=torch.int8, splits=rng.choice((1, 4)), arch=rng.choice(("sm_80", "sm_90")),
+        window=rng.choice((None, 70)), softcap=rng.choice((None, 3.0)), sinks=head_dim == 128)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])

@@ -44,7 +44,8 @@ DTYPES = [torch.float32, torch.float16]
 def poisoned_memory(monkeypatch):
     """Whatever a kernel allocates is full of NaN, or of numbers that are no index of anything."""
     def poison(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.fill_(NAN if tensor.is_floating_point() else 2 ** 30)
+        return tensor.fill_(NAN if tensor.is_floating_point() else
+                            2 ** 30 % torch.iinfo(tensor.dtype).max)
 
     empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
@@ -117,6 +118,29 @@ def test_norm_rope_store(dtype, head_dim, heads, kv_heads, norms):
     torch.testing.assert_close(v_cache, expected_v_cache, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(k_cache.isnan(), expected_k_cache.isnan())  # nothing beside the slots
     assert_rounded_alike(k_cache.nan_to_num(), expected_k_cache.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim, heads, kv_heads", [(80, 3, 1), (128, 18, 9), (16, 4, 40)])
+def test_keys_and_values_are_rounded_to_8_bits_as_the_twin_rounds(dtype, head_dim, heads, kv_heads):
+    """Bit for bit where nothing is normed or turned before. Halves are rounded to even; heads of
+    zeros, and of the smallest numbers there are, get a scale; other slots stay as they were."""
+    num_tokens, block_size = 6, 4
+    qkv = random_tensor(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, scale=3)
+    qkv[1] = 0
+    qkv[2], qkv[2, :, ::2] = 127, torch.arange(head_dim // 2).to(dtype) + 0.5
+    qkv[3] *= torch.finfo(dtype).tiny
+    ones = torch.ones(num_tokens, head_dim, device=DEVICE)
+    slots = torch.tensor([13, 14, 2, -1, 7, 1], dtype=torch.int32, device=DEVICE)
+    plain, got = ([cache.fill_(77) for cache in ops.new_cache(
+        4, block_size, kv_heads, head_dim, torch.int8, DEVICE)] for _ in range(2))
+    ops.norm_rope_store(qkv, None, None, 0.0, ones, ones * 0, *plain, slots)
+    kernels.norm_rope_store(qkv, None, None, 0.0, ones, ones * 0, *got, unaligned(slots))
+    for ours, theirs in zip(got, plain, strict=True):
+        numbers, scales = kernels.numbers_and_scales(ours)
+        assert torch.equal(numbers, theirs[..., :-4])
+        assert torch.equal(scales.transpose(1, 2)[..., None].contiguous().view(torch.int8),
+                           theirs[..., -4:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

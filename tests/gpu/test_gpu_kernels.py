@@ -17,6 +17,7 @@ from gpu_checks import (
     random_tensor,
     row_numbers,
 )
+from poison import as_kernels_have_it
 from sampling_twins import kept_by_kernel, kept_by_twin, plain_draw
 
 from nanoserve import ops
@@ -43,8 +44,10 @@ def exact_attention(q, k, v, scale, window, softcap):
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-def check_attention(heads, head_dim, block_size, dtype, rows, window=None, softcap=None):
-    """rows: (query_len, seq_len), decodes first. What no row may read is NaN."""
+def check_attention(heads, head_dim, block_size, dtype, rows, window=None, softcap=None,
+                    stored=lambda x: x):
+    """rows: (query_len, seq_len), decodes first. What no row may read is NaN. stored: makes what
+    the cache has of K and V."""
     rng, (num_heads, num_kv_heads) = random.Random(0), heads
     widths = [-(-seq_len // block_size) for _, seq_len in rows]
     blocks = rng.sample(range(sum(widths) + 3), sum(widths))
@@ -61,6 +64,7 @@ def check_attention(heads, head_dim, block_size, dtype, rows, window=None, softc
         k, v = (random_tensor(seq_len, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
         v = v.flip(0)  # not the keys' numbers
         k_cache.view(-1, *k.shape[1:])[slots], v_cache.view(-1, *v.shape[1:])[slots] = k, v
+        k, v = ops.widened(stored(k)), ops.widened(stored(v))
         expected.append(exact_attention(q[at:at + query_len], k, v, scale, window, softcap))
         at += query_len
     query_lens = [n for n, _ in rows]
@@ -68,7 +72,8 @@ def check_attention(heads, head_dim, block_size, dtype, rows, window=None, softc
         num_decodes=query_lens.count(1), block_tables=tables.to(DEVICE),
         seq_lens=torch.tensor([n for _, n in rows], dtype=torch.int32, device=DEVICE),
         cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32))
-    got = kernels.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
+    caches = [as_kernels_have_it(stored(cache)) for cache in (k_cache, v_cache)]
+    got = kernels.paged_attention(q, *caches, batch, scale, window, softcap)
     at = 0
     for row, (query_len, _) in enumerate(rows):
         assert_near(got[at:at + query_len], expected[row], dtype)
@@ -97,6 +102,13 @@ def test_splits_are_joined(splits, monkeypatch):
     monkeypatch.setattr(kernels, "_num_splits", lambda *shapes: splits)
     check_attention((16, 8), 128, 16, torch.bfloat16, MIX[:4] + [(1, 8191), (1, 513)])
     check_attention((16, 8), 128, 64, torch.float16, MIX[:4], window=600)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_attention_to_keys_and_values_of_8_bits(head_dim, dtype):
+    check_attention((16, 8), head_dim, 16, dtype, MIX, stored=ops.small)
+    check_attention((8, 8), head_dim, 64, dtype, MIX, 1000, 30.0, stored=ops.small)
 
 
 def test_a_full_batch_of_decodes():
