@@ -20,7 +20,6 @@ SGLang have some thirty.
 import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from os.path import commonprefix
 
@@ -40,11 +39,9 @@ PROOF = [{"text": "zq"}, {"text": "it's \"so\", (he) {said}", "count": -7}, {},
          {"nested": {"list": [1, 2.5, "ü \"x\"", None, True, {}], "empty": {}}, "more": "5"}]
 
 
-def derive(render: Callable[..., str], end_texts: list[str],
-           template: dict | None = None) -> Format:
+def derive(render: Callable[..., str], end_texts: list[str]) -> Format:
     """The format of a template, proved. render: a conversation, and the template's options, to
-    text. end_texts: of the tokens that end a turn. template: the tokenizer's `response_template`.
-    `Format.why` says why there are no calls."""
+    text. end_texts: of the tokens that end a turn. `Format.why` says why there are no calls."""
     probe = Probe(render, end_texts)
     found = probe.thoughts()
     try:
@@ -58,11 +55,6 @@ def derive(render: Callable[..., str], end_texts: list[str],
             probe.prove(found)
     except ValueError as error:
         found.open, found.why = "", f"tools can't be used with this chat template: {error}"
-    if template is not None:
-        own = replace(found, template=template)
-        with suppress(ValueError):  # else what is derived reads better, or nothing reads it
-            probe.prove(own)
-            return own
     return found
 
 

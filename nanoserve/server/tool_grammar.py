@@ -46,8 +46,7 @@ class Turns:
             return
         ends = {*llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
         self.form = derive(lambda chat, **more: llm.inputs.render_chat(chat, **options, **more)[
-            "prompt"], [tokenizer.decode([token_id]) for token_id in ends],
-            None if chat_template else getattr(tokenizer, "response_template", None))
+            "prompt"], [tokenizer.decode([token_id]) for token_id in ends])
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {one.content: token_id for token_id, one in added.items()
                         if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
@@ -64,7 +63,7 @@ class Turns:
         """With the grammar that the body's tools need. Raises `ValueError`."""
         schemas, start, asked = body.schemas(), self.reader(body, prompt), params.structured_outputs
         needed = body.tool_choice not in (None, "auto", "none")
-        if schemas and not self.form.open and (needed or not self.form.template):
+        if schemas and not self.form.open:
             raise BadRequest(self.form.why, "tools")
         if start is None:
             return params
@@ -72,7 +71,7 @@ class Turns:
             params = replace(params, skip_special_tokens=False)
         if asked is None and not needed:
             can_constrain = (EXTRAS / "structured.py").exists() and find_spec("llguidance")
-            if not schemas or not self.form.open or not can_constrain:
+            if not schemas or not can_constrain:
                 return params  # calls are only read
         elif not schemas and not start.may_think:
             return params

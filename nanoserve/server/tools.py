@@ -14,7 +14,6 @@ Not known here: HTTP, the template, and the grammars that keep a model to the fo
 import ast
 import json
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonprefix
@@ -23,7 +22,6 @@ from typing import Any
 NAME, ID = "zq_tool", "zqcall001"  # of made-up calls, which a format is derived from
 # What of a literal a model may leave out: the id of a call, with its key or its marker.
 ID_PART = re.compile(rf', ?"\w+": ?"{ID}"|\[\w+\]{ID}')
-THOUGHTS = ("reasoning_content", "thinking")  # keys of a message
 MAX_TRIES = 8  # ends of a value that are tried: JSON may hold what looks like one
 # gpt-oss's template names the channel behind a call's name. The model may also name it in front,
 # and the arguments' kind by a token, says the description of its format (openai_harmony).
@@ -78,10 +76,9 @@ class Format:
     is_sorted: bool = False  # keys come in alphabetical order
     is_raw: bool = True  # between markers a text stands as it is; else it is a literal of Python's
     why: str = ""  # the reason, if there are no calls
-    template: dict | None = None  # the tokenizer's `response_template`, which is read with then
 
     def reader(self, schemas: dict[str, Any], prompt: str, one: bool = False) -> "Reader":
-        return (TemplateReader if self.template else Reader)(self, schemas, prompt, one)
+        return Reader(self, schemas, prompt, one)
 
     @property
     def trigger(self) -> str:
@@ -283,37 +280,6 @@ class Reader:
             parts[i] = json.dumps(parts[i]) if i % 2 else re.sub(
                 r"([{,])([^{}\[\],:]+):", r'\1"\2":', part)
         return JSON.decode("".join(parts))
-
-
-class TemplateReader(Reader):
-    """Reads with transformers' parser, to which a `response_template` describes the format."""
-
-    def __init__(self, form: Format, schemas: dict[str, Any], prompt: str, one: bool = False):
-        super().__init__(form, schemas, prompt, one)
-        from transformers.utils.chat_parsing import ResponseParser
-        self.schemas = schemas
-        self.parser = ResponseParser(form.template, prefix=prompt, tools=[dict(
-            type="function", function=dict(name=name, parameters=schema))
-            for name, schema in schemas.items()])
-
-    def feed(self, text: str, ended: str | None = None) -> Piece:
-        if not hasattr(self, "parser"):  # the prompt's end, which the parser reads by itself
-            return super().feed(text, ended)
-        piece, events = Piece(), []
-        with suppress(ValueError):  # of a call that is broken, or cut
-            events += self.parser.feed(text)
-            events += self.parser.finalize()[1] if ended else []
-        for event in events:
-            if event["type"] == "region_chunk" and event["field"] == "content":
-                piece.said += event["text"]
-            elif event["type"] == "region_chunk" and event["field"] in THOUGHTS:
-                piece.thought += event["text"]
-            elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                call = event["value"]["function"]
-                if call["name"] in self.schemas:
-                    self._tell(piece, Call(call["name"], json.dumps(
-                        call["arguments"], ensure_ascii=False)))
-        return piece
 
 
 def kinds_of(schema: Any, root: dict, depth: int = 8) -> set[str]:

@@ -274,36 +274,3 @@ def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
      "</>{% endfor %}</call>{% endfor %}\n{% endfor %}", "does not come back")])
 def test_a_template_that_loses_something_is_refused_with_the_reason(template, why):
     assert why in derive(renderer(template), []).why
-
-
-CALLS = dict(open_pattern=r"<\|tool_call>call:(?P<name>\w+)", close_pattern=r"<tool_call\|>\s*",
-             repeats=True, content="json",
-             content_args=dict(string_delims=[['<|"|>', '<|"|>']], unquoted_keys=True),
-             transform=dict(type="function", function=dict(name="{name}", arguments="{content}")))
-RESPONSE = dict(defaults=dict(role="assistant"), start_anchor="<|turn>model\n", fields=dict(
-    reasoning_content=dict(open="<|channel>thought\n", close_pattern=r"\n<channel\|>\s*",
-                           content="text"),
-    tool_calls=CALLS, content=dict(content="text")))
-
-
-def test_the_tokenizers_own_description_is_read_with_if_it_proves_right():
-    """As Gemma 4's, which its tokenizer brings."""
-    form = derive(renderer(TEMPLATES["Gemma 4"]), list(ENDS), RESPONSE)
-    assert form.template == RESPONSE and form.open == FORMATS["Gemma 4"].open  # for the grammar
-    schemas = {"add": dict(properties=dict(x=dict(type="integer"), y=dict(type="string")))}
-    text = ("<|channel>thought\nHm.\n<channel|>So."
-            '<|tool_call>call:add{x:5,y:<|"|> 5<|"|>}<tool_call|>')
-    for cuts in ([], [4, 9, 30, 60], range(len(text))):
-        assert read(form.reader(schemas, "<|turn>model\n"), text, cuts) == Piece(
-            "Hm.", "So.", [Call("add", '{"x": 5, "y": " 5"}')])
-    for broken in (text[:60], text.replace("x:5", "x:")):
-        piece = read(form.reader(schemas, "<|turn>model\n"), broken, [5], "length")
-        assert piece == Piece("Hm.", "So.")
-
-
-def test_a_description_that_loses_something_is_not_used():
-    """As those of today do: a text may hold what looks like the call's end."""
-    calls = dict(open="<tool_call>", close="</tool_call>", repeats=True, content="json",
-                 transform=dict(type="function", function="{content}"))
-    early = RESPONSE | dict(fields=RESPONSE["fields"] | dict(tool_calls=calls))
-    assert derive(renderer(TEMPLATES["Qwen3"]), list(ENDS), early).template is None
