@@ -20,7 +20,7 @@ from pathlib import Path
 from nanoserve.engine import LLMEngine
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.sequence import Sequence, Step
-from nanoserve.tools.recorder import Trace
+from nanoserve.tools.recorder import Trace, eyes_of
 
 
 class Tracer:
@@ -35,7 +35,7 @@ class Tracer:
     def _begin(self) -> Trace:
         """A recording that is never written to a file."""
         return Trace("trace.html", self.engine.scheduler, Path(self.engine.config.model).name,
-                     lambda line: None)
+                     lambda line: None, eyes=eyes_of(self.engine))
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:

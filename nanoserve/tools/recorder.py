@@ -16,6 +16,7 @@ ui.perfetto.dev opens. A frame is a step, with all that has happened since the s
     g         blocks given back: request, how many leading ones (-1: all)
     b         blocks taken: one list for each request, [request, block, block, ...]
     k, e      blocks that became findable in the prefix cache; that are findable no more
+    v         tokens in the encoder cache from here on, images encoded (extras/multimodal.py)
 
 The stream is small because decoding is not listed: a request that decodes *cruises*, which means
 one token a step, at the next position, until `c` or `x` says otherwise. So 2,000 steps of 256
@@ -65,7 +66,8 @@ class Recorder(Observer):
 
     def attach(self, engine) -> None:
         config = engine.config
-        self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say)
+        self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say,
+                           eyes=eyes_of(engine))
         engine.observers += [self.trace, self]
         weakref.finalize(engine, self.trace.close)
 
@@ -76,6 +78,11 @@ class Recorder(Observer):
 
     def close(self) -> None:
         self.trace.close()
+
+
+def eyes_of(engine):
+    """The encoder cache of an engine that sees."""
+    return next((extra.eyes for extra in engine.extras if hasattr(extra, "eyes")), None)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,11 +99,13 @@ class Lane:
 
 class Trace:
     """An observer of one scheduler. path: ends in .html or .json. say: gets a line for each file
-    written. clock: seconds; note: what a reader should know about that clock."""
+    written. clock: seconds; note: what a reader should know about that clock. eyes: an encoder
+    cache, which tells its `budget`, `num_tokens` and `num_runs`."""
 
     def __init__(self, path: str, scheduler: Scheduler, title: str, say: Callable[[str], None],
-                 clock: Callable[[], float] = time.perf_counter, note: str = ""):
-        self.path, self.say, self.clock = Path(path).absolute(), say, clock
+                 clock: Callable[[], float] = time.perf_counter, note: str = "", eyes=None):
+        self.path, self.say, self.clock, self.eyes = Path(path).absolute(), say, clock, eyes
+        self.seen = (0, 0) if eyes is None else (0, eyes.num_runs)  # tokens, runs of the tower
         self.scheduler, self.blocks = scheduler, scheduler.blocks
         blocks = self.blocks
         self.start, self.first = clock(), scheduler.num_steps  # what came before has no frame
@@ -113,7 +122,8 @@ class Trace:
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
-            states=bool(blocks.usable), lanes=scheduler.steps_at_once)
+            states=bool(blocks.usable), lanes=scheduler.steps_at_once,
+            images=0 if eyes is None else eyes.budget)
         blocks.on_evict.append(self._evicted)
 
     # ------------------------------------------------------ what it is told
@@ -133,6 +143,7 @@ class Trace:
         """A frame ends here: the page shows the memory as it is while the step runs."""
         if self.closed or not (step.num_new_tokens or step.preempted):
             return
+        self._look_at_images()
         if len(self.frames) >= MAX_STEPS:
             self._stop(f"only the first {MAX_STEPS:,} steps are recorded")
             return
@@ -236,6 +247,15 @@ class Trace:
         if self.findable.pop(block_id, None) is None:
             self.findable[block_id] = findable
 
+    def _look_at_images(self) -> None:
+        """Tell the last frame what was encoded for its step: that is done once it is launched, and
+        now the next one is scheduled."""
+        if self.eyes is not None and self.frames:
+            tokens, runs = self.eyes.num_tokens, self.eyes.num_runs
+            if (tokens, runs) != self.seen:
+                self.frames[-1]["v"] = [tokens, runs - self.seen[1]]
+                self.seen = tokens, runs
+
     def _stop_cruising(self, seq: Sequence) -> None:
         if seq in self.cruising:
             self.cruising.remove(seq)
@@ -274,6 +294,7 @@ class Trace:
 
     def stream(self) -> dict:
         """The whole stream. The last frame is no step: it has what happened after the last one."""
+        self._look_at_images()
         tail = {"i": -1, "t": self._now(), "d": 0} | self.frame
         for block_id, findable in self.findable.items():
             tail.setdefault("k" if findable else "e", []).append(block_id)
@@ -378,6 +399,9 @@ def chrome_trace(stream: dict) -> dict:
             events.append(dict(ph="X", name=f"step {frame['i']}", pid=1, tid=lane, ts=begin,
                                dur=end - begin, args=dict(tokens=sum(sums.values()))))
         events.append(dict(ph="C", name="tokens", pid=1, ts=begin, args=sums))
+        if "v" in frame:
+            events.append(dict(ph="C", name="encoder cache", pid=1, ts=begin, args=dict(
+                tokens=frame["v"][0])))
         for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
             for request in frame.get(kind, [])[::2]:
                 events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))

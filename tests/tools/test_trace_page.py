@@ -333,6 +333,40 @@ def test_a_hit_that_the_store_brought_has_a_colour_of_its_own(browser, tmp_path)
     assert wanted not in colours[0] and wanted in colours[1]
 
 
+def test_the_encoder_cache_has_a_line_of_its_own(browser, tmp_path):
+    """Two images of 8 tokens in step 0, into room for 32, and one more behind it in step 2."""
+    step = {"t": 0, "d": 1}
+    frames = [step | {"i": 0, "q": [0], "x": [0, 0, 20, 0], "v": [16, 2]},
+              step | {"i": 1, "x": [0, 20, 9, 1]}, step | {"i": 2, "v": [24, 1]},
+              {"i": -1, "t": 99, "d": 0}]
+    meta = dict(title="", note="", num_blocks=8, block_size=4, budget=32, max_num_seqs=2)
+    for name, images in (("sees", 32), ("reads", 0)):
+        (tmp_path / f"{name}.html").write_text(page(dict(
+            meta=meta | dict(images=images), requests=[["A", 29, 0, ""]], frames=frames if images
+            else [{key: frame[key] for key in frame if key != "v"} for frame in frames])))
+    browser.prefer("light")
+    browser.open(tmp_path / "reads.html", "#0")
+    low = browser.js("document.querySelector('#budget').clientHeight")
+    assert "Encoded" not in words(browser, "#legend")
+    browser.open(tmp_path / "sees.html", "#0")
+    assert browser.js("document.querySelector('#budget').clientHeight") > low
+    assert "Encoded" in words(browser, "#legend")
+    assert words(browser, "#news") == "A arrives · the tower encodes 2 images"
+    browser.press("End")  # the step that is looked at has a shade over it
+    x, y = browser.corner("#budget")
+    load, soft = (browser.js(f"getComputedStyle(document.documentElement).getPropertyValue('--{n}')"
+                             ).strip() for n in ("load", "soft"))
+    found = []
+    for at in (0, 1, 2):
+        left = x + browser.js(f"page.xOf({at}.2)")
+        column = ["#" + bytes(browser.color(left, y + dy)).hex() for dy in range(156, 188)]
+        found.append((column.count(load), column.count(soft)))
+        browser.move(x + browser.js(f"page.xOf({at}.5)"), y + 170)
+        assert f"{(16, 16, 24)[at]} tokens of images in the encoder cache" in words(browser, "#tip")
+    assert found[0][0] == 16 and found[2][0] == 24 and found[1] == (0, 16)  # of 32 pixels
+    browser.move(5, 5)
+
+
 def test_nothing_is_fetched_and_nothing_complains(browser, runs):
     for name, (path, _) in runs.items():
         browser.open(path)
