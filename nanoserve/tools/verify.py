@@ -210,6 +210,9 @@ def load_reference(folder: Path, dtype: str):
     try:
         wraps = read_architecture(read_json(folder / "config.json")).endswith(CONDITIONAL)
         auto = AutoModelForImageTextToText if wraps else AutoModelForCausalLM
+        if wraps:
+            print("verify: texts are compared, and no images (docs/vision.md says with which "
+                  "classes they were)", file=sys.stderr)
         model = auto.from_pretrained(folder, dtype=getattr(torch, dtype))
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"transformers can't load {folder}: {error}") from error

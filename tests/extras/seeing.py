@@ -100,8 +100,8 @@ class Seer:
         return prompt | dict(multi_modal_data={self.kind: [*pictures]}) if pictures else prompt
 
     @torch.no_grad()
-    def generate(self, prompt: dict, max_tokens: int) -> tuple[list[int], list[float]]:
-        """As `checkpoints.Reference.generate`."""
+    def generate(self, prompt: dict, max_tokens: int, **options) -> tuple[list[int], list[float]]:
+        """As `checkpoints.Reference.generate`. options: further ones of transformers'."""
         ids = torch.tensor([prompt["prompt_token_ids"]])
         pictures = prompt.get("multi_modal_data", {}).get(self.kind, [])
         given = {name: self.join([one[name] for one in pictures], name)
@@ -109,7 +109,7 @@ class Seer:
         if pictures and hasattr(self.model.base_model, "get_rope_index"):
             given["mm_token_type_ids"] = (ids == self.token_id).int()
         out = self.model.generate(ids, max_new_tokens=max_tokens, do_sample=False, **given,
-                                  return_dict_in_generate=True, output_logits=True)
+                                  return_dict_in_generate=True, output_logits=True, **options)
         best = [logits[0].topk(2).values for logits in out.logits]
         return out.sequences[0, ids.shape[1]:].tolist(), [float(b[0] - b[1]) for b in best]
 

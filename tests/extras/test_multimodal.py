@@ -6,16 +6,23 @@ the first one's answer), M-RoPE's positions of the wrong chunk (vLLM #10388), fe
 the wrong placeholders (vLLM #15764).
 """
 
+from dataclasses import replace
+
 import pytest
+import torch
 from architectures import Made
-from checkpoints import assert_same_text
+from checkpoints import assert_same_text, byte_tokenizer
+from guessing import count
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packing import by_definition
 from safetensors.torch import load_file, save_file
 from seeing import NETWORKS, Seer, make_seeing
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.config import RequestOutputKind
 from nanoserve.extras.multimodal import Multimodal
+from nanoserve.tools.recorder import Recorder, chrome_trace
 
 MAX_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
@@ -123,19 +130,98 @@ def test_a_cache_too_small_for_all_images_encodes_them_anew(folders, seers):
         assert eyes.num_runs > 4 and sum(map(len, eyes.held.values())) == eyes.num_tokens <= 24
 
 
-def test_drafts_and_grammars_go_together_with_images(folders, seers):
-    """n-grams of the prompt, placeholders among them, are guesses like any others."""
-    seer = seers["llava"]
-    with start(folders["llava"], speculative_config={
-            "method": "ngram", "num_speculative_tokens": 4}) as llm:
-        for got, (tokens, gaps) in zip(texts_of(llm, seer.prompts), seer.texts, strict=True):
-            assert_same_text(got, tokens, gaps, "drafts")
-        only = SamplingParams(temperature=0, max_tokens=3, allowed_token_ids=[250])
+both = pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])  # plain RoPE, and M-RoPE
+
+
+@both
+def test_drafts_go_together_with_images(folders, seers, name):
+    """n-grams are guesses like any others. Of three words a text repeats itself, and not always:
+    guesses are right and wrong. Oracle: transformers, which may choose among the same words."""
+    seer, words = seers[name], [3, 97, 150]
+    expected = [seer.generate(prompt, 24, prefix_allowed_tokens_fn=lambda *_: words)[0]
+                for prompt in seer.prompts]
+    ngrams = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_min=1)
+    params = replace(GREEDY, allowed_token_ids=words, max_tokens=24)
+    with start(folders[name], speculative_config=ngrams, max_num_batched_tokens=13) as llm:
+        outs = llm.generate(seer.prompts, params, use_tqdm=False)
+        assert [out.outputs[0].token_ids for out in outs] == expected
+        told = count(llm)
+        assert 0 < told["num_accepted_tokens"] < told["num_draft_tokens"]
+
+
+@both
+def test_a_stream_and_samples_are_the_same_text(folders, seers, name):
+    seer, streamed = seers[name], {}
+    with start(folders[name], max_num_batched_tokens=11) as llm:
+        delta = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
+        for piece in llm.stream(seer.prompts, delta):
+            streamed.setdefault(piece.request_id, []).extend(piece.outputs[0].token_ids)
+        same = replace(GREEDY, n=3, temperature=1.0, top_k=1)  # which leaves the greedy text
+        runs = num_runs(llm)
+        outs = llm.generate(seer.prompts, same, use_tqdm=False)
+        assert num_runs(llm) == runs == 4
+    for first, out, (tokens, gaps) in zip(streamed.values(), outs, seer.texts, strict=True):
+        for got in (first, *(sample.token_ids for sample in out.outputs)):
+            assert_same_text(got, tokens, gaps, "stream, samples")
+        assert len(out.outputs) == 3
+
+
+@both
+def test_a_grammar_restricts_a_text_about_a_picture(folders, seers, name):
+    """Oracle: transformers, which may choose among the same bytes. Both pictures have their own."""
+    pytest.importorskip("llguidance")
+    allowed = byte_tokenizer().encode("abcdefgh")
+    seer = seers[name]
+    expected = [seer.generate(prompt, MAX_TOKENS, prefix_allowed_tokens_fn=lambda *_: allowed)[0]
+                for prompt in seer.prompts]
+    params = replace(GREEDY, structured_outputs=dict(regex="[a-h]{9}"))
+    with start(folders[name], max_num_batched_tokens=11) as llm:
+        got = [out.outputs[0].token_ids for out in llm.generate(
+            seer.prompts, params, use_tqdm=False)]
+        assert got == expected and got[0] != got[1]
+        only = replace(GREEDY, allowed_token_ids=[seer.config.image_token_id])
         [out] = llm.generate([seer.prompts[0]], only, use_tqdm=False)
-        assert out.outputs[0].token_ids == [250] * 3  # a placeholder that was written is a word
+        assert set(out.outputs[0].token_ids) == {250}  # a placeholder that was written is a word
 
 
-@settings(max_examples=6, deadline=None,
+@both
+def test_small_weights_round_what_reads_and_not_what_sees(folders, seers, name):
+    """Oracle: transformers with the decoder's matrices, and the head's, rounded by definition."""
+    oracle = Seer(name, folders[name])
+    with torch.no_grad():
+        for module in (*oracle.model.get_decoder().modules(),
+                       oracle.model.get_output_embeddings()):
+            if isinstance(module, torch.nn.Linear):
+                module.weight = torch.nn.Parameter(by_definition(module.weight).float())
+    expected = [oracle.generate(prompt, MAX_TOKENS) for prompt in seers[name].prompts]
+    assert [text for text, _ in expected] != [text for text, _ in seers[name].texts]
+    with start(folders[name], quantization="int8", max_num_batched_tokens=11) as llm:
+        for got, (tokens, gaps) in zip(texts_of(llm, seers[name].prompts), expected, strict=True):
+            assert_same_text(got, tokens, gaps, "int8")
+
+
+def test_the_trace_tells_what_the_encoder_cache_holds(folders, seers, tmp_path):
+    """Also with steps in flight: what was encoded for a step stands in that step's frame."""
+    seer, truth = seers["llava"], {}
+    with start(folders["llava"], trace=str(tmp_path / "run.json"), async_scheduling=True,
+               max_num_batched_tokens=11, encoder_cache_tokens=24) as llm:
+        eyes, trace = llm.extra(Multimodal).eyes, llm.extra(Recorder).trace
+        llm.before_launch.append(lambda step: truth.setdefault(
+            step.index, (eyes.num_tokens, eyes.num_runs)))
+        texts_of(llm, seer.prompts * 2)
+        stream = trace.stream()
+    held, runs, seen = 0, 0, {}
+    for frame in stream["frames"][:-1]:
+        held, more = frame.get("v", (held, 0))
+        runs += more
+        seen[frame["i"]] = (held, runs)
+    assert seen == truth and runs >= 4 and stream["meta"]["images"] == 24
+    events = [one for one in chrome_trace(stream)["traceEvents"] if one["name"] == "encoder cache"]
+    assert [one["args"]["tokens"] for one in events] == [
+        frame["v"][0] for frame in stream["frames"] if "v" in frame]
+
+
+@settings(max_examples=10, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_budget_or_block_size_changes_a_text(folders, seers, data):

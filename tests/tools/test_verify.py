@@ -7,8 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from checkpoints import EOS, Reference
-from helpers import storage, write_json
+from helpers import write_json
+from transformers import AutoModelForImageTextToText
 
+from benchmarks.models import WRAPPINGS
 from nanoserve import LLM
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.tools import verify
@@ -245,7 +247,7 @@ def test_a_row_that_loaded_no_block_says_so(capsys, monkeypatch, qwen3, mode, fi
     """A store that never finds anything passed as one that brings back the right blocks."""
     def fault(llm):
         if not finds:
-            monkeypatch.setattr(storage(llm), "find", lambda *args: 0)
+            llm.scheduler.finders[:] = [lambda *args: 0]
 
     use_modes(monkeypatch, mode)
     sabotage(monkeypatch, fault)
@@ -312,6 +314,12 @@ def test_a_model_that_cant_be_loaded(capsys, qwen3, tmp_path, change, message):
     captured = capsys.readouterr()
     assert "verify: error: " in captured.err and message in captured.err
     assert captured.out == ""
+
+
+def test_of_a_model_that_sees_it_says_what_is_not_compared(capsys, tmp_path):
+    AutoModelForImageTextToText.from_config(WRAPPINGS["llava"]()).save_pretrained(tmp_path)
+    verify.load_reference(tmp_path, "float32")
+    assert "texts are compared, and no images" in capsys.readouterr().err
 
 
 def test_without_a_model_it_is_the_bundled_one(monkeypatch):
