@@ -156,8 +156,9 @@ def mix(dtype: torch.dtype, num_tokens: int, activation: str) -> None:
 def fold(dtype: torch.dtype, num_rows: int = 2, offset: int = 0) -> None:
     """Qwen3.5-4B's shapes: two heads of values share one of keys."""
     gates, states = torch.zeros(num_rows, 32), torch.zeros(1, 32, 128, 128)
+    slots = torch.zeros(offset + num_rows, dtype=torch.int64)[offset:]
     kernels.delta_rule(torch.zeros(num_rows, 64 * 128, dtype=dtype), gates, gates, states,
-                       torch.zeros(offset + num_rows, dtype=torch.int64)[offset:],
+                       slots, slots,
                        ints(num_rows + 1, offset))
 
 

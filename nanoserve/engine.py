@@ -91,6 +91,7 @@ class LLMEngine:
         self.scheduler = Scheduler(config, num_blocks, runner.window)
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.observers: list[Observer] = [self.metrics]
+        self.gates: list[Callable[[], None]] = []  # raise `RuntimeError` while none is served
         self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
         self.before_launch: list[Callable[[Step], None]] = []  # called with each step
         self.when_idle: list[Callable[[], None]] = []  # for steps of their own: no request is left
@@ -99,7 +100,6 @@ class LLMEngine:
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
         self.turns = Turns()  # threads may share an engine: they take turns step by step
         self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
-        self.refusal = ""  # why there can be no request for now: it sleeps, say
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
             extra.attach(self)
@@ -241,19 +241,20 @@ class LLMEngine:
                 continue
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
-        for request in touched.values():
+        self._hand_over(touched.values(), [seq for seq in grown if seq.finish_reason is not None])
+        if errors:
+            raise errors[0]
+
+    def _hand_over(self, requests: Iterable[Request], ended: list[Sequence]) -> None:
+        """Put outputs into inboxes, and forget what has finished. Observers hear of it behind all
+        outputs, so that none waits for what they do then."""
+        for request in requests:
             if request.finished:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 request.inbox.append(request.output())
-        self._tell_ended([seq for seq in grown if seq.finish_reason is not None])
-        if errors:
-            raise errors[0]
-
-    def _tell_ended(self, sequences: list[Sequence]) -> None:
-        """Called behind all outputs, so that none waits for what observers do then."""
         for observer in self.observers:
-            observer.ended(sequences)
+            observer.ended(ended)
         for work in self.when_idle if not self.scheduler.has_unfinished() else ():
             work()
 
@@ -272,15 +273,13 @@ class LLMEngine:
         for request in requests:
             if self.requests.get(request.request_id) is not request:
                 continue  # it has ended, or was never submitted; its id may be another's by now
-            del self.requests[request.request_id]
             for seq in request.sequences:
                 self.scheduler.finish(seq, "abort")
             try:
                 request.flush()
             except Exception as error:
                 errors.append(error)
-            request.inbox.append(request.output())
-            self._tell_ended(request.sequences)
+            self._hand_over([request], request.sequences)
         try:
             while self.scheduler.in_flight and not self.requests:
                 self.advance()  # which schedules nothing, and takes one step's result
@@ -316,15 +315,11 @@ class LLMEngine:
             raise RuntimeError("this engine was shut down: make a new LLM")
         self.runner.ranks.raise_if_broken()
 
-    def refuse(self, why: str) -> None:
-        """From now on take no request, and say why; "" takes them again."""
-        self.refusal = why
-
     def check_ready(self) -> None:
         """Raises `RuntimeError` if no request can be served, now or for ever."""
         self.check_open()
-        if self.refusal:
-            raise RuntimeError(self.refusal)
+        for check in self.gates:
+            check()
 
     # -------------------------------------------------------------- the rest
 

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +45,25 @@ from nanoserve.words.vllm import missing_method, takes_vllms_words
 AnExtra = TypeVar("AnExtra", bound=Extra)
 EXTRAS = Path(__file__).parent / "extras"
 BUNDLED_MODEL = Path(__file__).parent / "assets" / "storyteller"
+
+
+def annexe(path: str) -> type:
+    """The class of an annexe, "extras.lora.LoRA" say. It is imported when it is asked for: the core
+    runs without it, and importing takes time."""
+    file, _, name = path.rpartition(".")
+    return getattr(import_module(f"nanoserve.{file}"), name)
+
+
+def of_annexe(path: str, name: str, option: str = "") -> Callable:
+    """A method of `LLM` that an annexe has. option: with which an engine has this annexe."""
+    def method(self, *args, **options):
+        found = self.extra(annexe(path))
+        if found is None:
+            raise ValueError(f"{name}() needs an engine that was made with {option}")
+        return getattr(found, name)(*args, **options)
+
+    method.__doc__ = f"See `nanoserve.{path}.{name}`."
+    return method
 
 
 class LLM(LLMEngine):
@@ -208,42 +228,14 @@ class LLM(LLMEngine):
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
         return self.inputs.default_sampling_params()
 
-    def encode(self, prompts, pooling_params=None, **options) -> list:
-        """Pooled prompts, or a row for each token: see `extras.pooling.PoolingInputs.encode`."""
-        return self.inputs.pool("encode", self, prompts, pooling_params, **options)
-
-    def embed(self, prompts, **options) -> list:
-        """A vector for each prompt: see `extras.pooling.PoolingInputs.embed`."""
-        return self.inputs.pool("embed", self, prompts, **options)
-
-    def classify(self, prompts, **options) -> list:
-        """Probabilities of classes: see `extras.pooling.PoolingInputs.classify`."""
-        return self.inputs.pool("classify", self, prompts, **options)
-
-    def score(self, data_1, data_2, /, **options) -> list:
-        """How well texts go together: see `extras.pooling.PoolingInputs.score`."""
-        return self.inputs.pool("score", self, data_1, data_2, **options)
-
-    def update_weights(self, weights) -> None:
-        """Other weights for the same network: see `extras.new_weights.NewWeights.update`."""
-        self._new_weights().update(weights)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back for a while: see `extras.new_weights.NewWeights.sleep`."""
-        self._new_weights().sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Behind `sleep`: see `extras.new_weights.NewWeights.wake_up`."""
-        self._new_weights().wake_up(tags)
-
-    def deploy(self, layer_plan: dict | list) -> None:
-        """Other places for the layers: see `extras.layer_plan.deploy`."""
-        from nanoserve.extras.layer_plan import deploy
-        deploy(self, layer_plan)
-
-    def _new_weights(self):
-        from nanoserve.extras.new_weights import NewWeights
-        return self.extra(NewWeights)
+    # Methods that annexes have.
+    encode, embed, classify, score = (
+        of_annexe("extras.pooling.Pooling", name, "runner='pooling', not runner='generate'")
+        for name in ("encode", "embed", "classify", "score"))
+    update_weights, sleep, wake_up = (
+        of_annexe("extras.new_weights.NewWeights", name)
+        for name in ("update_weights", "sleep", "wake_up"))
+    deploy = of_annexe("extras.layer_plan.LayerPlan", "deploy", "layer_plan={'disk': 0}, say")
 
     def extra(self, kind: type[AnExtra]) -> AnExtra | None:
         """The annexe of this class, `extras.speculative.Speculation` say; None if no option asked
@@ -266,9 +258,6 @@ class LLM(LLMEngine):
         self.shutdown()
 
 
-# Annexes are imported where they are chosen: the core runs without them, and importing takes time.
-
-
 def read_model(asked: EngineConfig, folder: Path,
                ) -> tuple[EngineConfig, ModelConfig, list[Extra]]:
     """The options, the checkpoint's config, and the annexe that makes its network, if one does."""
@@ -283,38 +272,18 @@ def read_model(asked: EngineConfig, folder: Path,
 
 def choose_extras(config: EngineConfig, model_config: ModelConfig) -> list[Extra]:
     """The annexes that the options ask for, in the order in which they are prepared."""
-    extras: list[Extra] = []
-    if model_config.keeps_states:
-        from nanoserve.extras.recurrent import Recurrent
-        extras.append(Recurrent())
-    if config.quantization is not None or model_config.quantization is not None:
-        from nanoserve.extras.quantization import Quantization
-        extras.append(Quantization())
-    if config.enable_lora:
-        from nanoserve.extras.lora import LoRA
-        extras.append(LoRA())
-    if config.runner == "pooling":
-        from nanoserve.extras.pooling import Pooling
-        extras.append(Pooling())
-    elif (EXTRAS / "structured.py").exists():
-        from nanoserve.extras.structured import StructuredOutput
-        extras.append(StructuredOutput())
-    if config.num_stages > 1 or config.layer_plan is not None:
-        from nanoserve.extras.layer_plan import LayerPlan
-        extras.append(LayerPlan())
-    if (EXTRAS / "new_weights.py").exists():
-        from nanoserve.extras.new_weights import NewWeights
-        extras.append(NewWeights())
-    if config.limit_mm_per_prompt:
-        from nanoserve.extras.multimodal import Multimodal
-        extras.append(Multimodal())
-    if config.speculative_config is not None:
-        from nanoserve.extras.speculative import Speculation
-        extras.append(Speculation())
-    if config.kv_offload_bytes or config.kv_store is not None:
-        from nanoserve.extras.block_store import BlockStore
-        extras.append(BlockStore())
-    if config.trace is not None:
-        from nanoserve.tools.recorder import Recorder
-        extras.append(Recorder())
-    return extras
+    chosen = {
+        "extras.recurrent.Recurrent": model_config.keeps_states,
+        "extras.quantization.Quantization": (config.quantization is not None
+                                             or model_config.quantization is not None),
+        "extras.lora.LoRA": config.enable_lora,
+        "extras.pooling.Pooling": config.runner == "pooling",
+        "extras.structured.StructuredOutput": (config.runner != "pooling"
+                                               and (EXTRAS / "structured.py").exists()),
+        "extras.layer_plan.LayerPlan": config.num_stages > 1 or config.layer_plan is not None,
+        "extras.new_weights.NewWeights": (EXTRAS / "new_weights.py").exists(),
+        "extras.multimodal.Multimodal": config.limit_mm_per_prompt,
+        "extras.speculative.Speculation": config.speculative_config is not None,
+        "extras.block_store.BlockStore": config.kv_offload_bytes or config.kv_store is not None,
+        "tools.recorder.Recorder": config.trace is not None}
+    return [annexe(path)() for path, is_chosen in chosen.items() if is_chosen]

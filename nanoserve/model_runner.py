@@ -70,7 +70,6 @@ class Adapters(Protocol):
     """Changes the products of each row by its own small matrices: see extras/lora.py."""
 
     def join(self, model: nn.Module) -> None: ...  # of which each layer is to ask it
-    def send(self) -> None: ...  # on rank 0, before a step: what was loaded since the last one
     def choose(self, batch: Batch, wanted: torch.Tensor) -> None: ...  # for the products to come
 
 
@@ -259,8 +258,6 @@ class ModelRunner:
         message = self.builder.take_buffer()
         self.builder.write(step, message, size)
         with self.ranks.together():
-            if self.adapters is not None:
-                self.adapters.send()
             broadcast(self.ranks, message, wait=self.config.steps_at_once == 1)
             output = self.run(message, step, size)
         return output.to_host()
@@ -327,16 +324,12 @@ class ModelRunner:
 
     def synchronize(self) -> None:
         """Wait until the device is idle, before buffers that a lost step may read are reused."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.ranks.broken is None:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """End the other ranks; give all memory back, to the system and not only to torch."""
-        if self.ranks.broken is None:
-            self.synchronize()
+        """Give all memory back, to the system and not only to torch; end the other ranks."""
+        self.networks, self.model = [], None
+        self.builder = self.last_tokens = self.adapters = self.copier = None
+        self.unload(kv_cache=True)
         self.ranks.close(LAST_WORD)
-        self.networks, self.kv_cache = [], []
-        self.model = self.builder = self.last_tokens = self.graphs = None
-        self.adapters = self.copier = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -50,7 +50,7 @@ MAY_IMPORT = {
 }
 # Late, inside a function, because only who asks for it needs it.
 LATE = {"device/choice": ["device/kernels", "device/cpu"],
-        "llm": ["extras/*", "tools/recorder"]}
+        "llm": ["extras/*"]}
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",

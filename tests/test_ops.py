@@ -484,7 +484,8 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
                                     slots), *cache,
                 ops.paged_attention(q, *cache, batch, 0.2), ops.argmax(logits),
                 ops.delta_rule(delta, *gates, states, torch.tensor([2, 0]),
-                               torch.tensor([0, 1, 70]).int()), states,
+                               torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()),
+                states,
                 ops.draw(logits, torch.ones(33), seeds, seeds)]
 
     expected = everything()

@@ -371,8 +371,9 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
 // With AVX512-VNNI and bfloat16 they are not widened: see `multiply_whole`.
 template <class T> struct Cache {
     uint32_t *k, *v;
-    long kv_heads, padded, block_size;
-    bool is_small;
+    long kv_heads, stored, block_size;
+    bool is_small = stored % PANEL != 0;  // the shape has a scale's 4 bytes behind a token's head
+    long padded = is_small ? stored - 4 : stored;
     static constexpr long V_UNITS = PANEL / PER_UNIT<T>;  // of a tile's tokens
     long size() const { return padded * V_UNITS; }  // units of a tile's KV head, of K as of V
     long words() const { return is_small ? padded * PANEL / 4 + PANEL : size(); }  // as stored
@@ -432,11 +433,12 @@ void turn(const T *x, const float *weight, float eps, const float *cos, const fl
 }
 
 template <class T>
-void store(const T *qkv, const float *q_weight, const float *k_weight, float eps, const float *cos,
-           const float *sin, const Cache<T> &cache, const int32_t *slots, T *out, long tokens,
-           long head_dim, long heads) {
+void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight, float eps,
+                     const float *cos, const float *sin, uint32_t *k, uint32_t *v,
+                     const int32_t *slots, T *out, long tokens, long head_dim, long block_size,
+                     long kv_heads, long stored, long heads) {
     constexpr long N = PER_UNIT<T>, V_UNITS = Cache<T>::V_UNITS;
-    const long kv_heads = cache.kv_heads;
+    const Cache<T> cache{k, v, kv_heads, stored, block_size};
     share_out(tokens, tokens > 1, [&](long token) {
         const T *x = qkv + token * (heads + 2 * kv_heads) * head_dim;
         const float *c = cos + token * head_dim, *s = sin + token * head_dim;
@@ -445,7 +447,7 @@ void store(const T *qkv, const float *q_weight, const float *k_weight, float eps
             turn(x, q_weight, eps, c, s, head_dim, out + (token * heads + head) * head_dim);
         if (slots[token] < 0) return;  // padding of a batch
         const long tile = slots[token] / PANEL, lane = slots[token] % PANEL;
-        for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
+        for (long head = 0; head < kv_heads; head++, x += head_dim) {
             turn(x, k_weight, eps, c, s, head_dim, turned);
             uint32_t *k = cache.keys(tile, head);
             if (cache.is_small) {
@@ -458,7 +460,7 @@ void store(const T *qkv, const float *q_weight, const float *k_weight, float eps
             for (long u = 0; u < ceil_div(head_dim, PER_UNIT<T>); u++)
                 k[u * PANEL] = unit_of(turned, u, head_dim);
         }
-        for (long head = 0; head < cache.kv_heads; head++, x += head_dim) {
+        for (long head = 0; head < kv_heads; head++, x += head_dim) {
             uint32_t *v = cache.values(tile, head);
             if (cache.is_small) {
                 store_small(x, head_dim, v, cache.scales(v)[lane], [&](long i) {
@@ -474,24 +476,6 @@ void store(const T *qkv, const float *q_weight, const float *k_weight, float eps
             }
         }
     });
-}
-
-template <class T>
-void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight, float eps,
-                     const float *cos, const float *sin, uint32_t *k, uint32_t *v,
-                     const int32_t *slots, T *out, long tokens, long head_dim, long block_size,
-                     long kv_heads, long padded, long heads) {
-    store<T>(qkv, q_weight, k_weight, eps, cos, sin, {k, v, kv_heads, padded, block_size, false},
-             slots, out, tokens, head_dim, heads);
-}
-
-template <class T>
-void norm_rope_store_small(const T *qkv, const float *q_weight, const float *k_weight, float eps,
-                           const float *cos, const float *sin, uint32_t *k, uint32_t *v,
-                           const int32_t *slots, T *out, long tokens, long head_dim,
-                           long block_size, long kv_heads, long stored, long heads) {
-    store<T>(qkv, q_weight, k_weight, eps, cos, sin,
-             {k, v, kv_heads, stored - 4, block_size, true}, slots, out, tokens, head_dim, heads);
 }
 
 // ---------------------------------------------------------------- attention
@@ -732,11 +716,13 @@ template <class T> struct Attention {
 constexpr long ROWS_AT_ONCE = 64;  // of a product: queries times heads of a group
 
 template <class T>
-void attend(const Attention<T> &attention, long tokens, long num_rows) {
-    const long heads = attention.heads, head_dim = attention.head_dim;
-    const long kv_heads = attention.cache.kv_heads;
-    const int32_t *starts = attention.starts;
-    T *out = attention.out;
+void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
+                     const int32_t *seq_lens, const int32_t *starts, float scale, long window,
+                     float softcap, const float *sinks, T *out, long tokens, long heads,
+                     long head_dim, long block_size, long kv_heads, long stored, long num_rows,
+                     long table_stride) {
+    const Attention<T> attention{q, tables, seq_lens, starts, table_stride, heads, head_dim, window,
+                                 scale, softcap, sinks, {k, v, kv_heads, stored, block_size}, out};
     struct Work { long row, first, count; };
     std::vector<Work> work;  // for each KV head
     const long at_once = std::max(1L, ROWS_AT_ONCE / (heads / kv_heads));
@@ -781,8 +767,8 @@ inline void fold(Line *S, const float *q, const float *k, Line &v, float decay, 
 // A portion is a row's head: some columns lie in a core's nearest cache, token by token, then others.
 template <class T>
 void delta_rule(const T *qkv, const float *decay, const float *beta, float *states,
-                const int64_t *slots, const int32_t *starts, T *out, long, long channels,
-                long heads, long key_size, long size, long rows) {
+                const int64_t *sources, const int64_t *slots, const int32_t *starts, T *out, long,
+                long channels, long heads, long key_size, long size, long rows) {
     const long keys = (channels - heads * size) / 2, group = heads * key_size / keys;
     const float scale = 1 / std::sqrt(float(key_size));
     share_out(rows * heads, true, [&](long i) {
@@ -791,9 +777,12 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
         Line *S = scratch<Line>(0, key_size);
         for (long first = 0; first < size; first += COLUMNS) {
             const long width = std::min(COLUMNS, size - first);
-            float *state = states + (slots[row] * heads + head) * key_size * size + first;
+            const auto state_at = [&](long slot) {
+                return states + (slot * heads + head) * key_size * size + first;
+            };
+            const float *state = state_at(sources[row]);
             for (long j = 0; j < key_size; j++) std::memcpy(S[j], state + j * size, 4 * width);
-            for (long t = starts[row]; t < starts[row + 1]; t++) {
+            for (long t = starts[row], end = starts[row + 1]; t < end; t++) {
                 const T *x = qkv + t * channels + head / group * key_size;
                 make_unit(x, q, key_size);
                 make_unit(x + keys, k, key_size);
@@ -806,30 +795,12 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
                 std::memcpy(numbers, v, sizeof v);
                 T *to = out + (t * heads + head) * size + first;
                 for (long c = 0; c < width; c++) narrow(numbers[c] * scale, to[c]);
+                if (t + 1 < end && slots[t + 1] == slots[t]) continue;
+                float *left = state_at(slots[t]);
+                for (long j = 0; j < key_size; j++) std::memcpy(left + j * size, S[j], 4 * width);
             }
-            for (long j = 0; j < key_size; j++) std::memcpy(state + j * size, S[j], 4 * width);
         }
     });
-}
-
-template <class T>
-void paged_attention(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
-                     const int32_t *seq_lens, const int32_t *starts, float scale, long window,
-                     float softcap, const float *sinks, T *out, long tokens, long heads,
-                     long head_dim, long block_size, long kv_heads, long padded, long num_rows,
-                     long table_stride) {
-    attend<T>({q, tables, seq_lens, starts, table_stride, heads, head_dim, window, scale, softcap,
-               sinks, {k, v, kv_heads, padded, block_size, false}, out}, tokens, num_rows);
-}
-
-template <class T>
-void paged_attention_small(const T *q, uint32_t *k, uint32_t *v, const int32_t *tables,
-                           const int32_t *seq_lens, const int32_t *starts, float scale,
-                           long window, float softcap, const float *sinks, T *out, long tokens,
-                           long heads, long head_dim, long block_size, long kv_heads, long stored,
-                           long num_rows, long table_stride) {
-    attend<T>({q, tables, seq_lens, starts, table_stride, heads, head_dim, window, scale, softcap,
-               sinks, {k, v, kv_heads, stored - 4, block_size, true}, out}, tokens, num_rows);
 }
 
 // ----------------------------------------------------------------- sampling
@@ -963,23 +934,17 @@ extern "C" const Function functions[] = {
              long is_gelu -> T out[tokens size]),
     FUNCTION(norm_rope_store, T qkv[tokens _heads size], f32? q_weight[size], f32? k_weight[size],
              float eps, f32 cos[tokens size], f32 sin[tokens size],
-             T k[_blocks block_size kv_heads padded], T v[_blocks block_size kv_heads padded],
-             i32 slots[tokens] -> T q[tokens heads size]),
-    FUNCTION(paged_attention, T q[tokens heads size], T k[_blocks block_size kv_heads padded],
-             T v[_blocks block_size kv_heads padded], i32 tables[rows width], i32 seq_lens[rows],
-             i32 starts[_ends], float scale, long window, float softcap, f32? sinks[heads] ->
-             T out[tokens heads size]),
+             cache k[_blocks block_size kv_heads stored],
+             cache v[_blocks block_size kv_heads stored], i32 slots[tokens] ->
+             T q[tokens heads size]),
+    FUNCTION(paged_attention, T q[tokens heads size],
+             cache k[_blocks block_size kv_heads stored],
+             cache v[_blocks block_size kv_heads stored], i32 tables[rows width],
+             i32 seq_lens[rows], i32 starts[_ends], float scale, long window, float softcap,
+             f32? sinks[heads] -> T out[tokens heads size]),
     FUNCTION(delta_rule, T qkv[tokens channels], f32 decay[tokens heads], f32 beta[tokens heads],
-             f32 states[_states heads key_size size], i64 slots[rows], i32 starts[_ends] ->
-             T out[tokens heads size]),
-    FUNCTION(norm_rope_store_small, T qkv[tokens _heads size], f32? q_weight[size],
-             f32? k_weight[size], float eps, f32 cos[tokens size], f32 sin[tokens size],
-             i8 k[_blocks block_size kv_heads stored], i8 v[_blocks block_size kv_heads stored],
-             i32 slots[tokens] -> T q[tokens heads size]),
-    FUNCTION(paged_attention_small, T q[tokens heads size],
-             i8 k[_blocks block_size kv_heads stored], i8 v[_blocks block_size kv_heads stored],
-             i32 tables[rows width], i32 seq_lens[rows], i32 starts[_ends], float scale,
-             long window, float softcap, f32? sinks[heads] -> T out[tokens heads size]),
+             f32 states[_states heads key_size size], i64 sources[rows], i64 slots[tokens],
+             i32 starts[_ends] -> T out[tokens heads size]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
     FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),

@@ -75,14 +75,18 @@ def experts(hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate
 def new_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int,
               dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tiles of 16 slots, as cpu.cpp describes them. The shape only tells the sizes: slots are
-    padded to whole tiles, and heads to whole panels. float16 is kept as float32; int8 has a scale,
-    of four bytes, behind each token's head."""
+    padded to whole tiles. float16 is kept as float32."""
     while num_blocks * block_size % PANEL:
         num_blocks += 1
-    shape = (num_blocks, block_size, num_kv_heads,
-             head_dim + -head_dim % PANEL + 4 * (dtype == torch.int8))
+    shape = (num_blocks, block_size, num_kv_heads, stored(head_dim, dtype))
     dtype = torch.float32 if dtype == torch.float16 else dtype
     return zeros(*shape, dtype=dtype, device=device), zeros(*shape, dtype=dtype, device=device)
+
+
+def stored(size: int, dtype: torch.dtype) -> int:
+    """A cache's last size: heads are padded to whole panels, and in int8 each token's has a scale,
+    of four bytes, behind it."""
+    return size + -size % PANEL + 4 * (dtype == torch.int8)
 
 
 def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
@@ -90,20 +94,10 @@ def norm_rope_store(qkv: torch.Tensor, q_weight: torch.Tensor | None,
                     sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
                     slot_mapping: torch.Tensor) -> torch.Tensor:
     _, heads, size = qkv.shape  # of q, k and v; the size must be even
-    store = LIBRARY.norm_rope_store_small if is_small(k_cache) else LIBRARY.norm_rope_store
-    return store(
+    return LIBRARY.norm_rope_store(
         qkv, q_weight, k_weight, eps, cos, sin, k_cache, v_cache, slot_mapping,
-        heads=heads - 2 * k_cache.shape[2], size=size - size % 2, **padding(k_cache, size))
-
-
-def is_small(cache: torch.Tensor) -> bool:
-    return cache.dtype == torch.int8
-
-
-def padding(cache: torch.Tensor, size: int) -> dict[str, int]:
-    """The last size of a cache for heads of this size."""
-    padded = size + -size % PANEL
-    return {"stored": padded + 4} if is_small(cache) else {"padded": padded}
+        heads=heads - 2 * k_cache.shape[2], size=size - size % 2,
+        stored=stored(size, k_cache.dtype))
 
 
 def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: Batch,
@@ -115,16 +109,16 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
     if tokens < sum(batch.query_lens) or longest > width * block_size:
         raise ValueError(f"{tokens} queries for rows of {batch.query_lens}, and {width} blocks of "
                          f"{block_size} tokens for a row of {longest}")
-    attend = LIBRARY.paged_attention_small if is_small(k_cache) else LIBRARY.paged_attention
-    return attend(
+    return LIBRARY.paged_attention(
         q, k_cache, v_cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, scale,
         window or 0, softcap or 0, sinks, heads=heads - heads % kv_heads, _ends=rows + 1,
-        **padding(k_cache, size))
+        stored=stored(size, k_cache.dtype))
 
 
 def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
-               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    return LIBRARY.delta_rule(qkv, decay, beta, states, slots, starts, _ends=len(slots) + 1)
+               sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return LIBRARY.delta_rule(qkv, decay, beta, states, sources, slots, starts,
+                              _ends=len(sources) + 1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

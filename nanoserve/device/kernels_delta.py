@@ -19,22 +19,22 @@ from nanoserve.device.kernels_fused import FMA
 STATE_COLUMNS = 16  # of a state of 128 keys, 64 numbers a lane of the only warp: sums meet there
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
-def _delta_rule_kernel(qkv, decay, beta, states, slots, starts, out, qkv_stride, heads, group,
-                       v_offset, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["sources", "slots", "starts"])
+def _delta_rule_kernel(qkv, decay, beta, states, sources, slots, starts, out, qkv_stride, heads,
+                       group, v_offset, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                        KEYS: tl.constexpr, COLUMNS: tl.constexpr):
     """Some columns of a row's state, which stay in registers from its first token to its last."""
     row, head = tl.program_id(0), tl.program_id(1)
     i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_key, inside = i < KEY_DIM, column < VALUE_DIM
     mask = is_key[:, None] & inside[None, :]
-    states += (tl.load(slots + row) * heads + head) * KEY_DIM * VALUE_DIM
-    states += i[:, None] * VALUE_DIM + column[None, :]
-    state = tl.load(states, mask, 0)
+    states += head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + column[None, :]
+    size = heads * KEY_DIM * VALUE_DIM
+    state = tl.load(states + tl.load(sources + row) * size, mask, 0)
     first, end = tl.load(starts + row), tl.load(starts + row + 1)
     qkv += first.to(tl.int64) * qkv_stride
     at = first.to(tl.int64) * heads + head
-    for _ in range(first, end):
+    for t in range(first, end):
         q = tl.load(qkv + head // group * KEY_DIM + i, is_key, 0).to(tl.float32)
         k = tl.load(qkv + v_offset // 2 + head // group * KEY_DIM + i, is_key, 0).to(tl.float32)
         v = tl.load(qkv + v_offset + head * VALUE_DIM + column, inside, 0).to(tl.float32)
@@ -46,18 +46,20 @@ def _delta_rule_kernel(qkv, decay, beta, states, slots, starts, out, qkv_stride,
         tl.store(out + at * VALUE_DIM + column, tl.sum(state * q[:, None], 0), inside)
         qkv += qkv_stride
         at += heads
-    tl.store(states, state, mask)
+        slot = tl.load(slots + t)
+        if tl.load(slots + t + 1, t + 1 < end, -1) != slot:
+            tl.store(states + slot * size, state, mask)
 
 
 def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
-               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+               sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """`ops.delta_rule`, with the same arguments and meaning."""
     heads, key_dim, value_dim = states.shape[1:]
     assert decay.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
     out = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     v_offset = qkv.shape[1] - heads * value_dim
-    _delta_rule_kernel[len(slots), heads, triton.cdiv(value_dim, STATE_COLUMNS)](
-        qkv, decay, beta, states, slots, starts, out, qkv.stride(0), heads,
+    _delta_rule_kernel[len(sources), heads, triton.cdiv(value_dim, STATE_COLUMNS)](
+        qkv, decay, beta, states, sources, slots, starts, out, qkv.stride(0), heads,
         2 * heads * key_dim // v_offset, v_offset, key_dim ** -0.5, key_dim, value_dim,
         triton.next_power_of_2(key_dim), STATE_COLUMNS, num_warps=1, **FMA)
     return out

@@ -12,7 +12,8 @@ ufuncs. From such a line comes a function of Python, which makes room for the re
     x, residual, weight, eps ─ checked ─► addresses, numbers, sizes ─► C++ ─► out, total
 
 C++ gets the sizes in the order in which they are named, but for those like `_ends`, which are only
-checked. "panels" is a packed weight of T, whose sizes are the weight's own.
+checked. "panels" is a packed weight of T, whose sizes are the weight's own. "cache" is T or int8,
+which its last size tells C++.
 
 Invariant: no address is handed over unless dtype, shape, order and device fit. A wrong one would
 not raise, it would read or write another object's memory. Numbers that are used as indices (slots,
@@ -30,8 +31,8 @@ from types import SimpleNamespace
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16)  # T, in the order of a library's table
-KINDS = {"T": None, "panels": None, "f32": torch.float32, "i8": torch.int8, "i32": torch.int32,
-         "i64": torch.int64, "float": ctypes.c_float, "long": ctypes.c_long}
+KINDS = {"T": None, "panels": None, "cache": None, "f32": torch.float32, "i8": torch.int8,
+         "i32": torch.int32, "i64": torch.int64, "float": ctypes.c_float, "long": ctypes.c_long}
 # For results: a tensor is made in the least time by asking one of its dtype for it.
 ROOM = {dtype: torch.empty(0, dtype=dtype, device="cpu")
         for dtype in (*DTYPES, torch.int32, torch.int64)}
@@ -65,7 +66,8 @@ def function_of(name: str, signature: str, addresses: list[int]) -> Callable:
                 arguments.append(x)  # a number, which ctypes checks, or None
                 continue
             shape, memory = x.shape, x.memory if word == "panels" else x
-            fits = x.dtype == (kind or dtype) and len(shape) == len(dims)
+            fits = len(shape) == len(dims) and (
+                x.dtype == (kind or dtype) or word == "cache" and x.dtype == torch.int8)
             for size, number in zip(dims, shape):  # noqa: B905 - `strict` costs time
                 if sizes.setdefault(size, number) != number:
                     fits = False

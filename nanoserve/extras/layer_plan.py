@@ -253,52 +253,48 @@ class LayerPlan(Extra):
         self.plan = plan
         say(describe(plan))
 
+    def deploy(self, layer_plan: dict | list) -> None:
+        """Put the layers elsewhere, between two steps, on the ranks that there are. Each request
+        gives its blocks back and is computed anew, so none is lost and no text changes.
+
+        Raises `ValueError`, and changes nothing, for a plan that can't be followed. What fails
+        later, while weights are read, ends the engine.
+        """
+        engine = self.engine
+        with engine.turns:
+            engine.check_ready()
+            runner, blocks, config = engine.runner, engine.scheduler.blocks, engine.config
+            plan = read_plan(replace(config, layer_plan=layer_plan), runner.model_config)
+            if len(plan) != len(self.plan):
+                raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
+                                 f"engine has {len(self.plan)}: make a new LLM")
+            if config.kv_offload_bytes or config.kv_store is not None or config.enable_lora:
+                raise ValueError("deploy() does not go together with kv_offload_bytes, kv_store or "
+                                 "enable_lora")
+            if any(isinstance(one, NewWeights) and one.source != runner.folder
+                   for one in engine.extras):
+                raise ValueError("deploy() reads the checkpoint again, and this engine has other "
+                                 "weights since update_weights()")
+            runner.synchronize()
+            engine.scheduler.drop_in_flight()
+            for seq in [*engine.scheduler.running]:
+                engine.scheduler.start_anew(seq)
+            blocks.reset_prefix_cache()
+            head = torch.zeros(HEAD, dtype=torch.int32)
+            numbers = [DEPLOY, blocks.num_blocks, config.max_model_len, len(plan),
+                       *(n for one in plan for n in (len(one.layers), len(one.on_disk)))]
+            head[:len(numbers)] = torch.tensor(numbers)
+            with runner.ranks.together():
+                runner.ranks.broadcast_host(head)
+                rebuild(runner, head)
+            self.follow(plan)
+
     def metrics(self) -> list[Metric]:
         """Of rank 0."""
         disk = self.engine.runner.model and self.engine.runner.model.disk
         return [] if disk is None else [
             Counter("nanoserve:layer_bytes_read", self.labels, disk.num_bytes),
             Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
-
-
-def deploy(engine: LLMEngine, layer_plan: dict | list) -> None:
-    """Put the layers elsewhere, between two steps, on the ranks that there are. Each request gives
-    its blocks back and is computed anew, so none is lost and no text changes.
-
-    Raises `ValueError`, and changes nothing, for a plan that can't be followed. What fails later,
-    while weights are read, ends the engine.
-    """
-    with engine.turns:
-        engine.check_ready()
-        runner, blocks, config = engine.runner, engine.scheduler.blocks, engine.config
-        present = next((one for one in engine.extras if isinstance(one, LayerPlan)), None)
-        if present is None:
-            raise ValueError("deploy() is for an engine that was made with a layer_plan: "
-                             "{'disk': 0} will do")
-        plan = read_plan(replace(config, layer_plan=layer_plan), runner.model_config)
-        if len(plan) != len(present.plan):
-            raise ValueError(f"layer_plan={layer_plan!r} is for {len(plan)} stages, and the "
-                             f"engine has {len(present.plan)}: make a new LLM")
-        if config.kv_offload_bytes or config.kv_store is not None or config.enable_lora:
-            raise ValueError("deploy() does not go together with kv_offload_bytes, kv_store or "
-                             "enable_lora")
-        if any(isinstance(one, NewWeights) and one.source != runner.folder
-               for one in engine.extras):
-            raise ValueError("deploy() reads the checkpoint again, and this engine has other "
-                             "weights since update_weights()")
-        runner.synchronize()
-        engine.scheduler.drop_in_flight()
-        for seq in [*engine.scheduler.running]:
-            engine.scheduler.start_anew(seq)
-        blocks.reset_prefix_cache()
-        head = torch.zeros(HEAD, dtype=torch.int32)
-        numbers = [DEPLOY, blocks.num_blocks, config.max_model_len, len(plan),
-                   *(n for one in plan for n in (len(one.layers), len(one.on_disk)))]
-        head[:len(numbers)] = torch.tensor(numbers)
-        with runner.ranks.together():
-            runner.ranks.broadcast_host(head)
-            rebuild(runner, head)
-        present.follow(plan)
 
 
 def rebuild(runner: ModelRunner, head: torch.Tensor) -> None:

@@ -200,7 +200,8 @@ class Adapters:
     def send(self) -> None:
         """On rank 0, before a step: send the adapters loaded since the last step to all ranks."""
         while self.unsent:
-            with ctrl_c_held():  # one that is lost, or half there, would write another's text
+            # One that is lost, or half there, would write another's text.
+            with ctrl_c_held(), self.ranks.together():
                 adapter_id, tensors = self.unsent.popitem()
                 if self.ranks.size > 1:
                     content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
@@ -396,6 +397,7 @@ class LoRA(Extra):
     def attach(self, engine: LLMEngine) -> None:
         self.adapters = engine.runner.adapters
         engine.checks.append(self.adapters.assign)
+        engine.before_launch.append(lambda step: self.adapters.send())
 
     def close(self) -> None:
         self.adapters.close()

@@ -67,8 +67,9 @@ class NewWeights(Extra):
         self.source: Path | None = engine.runner.folder  # of the weights; None: a trainer's tensors
         self.gone: set[str] = set()  # of `PARTS`
         self.are_lost = False  # no weights, and nothing to bring them back from
+        engine.gates.append(self.check_awake)
 
-    def update(self, weights: Weights) -> None:
+    def update_weights(self, weights: Weights) -> None:
         """Put other weights in the place of the present ones, on all ranks.
 
         weights: a folder or hub id, a dict (`model.state_dict()`) or an iterable of (name, tensor),
@@ -88,7 +89,7 @@ class NewWeights(Extra):
             self.raise_if(call(runner, UPDATE, tensors=tensors))
             self.source = tensors.folder if isinstance(tensors, Stored) else None
             self.are_lost = False
-            self.take_back("weights")
+            self.gone.discard("weights")
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back to the system until `wake_up`. level 1: the KV cache, and weights that
@@ -117,11 +118,11 @@ class NewWeights(Extra):
                 own = self.source == runner.folder
                 self.raise_if(call(runner, RELOAD) if own else call(
                     runner, UPDATE, tensors=Stored(self.source)))
-                self.take_back("weights")
+                self.gone.discard("weights")
             if "kv_cache" in tags:
                 call(runner, START, self.engine.scheduler.blocks.num_blocks,
                      self.engine.config.max_model_len)
-                self.take_back("kv_cache")
+                self.gone.discard("kv_cache")
 
     def idle_runner(self, what: str) -> ModelRunner:
         """Take the results of steps in flight that nobody waits for. Raises `RuntimeError`."""
@@ -139,14 +140,13 @@ class NewWeights(Extra):
         return runner
 
     def lose(self, *parts: str) -> None:
-        """From here on refuse requests; what was computed is forgotten."""
+        """From here on requests are refused; what was computed is forgotten."""
         self.engine.reset_prefix_cache()
         self.gone.update(parts)
-        self.engine.refuse(NO_WEIGHTS if self.are_lost else ASLEEP)
 
-    def take_back(self, part: str) -> None:
-        self.gone.discard(part)
-        self.engine.refuse(NO_WEIGHTS if self.are_lost else ASLEEP if self.gone else "")
+    def check_awake(self) -> None:
+        if self.are_lost or self.gone:
+            raise RuntimeError(NO_WEIGHTS if self.are_lost else ASLEEP)
 
     def raise_if(self, error: Exception | None) -> None:
         if error is not None:

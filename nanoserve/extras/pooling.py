@@ -23,6 +23,7 @@ queue. Road not taken: an engine of its own for encoders, which would repeat wha
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.engine import Extra, Plan
+from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar
@@ -203,20 +204,115 @@ class PoolingRequest:
 
 
 class Pooling(Extra):
-    """What `LLM(runner="pooling")` adds: a pooler, and what takes the place of `InputProcessor`."""
+    """What `LLM(runner="pooling")` adds: a pooler, what takes the place of `InputProcessor`, and
+    the methods `encode`, `embed`, `classify` and `score` of `LLM`."""
 
     def prepare(self, plan: Plan) -> Plan:
         make = Pooler.of
         if plan.config.model_impl == "transformers":
             from nanoserve.extras.encoder import make_pooler as make  # others need no transformers
-        pooler = make(plan.config, plan.model_config, plan.folder, plan.tokenizer)
-        return replace(plan, parts=replace(plan.parts, pooler=pooler),
-                       make_inputs=partial(PoolingInputs, pooler))
+        self.pooler = make(plan.config, plan.model_config, plan.folder, plan.tokenizer)
+        return replace(plan, parts=replace(plan.parts, pooler=self.pooler),
+                       make_inputs=partial(PoolingInputs, self.pooler))
+
+    def attach(self, engine: LLMEngine) -> None:
+        self.engine = weakref.proxy(engine)  # which holds this object
+
+    # ------------------------------------------------------ offline batches
+
+    @takes_vllms_words("encode()", "call")
+    def encode(self, prompts: Prompt | list[Prompt],
+               pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
+               pooling_task: str | None = None, use_tqdm: bool | Callable = True,
+               priority: list[int] | None = None,
+               lora_request: Any = None) -> list[PoolingRequestOutput]:
+        """Pool one prompt or many; results come in the order of the prompts.
+
+        prompts: in the forms of `generate`. pooling_task: "embed" or "classify" for a prompt as a
+        whole, "token_embed" or "token_classify" for each of its tokens. lora_request: a
+        `LoRARequest` for all, or one or None for each. Raises `ValueError` before any work starts;
+        after Ctrl-C the engine stays usable.
+        """
+        if pooling_task is None:
+            raise ValueError("encode() needs pooling_task: choose one of "
+                             f"{', '.join(self.pooler.tasks)}")
+        prompts = as_list(prompts)
+        params = _with_task(pooling_params, len(prompts), pooling_task)
+        requests = self.engine.make_requests(prompts, params, priority, lora_request)
+        results = {}
+        with closing(self.engine.drive(requests)) as outputs, prompts_bar(
+                len(requests), use_tqdm) as bar:
+            for output in outputs:
+                results[output.request_id] = output
+                bar.update()
+        return [results[request.request_id] for request in requests]
+
+    def embed(self, prompts: Prompt | list[Prompt], *, pooling_params=None,
+              prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
+        """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s. prompt_name: what
+        texts begin with, of the names in config_sentence_transformers.json."""
+        prompts = as_list(prompts)
+        params = [replace(one, prompt_name=prompt_name or one.prompt_name) for one in
+                  _with_task(pooling_params, len(prompts), "embed")]
+        outputs = self.encode(prompts, params, pooling_task="embed", **options)
+        return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
+
+    def classify(self, prompts: Prompt | list[Prompt], *, pooling_params=None,
+                 **options) -> list[PoolingRequestOutput]:
+        """Probabilities of the classes for each prompt, as `ClassificationOutput`."""
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return _converted(outputs, lambda data: ClassificationOutput(data.tolist()))
+
+    def score(self, data_1: Prompt | list[Prompt], data_2: Prompt | list[Prompt], /, *,
+              chat_template: str | None = None, pooling_params: PoolingParams | None = None,
+              **options) -> list[PoolingRequestOutput]:
+        """How well texts go together, pair by pair, as `ScoringOutput`.
+
+        data_1: a query, or one for each of data_2. An embedding model's score is the cosine of two
+        embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
+        with a "query" and a "document".
+        """
+        first, second = as_list(data_1), as_list(data_2)
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
+                             "many, or as many of one kind as of the other")
+        if "embed" in self.pooler.tasks:
+            return self._cosines(first, second, pooling_params, options)
+        if "classify" not in self.pooler.tasks or self.pooler.num_labels != 1:
+            raise ValueError("score() needs embeddings, or a classifier with one class: use "
+                             f"encode() with one of {', '.join(self.pooler.tasks)}")
+        if len(first) == 1:
+            first *= len(second)
+        count = getattr(pooling_params, "truncate_prompt_tokens", None)
+        prompts = [self.engine.inputs.pair(*pair, chat_template, count)
+                   for pair in zip(first, second, strict=True)]
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return _converted(outputs, lambda data: ScoringOutput(data.item()))
+
+    def _cosines(self, first: list, second: list, params, options) -> list:
+        """A query that all of `second` are compared with is embedded once."""
+        if not second:
+            return []
+        if isinstance(options.get("lora_request"), (list, tuple)):
+            raise ValueError("lora_request is a list, but score() compares embeddings, which only "
+                             "make sense under one adapter: give one for all texts")
+        outputs = self.encode(first + second, params, pooling_task="embed", **options)
+        queries, documents = outputs[:len(first)], outputs[len(first):]
+        if len(queries) == 1:
+            queries *= len(documents)
+        pad_id = getattr(self.engine.tokenizer, "pad_token_id", None)
+        pad = [] if pad_id is None else [pad_id]
+        return [PoolingRequestOutput(
+            f"{a.request_id}_{b.request_id}",
+            None if a.outputs is None or b.outputs is None else ScoringOutput(
+                F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
+            a.prompt_token_ids + pad + b.prompt_token_ids,
+            a.num_cached_tokens + b.num_cached_tokens)
+            for a, b in zip(queries, documents, strict=True)]
 
 
 class PoolingInputs(InputProcessor):
-    """Checks what comes in. `LLM.encode`, `embed`, `classify` and `score` are methods of this class
-    (their first argument is the engine)."""
+    """Checks what comes in."""
 
     def __init__(self, pooler: Pooler, config: EngineConfig, model_config: ModelConfig, tokenizer):
         super().__init__(config, model_config, tokenizer)
@@ -255,10 +351,6 @@ class PoolingInputs(InputProcessor):
                          f"with one of {', '.join(self.pooler.tasks)}, add requests with "
                          "PoolingParams, or make it with runner='generate'")
 
-    def pool(self, method: str, *args, **options) -> list[PoolingRequestOutput]:
-        """What a method of `LLM` is: the method of this class with its name."""
-        return getattr(self, method)(*args, **options)
-
     def _truncate(self, ids: list[int], count: int | None) -> list[int]:
         """Keep so many tokens, if that is wanted; the pooler says which."""
         limit = self.config.max_model_len
@@ -272,97 +364,6 @@ class PoolingInputs(InputProcessor):
                 f"{limit} tokens: shorten it, cut it with truncate_prompt_tokens, or raise "
                 "max_model_len (and kv_cache_memory_bytes, if the KV cache is what limits it)")
         return ids
-
-    # ------------------------------------------------------ offline batches
-
-    @takes_vllms_words("encode()", "call")
-    def encode(self, llm, prompts: Prompt | list[Prompt],
-               pooling_params: PoolingParams | list[PoolingParams] | None = None, *,
-               pooling_task: str | None = None, use_tqdm: bool | Callable = True,
-               priority: list[int] | None = None,
-               lora_request: Any = None) -> list[PoolingRequestOutput]:
-        """Pool one prompt or many; results come in the order of the prompts.
-
-        prompts: in the forms of `generate`. pooling_task: "embed" or "classify" for a prompt as a
-        whole, "token_embed" or "token_classify" for each of its tokens. lora_request: a
-        `LoRARequest` for all, or one or None for each. Raises `ValueError` before any work starts;
-        after Ctrl-C the engine stays usable.
-        """
-        if pooling_task is None:
-            raise ValueError("encode() needs pooling_task: choose one of "
-                             f"{', '.join(self.pooler.tasks)}")
-        prompts = as_list(prompts)
-        params = _with_task(pooling_params, len(prompts), pooling_task)
-        requests = llm.make_requests(prompts, params, priority, lora_request)
-        results = {}
-        with closing(llm.drive(requests)) as outputs, prompts_bar(
-                len(requests), use_tqdm) as bar:
-            for output in outputs:
-                results[output.request_id] = output
-                bar.update()
-        return [results[request.request_id] for request in requests]
-
-    def embed(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
-              prompt_name: str | None = None, **options) -> list[PoolingRequestOutput]:
-        """A vector for each prompt, as `EmbeddingOutput`; options are `encode`'s. prompt_name: what
-        texts begin with, of the names in config_sentence_transformers.json."""
-        prompts = as_list(prompts)
-        params = [replace(one, prompt_name=prompt_name or one.prompt_name) for one in
-                  _with_task(pooling_params, len(prompts), "embed")]
-        outputs = self.encode(llm, prompts, params, pooling_task="embed", **options)
-        return _converted(outputs, lambda data: EmbeddingOutput(data.tolist()))
-
-    def classify(self, llm, prompts: Prompt | list[Prompt], *, pooling_params=None,
-                 **options) -> list[PoolingRequestOutput]:
-        """Probabilities of the classes for each prompt, as `ClassificationOutput`."""
-        outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
-        return _converted(outputs, lambda data: ClassificationOutput(data.tolist()))
-
-    def score(self, llm, data_1: Prompt | list[Prompt], data_2: Prompt | list[Prompt], /, *,
-              chat_template: str | None = None, pooling_params: PoolingParams | None = None,
-              **options) -> list[PoolingRequestOutput]:
-        """How well texts go together, pair by pair, as `ScoringOutput`.
-
-        data_1: a query, or one for each of data_2. An embedding model's score is the cosine of two
-        embeddings; a reranker reads both texts at once, behind each other or in a `chat_template`
-        with a "query" and a "document".
-        """
-        first, second = as_list(data_1), as_list(data_2)
-        if len(first) not in (1, len(second)):
-            raise ValueError(f"score() got {len(first)} and {len(second)} texts: give one text and "
-                             "many, or as many of one kind as of the other")
-        if "embed" in self.pooler.tasks:
-            return self._cosines(llm, first, second, pooling_params, options)
-        if "classify" not in self.pooler.tasks or self.pooler.num_labels != 1:
-            raise ValueError("score() needs embeddings, or a classifier with one class: use "
-                             f"encode() with one of {', '.join(self.pooler.tasks)}")
-        if len(first) == 1:
-            first *= len(second)
-        count = getattr(pooling_params, "truncate_prompt_tokens", None)
-        prompts = [self.pair(*pair, chat_template, count)
-                   for pair in zip(first, second, strict=True)]
-        outputs = self.encode(llm, prompts, pooling_params, pooling_task="classify", **options)
-        return _converted(outputs, lambda data: ScoringOutput(data.item()))
-
-    def _cosines(self, llm, first: list, second: list, params, options) -> list:
-        """A query that all of `second` are compared with is embedded once."""
-        if not second:
-            return []
-        if isinstance(options.get("lora_request"), (list, tuple)):
-            raise ValueError("lora_request is a list, but score() compares embeddings, which only "
-                             "make sense under one adapter: give one for all texts")
-        outputs = self.encode(llm, first + second, params, pooling_task="embed", **options)
-        queries, documents = outputs[:len(first)], outputs[len(first):]
-        if len(queries) == 1:
-            queries *= len(documents)
-        pad = [] if (pad_id := getattr(llm.tokenizer, "pad_token_id", None)) is None else [pad_id]
-        return [PoolingRequestOutput(
-            f"{a.request_id}_{b.request_id}",
-            None if a.outputs is None or b.outputs is None else ScoringOutput(
-                F.cosine_similarity(a.outputs.data, b.outputs.data, dim=0).item()),
-            a.prompt_token_ids + pad + b.prompt_token_ids,
-            a.num_cached_tokens + b.num_cached_tokens)
-            for a, b in zip(queries, documents, strict=True)]
 
     def pair(self, query: str, document: str, chat_template: str | None = None,
              count: int | None = None) -> Prompt:

@@ -4,31 +4,38 @@ Attention looks back at the KV of all tokens. A recurrent layer folds them into 
 fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Networks"), and a
 hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
 
-    states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | snapshot | ...
-             a step changes its own rows   | a row begins as a copy of one of these
+    states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | ... | drafts of row 0 | ...
+             a step changes its own rows   | where a row begins     | see below
+
+**Drafts** (speculative.py) may be wrong, and a state can't be taken back. So a drafted row leaves
+one state behind its newest token, in its row, and one behind each draft; its next step goes on from
+the last that counts. All of a step's states are read at one place and left at another.
 
 transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
 one object that answers it with the states of some rows, `Rows`, runs all of them: the rows of a
-step that compute one token are one batch, and each chunk is computed by itself.
+step that compute one token are one batch, and so are the second tokens of all drafted rows, and so
+on; each chunk is computed by itself.
 
 Invariant: **a row's state is that of exactly the tokens that its sequence has computed.** KV may be
-written twice, to the same slots; a token that is folded twice changes the text. So a row begins as
-a copy of zeros or of a snapshot (recurrent_snapshots.py), never of what its last owner left, and
+written twice, to the same slots; a token that is folded twice changes the text. So a row begins
+with zeros or a snapshot (recurrent_snapshots.py), never with what its last owner left, and
 whoever was in a step that is lost starts anew (`Scheduler.drop_in_flight`). A trial at load takes 9
 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row. Networks whose mixers take no
 state from outside (Mamba 1, Jamba) fail it and are refused.
 
-Known limits: one rank, no drafts, no adapters, no second place for blocks; the speed is that of
-transformers' mixers, in plain torch, but for gated delta nets (recurrent_delta.py). Not known here:
+Known limits: one rank, no adapters, no second place for blocks; the speed is that of transformers'
+mixers, in plain torch, but for gated delta nets (recurrent_delta.py). Those mixers read their
+weights once for each draft: transformers' scans return their last state alone. Not known here:
 blocks, requests. Road not taken: mixers of our own for each kind of layer, which is what makes
 larger engines fast, and large.
 """
 
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import nn
@@ -57,14 +64,15 @@ LEAST_SNAPSHOTS = 4  # of a small cache
 class Rows:
     """In the place of transformers' cache. Attention has `Pages`; `update` hands its keys back.
 
-    states: of all rows, (num_states, ...) each; rows: (b,) whose turn it is, a step's single tokens
-    first. While a mixer runs, `states` are those of these rows alone, (b, ...).
+    states: (num_states, ...) each; while a mixer runs, those of its rows alone, (b, ...). places:
+    of each of the step's rows, where its state lies, and where its tokens leave it: all of them in
+    one place, or each in its own.
     """
 
     states: dict[Key, torch.Tensor]
-    rows: torch.Tensor
+    places: list[list[int]]
     query_lens: list[int]
-    num_decodes: int
+    device: torch.device
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
         return self.states["conv", layer_idx, state_idx]
@@ -84,20 +92,42 @@ class Rows:
                                state_idx: int = 0) -> torch.Tensor:
         return self.states["recurrent", layer_idx, state_idx].copy_(new)
 
-    def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of (num_tokens, width) all single tokens as one batch, (b, 1, width), then each chunk,
-        (1, n, width); and their rows."""
-        num_decodes = self.num_decodes
-        parts = tokens.split([num_decodes, *self.query_lens[num_decodes:]])
-        rows = self.rows.split([num_decodes] + [1] * (len(parts) - 1))
-        return [(x.unsqueeze(0 if i else 1), row)
-                for i, (x, row) in enumerate(zip(parts, rows, strict=True)) if len(x)]
+    @cached_property
+    def parts(self) -> list[tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]]:
+        """What a mixer computes at once: which tokens, n of b rows each; where these rows' states
+        lie and are left, (b,) each. First the rows of one token and the first of drafted rows, then
+        the second of these, and so on, each a batch with n = 1; then chunks, each with b = 1."""
+        turns, chunks, end = defaultdict(list), [], 0
+        for (source, *slots), n in zip(self.places, self.query_lens, strict=True):
+            tokens, end = range(end, end + n), end + n
+            if len(slots) < n:
+                chunks.append((tokens, [source], slots))
+                continue
+            for turn, one in enumerate(zip(tokens, (source, *slots), slots, strict=False)):
+                turns[turn].append(one)
+        batches = [tuple(zip(*turn, strict=True)) for turn in turns.values()]
+        return [(slice(tokens[0], tokens[-1] + 1) if tokens[-1] - tokens[0] == len(tokens) - 1
+                 else self.on_device(tokens), self.on_device(sources), self.on_device(targets))
+                for tokens, sources, targets in batches + chunks]
+
+    def on_device(self, numbers: Iterable[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=dtype, device=self.device)
+
+    # The same for an op that computes all rows at once, see `ops.delta_rule`.
+
+    @cached_property
+    def sources(self) -> torch.Tensor:
+        return self.on_device(source for source, *_ in self.places)
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        return self.on_device(chain.from_iterable(
+            slots * (n // len(slots)) for (_, *slots), n in zip(self.places, self.query_lens,
+                                                                strict=True)))
 
     @cached_property
     def starts(self) -> torch.Tensor:
-        """Where each row's tokens begin, and the end of all."""
-        return torch.tensor([0, *accumulate(self.query_lens)], dtype=torch.int32,
-                            device=self.rows.device)
+        return self.on_device(accumulate(self.query_lens, initial=0), torch.int32)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -122,7 +152,7 @@ class Finder(Rows):
     and hands over what it would keep."""
 
     def __init__(self, network: nn.Module):
-        super().__init__({}, torch.empty(0), [], 0)
+        super().__init__({}, [], [], torch.device("meta"))
         self.running: list[nn.Module] = []
         self.keys: dict[nn.Module, list[Key]] = {}
         self.hooks = [hook for module in network.modules() for hook in (
@@ -166,15 +196,16 @@ class Finder(Rows):
 
 def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache: Rows,
             **unused) -> torch.Tensor:
-    """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own: all rows of one
-    token as one batch, then each chunk. No mask is handed on: a row has no padding."""
-    out = []
-    for x, row in cache.split(hidden_states[0]):
-        held = {key: cache.states[key].index_select(0, row) for key in keys}
-        out.append(mixer(x, cache=replace(cache, states=held)).flatten(0, 1))
+    """A mixer's forward, (1, num_tokens, hidden_size), in the place of its own, in `cache.parts`.
+    No mask is handed on: a row has no padding."""
+    out = torch.empty_like(hidden_states)
+    for tokens, sources, targets in cache.parts:
+        held = {key: cache.states[key].index_select(0, sources) for key in keys}
+        x = hidden_states[0, tokens].unflatten(0, (len(sources), -1))
+        out[0, tokens] = mixer(x, cache=replace(cache, states=held)).flatten(0, 1)
         for key, state in held.items():
-            cache.states[key].index_copy_(0, row, state)
-    return torch.cat(out)[None]
+            cache.states[key].index_copy_(0, targets, state)
+    return out
 
 
 # ----------------------------------------------------------------- the network
@@ -192,7 +223,8 @@ class RecurrentModel(TransformersModel):
         self.most_rows, self.num_snapshots = share_memory(
             config, self.state_bytes, self.token_bytes, free_memory(config, self.on.device))
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
-            self.states = self.make_states(self.most_rows + 1 + self.num_snapshots)
+            self.states = self.make_states(
+                self.most_rows * (1 + config.num_drafts) + 1 + self.num_snapshots)
 
     @property
     def token_bytes(self) -> int:
@@ -214,27 +246,21 @@ class RecurrentModel(TransformersModel):
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
         copies, self.copies = self.copies, None
         if copies is None:  # the largest step, which is measured
-            copies = Copies([i % self.most_rows for i in range(len(batch.query_lens))])
-        self.copy(copies.before)
-        rows = torch.tensor(copies.rows, device=self.on.device)
+            copies = Copies([[i % self.most_rows] * 2 for i in range(len(batch.query_lens))])
         out = self.run(input_ids, positions, wanted, self.pages(kv_cache, batch),
-                       Rows(self.states, rows, batch.query_lens, batch.num_decodes))
-        self.copy(copies.after)
-        return out
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy states to others. All are read before any is written."""
-        if pairs:
-            sources, targets = torch.tensor(pairs, device=self.on.device).T
+                       Rows(self.states, copies.places, batch.query_lens, self.on.device))
+        if copies.after:
+            sources, targets = torch.tensor(copies.after, device=self.on.device).T
             for states in self.states.values():
                 states.index_copy_(0, targets, states.index_select(0, sources))
+        return out
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
             pages: Pages | Probe, cache: Rows | None = None, **options) -> torch.Tensor:
         """cache: None at load, where each token is a row of its own, at its beginning."""
         count = len(ids)
-        cache = cache or Rows(self.make_states(count), torch.arange(count, device=ids.device),
-                              [1] * count, count)
+        cache = cache or Rows(self.make_states(count), [[i, i] for i in range(count)],
+                              [1] * count, ids.device)
         return super().run(ids, positions, wanted, pages, cache=cache, **options)
 
     # ------------------------------------------------------------ the trial at load
@@ -281,12 +307,12 @@ class RecurrentModel(TransformersModel):
     def in_chunks(self, ids: torch.Tensor, positions: torch.Tensor, others: torch.Tensor,
                   places: torch.Tensor) -> torch.Tensor:
         """The same in several steps. Beside each chunk another row, in front, computes a token."""
-        states, rows, out = self.make_states(2), torch.tensor([1, 0], device=ids.device), []
+        states, out = self.make_states(2), []
         chunks = zip(ids.split(CHUNKS), positions.split(CHUNKS), strict=True)
         for i, (chunk, at) in enumerate(chunks):
             wanted = 1 + torch.arange(len(chunk), device=ids.device)
             both = torch.cat((others[i:i + 1], chunk))
-            cache = Rows(states, rows, [1, len(chunk)], 1 + (len(chunk) == 1))
+            cache = Rows(states, [[1, 1], [0, 0]], [1, len(chunk)], ids.device)
             out.append(self.run(both, torch.cat((places[i:i + 1], at)), wanted, Probe(), cache,
                                 attention_mask=mask_for(both)))
         return torch.cat(out)
@@ -309,8 +335,7 @@ class Recurrent(Extra):
         config = plan.config
         for option, value in (
                 ("kv_offload_bytes", config.kv_offload_bytes), ("kv_store", config.kv_store),
-                ("enable_lora", config.enable_lora),
-                ("speculative_config", config.speculative_config)):
+                ("enable_lora", config.enable_lora)):
             if value:
                 raise ValueError(f"{option}={value!r} does not go together with the recurrent "
                                  f"states of {plan.model_config.architecture}: leave it out")
@@ -320,14 +345,16 @@ class Recurrent(Extra):
     def attach(self, engine: LLMEngine) -> None:
         runner, model = engine.runner, engine.runner.model
         self.labels = {"model_name": str(engine.config.model)}
-        self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots)
+        self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
+                                   engine.config.num_drafts)
         engine.observers.append(self.snapshots)
         # By way of the runner, which lets go of the model at its end.
         engine.before_launch.append(lambda step: runner.model.expect(self.snapshots.plan(step)))
         slow = ", the others by transformers' own mixers, which are slower"
-        say(f"recurrent states: {size_of(model.state_bytes)} a sequence, "
+        count = 1 + engine.config.num_drafts
+        say(f"recurrent states: {count} x {size_of(model.state_bytes)} a sequence, "
             f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
-            f"{size_of(model.state_bytes * (model.most_rows + model.num_snapshots))}; "
+            f"{size_of(model.state_bytes * (model.most_rows * count + model.num_snapshots))}; "
             f"{model.num_fast} of {model.num_mixers} layers by ops.delta_rule"
             f"{slow if model.num_fast < model.num_mixers else ''}")
 
@@ -343,20 +370,21 @@ def share_memory(config: EngineConfig, state_bytes: int, token_bytes: int,
                  budget: int) -> tuple[int, int]:
     """How many rows get a state, and how many snapshots there are. budget: bytes that are left, for
     states and KV. Raises `ValueError` where there is no room for one row."""
-    num_rows = min(config.max_num_seqs, int(STATES_SHARE * budget / state_bytes) - 1)
+    row_bytes = state_bytes * (1 + config.num_drafts)
+    num_rows = min(config.max_num_seqs, int((STATES_SHARE * budget - state_bytes) / row_bytes))
     if num_rows < 1:
-        raise ValueError(f"no room for one sequence's recurrent state of {size_of(state_bytes)}: "
+        raise ValueError(f"no room for one sequence's recurrent state of {size_of(row_bytes)}: "
                          f"{size_of(budget)} are left, half of which is for KV. End other programs "
                          "that use the memory, or raise gpu_memory_utilization")
     if num_rows < config.max_num_seqs:
         say(f"max_num_seqs is lowered from {config.max_num_seqs} to {num_rows}: a sequence keeps a "
-            f"recurrent state of {size_of(state_bytes)}")
+            f"recurrent state of {size_of(row_bytes)}")
     if not config.enable_prefix_caching:
         return num_rows, 0
     if config.snapshot_bytes is not None:
         return num_rows, config.snapshot_bytes // state_bytes
     num_tokens = max(config.max_num_seqs * config.max_model_len, MIN_CACHE_TOKENS)
-    kv_bytes = min(budget - num_rows * state_bytes, num_tokens * token_bytes)
+    kv_bytes = min(budget - num_rows * row_bytes, num_tokens * token_bytes)
     if config.num_gpu_blocks_override is not None:
         kv_bytes = config.num_gpu_blocks_override * config.block_size * token_bytes
     elif config.kv_cache_memory_bytes is not None:

@@ -41,9 +41,10 @@ class DeltaNet:
         conv_states, states = (cache.states[kind, net.layer_idx, 0]
                                for kind in ("conv", "recurrent"))
         qkv, z, b, a = self.project(hidden_states[0])
-        qkv = torch.cat([self.convolve(x, conv_states, rows) for x, rows in cache.split(qkv)])
+        qkv = self.convolve(qkv, conv_states, cache)
         decay = (self.rate * F.softplus(a.float() + net.dt_bias)).exp()
-        out = ops.delta_rule(qkv, decay, b.float().sigmoid(), states, cache.rows, cache.starts)
+        out = ops.delta_rule(qkv, decay, b.float().sigmoid(), states, cache.sources, cache.slots,
+                             cache.starts)
         out = ops.rms_norm(out.flatten(0, 1), self.norm_weight, net.norm.variance_epsilon)
         out = ops.act_and_mul(torch.cat((z, out.view_as(z)), 1), "silu")
         return net.out_proj(out)[None]
@@ -58,13 +59,16 @@ class DeltaNet:
             net.in_proj_qkvz(x)[None], net.in_proj_ba(x)[None]))
         return torch.cat([one.flatten(1) for one in (q, k, v)], 1), gates[0].flatten(1), *gates[1:]
 
-    def convolve(self, x: torch.Tensor, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Each channel's last few numbers, weighted. x: (b, n, channels); states: what came before,
-        of all rows, (num_states, width - 1, channels). Returns (b * n, channels). As an image of
-        one line whose channels are neighbours in memory it takes an eighth of conv1d's time
-        (docs/LOG.md)."""
-        conv, window = self.net.conv1d, torch.cat((states.index_select(0, rows), x), 1)
-        states.index_copy_(0, rows, window[:, x.shape[1]:])
-        out = F.conv2d(window.transpose(1, 2).unsqueeze(2), conv.weight.unsqueeze(2), conv.bias,
-                       groups=conv.groups)
-        return F.silu(out).squeeze(2).transpose(1, 2).flatten(0, 1)
+    def convolve(self, qkv: torch.Tensor, states: torch.Tensor, cache) -> torch.Tensor:
+        """Each channel's last few numbers, weighted. qkv: (num_tokens, channels); states: what came
+        before, of all rows, (num_states, width - 1, channels). As an image of one line whose
+        channels are neighbours in memory it takes an eighth of conv1d's time (docs/LOG.md)."""
+        conv, convolved = self.net.conv1d, torch.empty_like(qkv)
+        for tokens, sources, targets in cache.parts:
+            x = qkv[tokens].unflatten(0, (len(sources), -1))
+            window = torch.cat((states.index_select(0, sources), x), 1)
+            states.index_copy_(0, targets, window[:, x.shape[1]:])
+            out = F.conv2d(window.transpose(1, 2).unsqueeze(2), conv.weight.unsqueeze(2),
+                           conv.bias, groups=conv.groups)
+            convolved[tokens] = F.silu(out).squeeze(2).transpose(1, 2).flatten(0, 1)
+        return convolved

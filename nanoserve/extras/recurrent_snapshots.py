@@ -19,10 +19,13 @@ ends; and at the boundary up to which a prompt found blocks without a state, sin
 that much (Pan et al. 2024, "Marconi"). Those that an ended sequence has passed are evicted first,
 then the least recently used.
 
+A row with drafts reaches a boundary only if the drafts up to it are right. So the state there is
+copied in any case, and named if the boundary was reached.
+
 Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
-only one of these; its name is in the cache. A state is copied before its step's forward or behind
-it, on the device and in the order of steps. So a snapshot may get a new owner while its last one is
-still in flight. Not known here: torch, what a state is.
+only one of these; its name is in the cache. A step reads a snapshot in its forward and writes one
+behind it, on the device and in the order of steps. So a snapshot may get a new owner while its last
+one is still in flight. Not known here: torch, what a state is.
 """
 
 import weakref
@@ -36,33 +39,39 @@ from nanoserve.sequence import CacheEntry, Sequence, Step
 
 @dataclass
 class Copies:
-    """What a step does to states. Each pair is (from, to), indices in the array of all states."""
+    """What a step does to states, by their indices in the array of all."""
 
-    rows: list[int]  # of the step's batch, single tokens first
-    before: list[tuple[int, int]] = field(default_factory=list)  # its forward
-    after: list[tuple[int, int]] = field(default_factory=list)
+    # Of each row of its batch, single tokens first: where the state lies, and where it is left, of
+    # a row with drafts behind each token.
+    places: list[list[int]]
+    after: list[tuple[int, int]] = field(default_factory=list)  # copied then: (from, to)
 
 
 @dataclass
 class Snapshot:
     index: int  # in the array of all states
+    end: int  # how many tokens it is the state of
     owner: Sequence | None = None  # it moves on with this one, and is nobody else's victim
     num_found: int = 0
 
 
 class Snapshots(Observer):
     """Says where chunks end and which hits are usable. As an observer it learns what has finished.
-    The array of states has `num_rows` rows, zeros, then snapshots."""
+    The array of states has `num_rows` rows, zeros, snapshots, and for each row's drafts
+    `num_drafts` more."""
 
-    def __init__(self, scheduler: Scheduler, num_rows: int, num_snapshots: int):
+    def __init__(self, scheduler: Scheduler, num_rows: int, num_snapshots: int,
+                 num_drafts: int = 0):
         # Weak: the scheduler holds this object.
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
-        self.zeros, self.num_snapshots = num_rows, num_snapshots
+        self.zeros, self.num_snapshots, self.num_drafts = num_rows, num_snapshots, num_drafts
         self.free = list(range(num_rows + 1, num_rows + 1 + num_snapshots))
         self.named: OrderedDict[CacheEntry, Snapshot] = OrderedDict()  # least recently used first
         self.moving: dict[Sequence, CacheEntry] = {}  # the name of the one that moves on with it
         self.branch: dict[Sequence, int] = {}  # up to where it found blocks, but no state
         self.in_flight: dict[Step, dict[Sequence, Snapshot]] = {}  # what each writes
+        # Whose last tokens were drafted: the first one's position, where each has left its state.
+        self.drafted: dict[Sequence, tuple[int, list[int]]] = {}
         self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
         scheduler.cuts.append(self.chunk)
         scheduler.on_drop.append(self.dropped)
@@ -107,17 +116,27 @@ class Snapshots(Observer):
 
     def plan(self, step: Step) -> Copies:
         """Called when the step is planned, before it is launched."""
-        starts = dict(zip(step.num_new_tokens, step.starts, strict=True))
-        copies = Copies([seq.row for seq in sorted(
-            starts, key=lambda seq: step.num_new_tokens[seq] > 1)])
-        for seq in step.admitted:
-            copies.before.append((self.find(seq) if starts[seq] else self.zeros, seq.row))
+        copies, size = Copies([]), self.blocks.block_size
         saves = self.in_flight[step] = {}
-        for seq, start in starts.items() if self.num_snapshots else ():
-            end = start + step.num_new_tokens[seq]
-            if end % self.blocks.block_size == 0 and (snapshot := self.take(seq, end)):
+        rows = sorted(zip(step.num_new_tokens.items(), step.starts, strict=True),
+                      key=lambda row: row[0][1] > 1)
+        for (seq, _), start in rows:
+            first, left = self.drafted.pop(seq, (start - 1, [seq.row]))
+            if seq in step.admitted:
+                source = self.find(seq) if start else self.zeros
+            else:  # of 3 tokens from 17 on, 2 count: it goes on at 19
+                source = left[start - 1 - first]
+            copies.places.append([source, seq.row])
+        for ((seq, num_new), start), places in zip(rows, copies.places, strict=True):
+            end = start + num_new
+            if self.num_drafts and seq in step.drafts:
+                spare = self.zeros + 1 + self.num_snapshots + seq.row * self.num_drafts
+                places += range(spare, spare + num_new - 1)
+                self.drafted[seq] = start, places[1:]
+                end = min(end, (start // size + 1) * size)  # the first boundary, if it gets there
+            if self.num_snapshots and end % size == 0 and (snapshot := self.take(seq, end)):
                 saves[seq] = snapshot
-                copies.after.append((seq.row, snapshot.index))
+                copies.after.append((places[min(end - start, len(places) - 1)], snapshot.index))
         return copies
 
     def find(self, seq: Sequence) -> int:
@@ -141,7 +160,7 @@ class Snapshots(Observer):
                 return None
             self.num_evicted += 1
             self.forget(victim)
-        return Snapshot(self.free.pop(), None if stays else seq)
+        return Snapshot(self.free.pop(), end, None if stays else seq)
 
     def forget(self, entry: CacheEntry) -> None:
         """The cache forgets an entry, or its snapshot is needed."""
@@ -158,9 +177,12 @@ class Snapshots(Observer):
         """The blocks are in the cache whose boundary the step has reached: name its snapshots."""
         for seq, snapshot in self.in_flight.pop(step, {}).items():
             entry, was_aborted = seq.cache_entry, seq.finish_reason and seq not in grown
-            # None: a collision. Or another sequence has computed it, or its parent, once more.
+            # None: a collision. Or another sequence has computed it, or its parent, once more. Or
+            # the drafts in front of the boundary were wrong.
             if was_aborted or entry is None or entry in self.named or (
-                    self.blocks.entry_of[entry.block_id] is not entry):
+                    self.blocks.entry_of[entry.block_id] is not entry) or (
+                    seq.num_computed_tokens // self.blocks.block_size
+                    != snapshot.end // self.blocks.block_size):
                 self.free.append(snapshot.index)
                 continue
             self.num_saved += 1
@@ -174,6 +196,7 @@ class Snapshots(Observer):
         are the next to go, unless several have begun there: a chat goes on from its end."""
         for seq in sequences:
             self.branch.pop(seq, None)
+            self.drafted.pop(seq, None)
             entry = self.moving.pop(seq, None)
             if entry not in self.named or self.named[entry].owner is not seq:
                 continue
@@ -207,5 +230,5 @@ class Snapshots(Observer):
             assert one.owner is None or self.moving.get(one.owner) is entry, (
                 f"snapshot {one.index} moves on with nobody")
         assert self.in_flight.keys() <= set(self.scheduler.in_flight), "a step was not ended"
-        for seq in self.moving.keys() | self.branch.keys():
+        for seq in self.moving.keys() | self.branch.keys() | self.drafted.keys():
             assert seq.finish_reason is None, f"sequence {seq.name} has ended, and keeps a snapshot"

@@ -42,11 +42,6 @@ class InputProcessor:
     def check_generates(self) -> None:
         """Raises `ValueError` where requests don't become text (extras/pooling)."""
 
-    def pool(self, method: str, *args, **options) -> list:
-        """For the methods of `LLM` that pool; only extras/pooling has an answer."""
-        raise ValueError(f"this engine generates text (runner='generate'): for {method}() make "
-                         "it with runner='pooling'")
-
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams | None,
                 priority: int = 0, lora_request: object = None) -> Request:
         """Raises `ValueError` for an empty or over-long prompt, a token outside the vocabulary,

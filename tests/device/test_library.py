@@ -117,7 +117,7 @@ def test_a_row_that_is_longer_than_its_blocks_is_refused():
         cpu.paged_attention(torch.zeros(1, 3, 16), *cache, batch, 1.0)
 
 
-def test_a_cache_of_other_heads_is_refused():
+def test_a_cache_of_other_heads_or_numbers_is_refused():
     from nanoserve.device import cpu
 
     cache = cpu.new_cache(4, 16, 2, 24, torch.float32, torch.device("cpu"))
@@ -128,4 +128,9 @@ def test_a_cache_of_other_heads_is_refused():
         wrong = torch.zeros(1, size)
         with pytest.raises(ValueError, match="norm_rope_store takes"):
             cpu.norm_rope_store(torch.zeros(1, 6, size), None, None, 1e-6, wrong, wrong, *cache,
+                                slots)
+    for k, v in (torch.int8,) * 2, (torch.int16,) * 2, (torch.int8, torch.float32):
+        wrong = cache[0].to(k), cache[1].to(v)  # in int8 without room for scales
+        with pytest.raises(ValueError, match="norm_rope_store takes"):
+            cpu.norm_rope_store(torch.zeros(1, 6, 24), None, None, 1e-6, angles, angles, *wrong,
                                 slots)

@@ -18,12 +18,14 @@ from hybrids import HYBRIDS, WRAPPED, make_wrapped
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.recurrent import Recurrent, Rows
 from nanoserve.extras.recurrent_delta import DeltaNet
+from nanoserve.extras.speculative import Speculation
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 # 13 blocks of 5 hold one of the longest texts: everybody else is preempted.
 BUSY = dict(num_gpu_blocks_override=13, block_size=5, max_num_batched_tokens=17,
             async_scheduling=True)
+DRAFTS = dict(method="ngram", num_speculative_tokens=3)
 
 
 class Hybrids(Made):
@@ -113,11 +115,64 @@ def test_a_net_that_only_looks_known_is_left_to_transformers(made, few_prompts, 
         assert_texts(llm, few_prompts, texts_of("qwen3.5"), "by transformers")
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+def guess(llm: LLM, prompts, texts) -> None:
+    """From now on drafts are what transformers says, with a mistake in every fourth."""
+    rng, known = random.Random(2), {tuple(prompt): tokens for prompt, (tokens, _) in zip(
+        prompts, texts, strict=True)}
+
+    def propose(seq, most):
+        end = len(seq.token_ids) - seq.num_prompt_tokens
+        return [token if rng.random() < 0.75 else (token + 1) % 256 for token in known[
+            tuple(seq.token_ids[:seq.num_prompt_tokens])][end:end + min(most, 3)]]
+
+    guesser = llm.extra(Speculation).guesser
+    guesser.propose, guesser.checked = propose, lambda seq, num_right: None
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *WRAPPED])
+def test_drafts_leave_no_trace_in_a_state(made, few_prompts, texts_of, name):
+    """Right and wrong ones: among others, from snapshots, preempted, in steps of 17."""
+    for options in (BUSY, dict(snapshot_bytes=2 ** 20))[:1 + (name in ("qwen3.5", "lfm2"))]:
+        with start(made[name], speculative_config=DRAFTS, **options) as llm:
+            guess(llm, few_prompts, texts_of(name))
+            for attempt in range(2):
+                cached = assert_texts(llm, few_prompts, texts_of(name), f"{name}, {attempt}")
+            numbers = {one.name: getattr(one, "value", None) for one in llm.get_metrics()}
+        assert cached and (numbers["vllm:num_preemptions"] or options is not BUSY)
+        accepted, drafted = (numbers[f"vllm:spec_decode_num_{what}_tokens"]
+                             for what in ("accepted", "draft"))
+        assert 20 < accepted < drafted - 10
+
+
+@pytest.mark.parametrize("method", [
+    DRAFTS, dict(method="suffix", num_speculative_tokens=8),
+    dict(method="draft_model", num_speculative_tokens=2)], ids=lambda asked: asked["method"])
+def test_drawn_texts_are_those_without_drafts(made, checkpoints, few_prompts, method):
+    """Also where a small network's layers have their KV beside, and a grammar forces tokens."""
+    told, method = [], dict(method)
+    if method["method"] == "draft_model":
+        method["model"] = str(checkpoints["qwen3"])
+    params = [SamplingParams(n=2, temperature=0.4, seed=3, max_tokens=24, logprobs=0),
+              SamplingParams(max_tokens=20, seed=4, structured_outputs=dict(
+                  regex="(ab ab ab ab |cd cd cd cd )[ab]{1,9}"))]
+    for asked in (None, method):
+        with start(made["qwen3.5"], speculative_config=asked, block_size=4,
+                   skip_tokenizer_init=False) as llm:
+            outputs = [one for param in params
+                       for one in llm.generate(few_prompts, param, use_tqdm=False)]
+            told.append([sample.token_ids for output in outputs for sample in output.outputs])
+            llm.extra(Recurrent).snapshots.check()
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("depth", [0, 1, "drafts"])
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1"])
 def test_a_step_that_is_lost_is_not_folded_twice(made, few_prompts, texts_of, name, depth):
     """KV is written again to the same slots. A state would hold the lost step's tokens twice."""
-    with start(made[name], async_scheduling=bool(depth)) as llm:
+    drafts = DRAFTS if depth == "drafts" else None
+    with start(made[name], async_scheduling=depth == 1, speculative_config=drafts) as llm:
+        if drafts:
+            guess(llm, few_prompts, texts_of(name))
         for i, prompt in enumerate(few_prompts):
             llm.add_request(str(i), prompt, GREEDY)
         fetch, outputs, num_lost = llm.runner.fetch, {}, 0
@@ -133,7 +188,7 @@ def test_a_step_that_is_lost_is_not_folded_twice(made, few_prompts, texts_of, na
                 num_lost += 1
             llm.scheduler.check()
             llm.extra(Recurrent).snapshots.check()
-    assert num_lost > 5
+    assert num_lost > (2 if drafts else 5)
     for i, (tokens, gaps) in enumerate(texts_of(name)):
         assert_same_text(outputs[i].outputs[0].token_ids, tokens, gaps, f"lost, {i}")
 
@@ -221,7 +276,6 @@ def test_an_engine_that_ends_gives_back_weights_and_states(made):
     (dict(kv_offload_bytes=2 ** 20), "kv_offload_bytes=1048576"),
     (dict(kv_store="{tmp}"), "kv_store="),
     (dict(enable_lora=True), "enable_lora=True"),
-    (dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)), "speculative_conf"),
     (dict(tensor_parallel_size=2), "Lfm2ForCausalLM runs on one rank")])
 def test_what_does_not_go_together_is_refused(made, tmp_path, options, words):
     options = {key: str(tmp_path) if value == "{tmp}" else value for key, value in options.items()}

@@ -48,34 +48,34 @@ class StatefulDevice(FakeDevice):
     def __init__(self, snapshots: Snapshots, *args):
         super().__init__(*args)
         self.snapshots, self.tokens = snapshots, {}  # the token in each slot
-        self.states = dict.fromkeys(range(snapshots.zeros), -1)  # of rows: not zero, whose ever
-        self.states[snapshots.zeros] = 0
+        self.states = {snapshots.zeros: 0}
 
     def launch(self, step: Step) -> Launched:
         launched = super().launch(step)
         self.queue[-1] = WithCopies(launched.step, launched.rows, copies=self.snapshots.plan(step))
         return self.queue[-1]
 
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        self.states |= {target: self.states[source] for source, target in pairs}
-
     def run(self, launched: WithCopies) -> None:
         super().run(launched)
-        self.copy(launched.copies.before)
         rows = sorted(launched.rows, key=lambda row: len(row[3]) > 1)
-        for (_, slots, start, tokens), row in zip(rows, launched.copies.rows, strict=True):
+        for (seq, slots, start, tokens), (source, *places) in zip(rows, launched.copies.places,
+                                                                  strict=True):
             self.tokens |= dict(zip(slots[start:], tokens, strict=False))
-            self.states[row] = fold(self.states[row], tokens)
+            state = self.states[source]
             computed = [self.tokens[slot] for slot in slots[:start + len(tokens)]]
-            assert self.states[row] == fold(0, computed), "a state of other tokens"
-        self.copy(launched.copies.after)
+            assert len(places) == (len(tokens) if seq in launched.step.drafts else 1)
+            for i, token in enumerate(tokens, 1):
+                state = self.states[places[min(i, len(places)) - 1]] = fold(state, [token])
+                assert state == fold(0, computed[:start + i]), "a state of other tokens"
+        self.states |= {target: self.states[source] for source, target in launched.copies.after}
 
 
 class StatefulDrive(Drive):
     def __init__(self, workload: Workload, seen: Counter, num_snapshots: int):
         super().__init__(workload, seen)
         scheduler, update = self.scheduler, self.scheduler.update
-        self.snapshots = Snapshots(scheduler, workload.max_num_seqs, num_snapshots)
+        self.snapshots = Snapshots(scheduler, workload.max_num_seqs, num_snapshots,
+                                   workload.num_drafts)
         self.device = StatefulDevice(self.snapshots, scheduler.blocks, None)
 
         def told(step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
@@ -150,24 +150,33 @@ def test_two_that_come_to_one_boundary_leave_one_snapshot(depth):
 # ---------------------------------------------------------- states, at random
 
 
-def run_random_states(depth: int, max_examples: int, enough: int) -> Counter:
+def run_random_states(depth: int, max_examples: int, enough: int,
+                      drafts: tuple[int, ...] = (0,)) -> Counter:
     seen = Counter()
 
     @settings(derandomize=True, deadline=None, max_examples=max_examples)
-    @given(workloads(depth), st.integers(2, 6), st.sets(st.integers(1, 30), max_size=3))
+    @given(workloads(depth, drafts), st.integers(2, 6), st.sets(st.integers(1, 30), max_size=3))
     def run_one(workload, num_snapshots, failures):
         workload = replace(workload, window=None, failures=failures)
         StatefulDrive(workload, seen, num_snapshots).run()
 
     run_one()
-    expected = ["preemption", "interruption", "hit", "abort", "reset", "evicted", "saved",
-                "stop None", "length None"]
+    expected = ["preemption", "hit", "abort", "reset", "evicted", "saved", "stop None",
+                "length None"]
+    expected += ["accepted", "rejected"] if any(drafts) else ["interruption"]
     if depth:
         expected += ["abort in flight", "ended in flight", "failure"]
+    seen["rejected"] = seen["draft"] - seen["accepted"]
     assert all(seen[what] >= enough for what in expected), f"too harmless: {seen}"
     return seen
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_workloads_with_states(depth):
-    run_random_states(depth, 30, enough=1)
+    run_random_states(depth, 50, enough=1)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_random_workloads_with_states_and_drafts(depth):
+    """A state that took in a wrong draft is found where it happens, and so is a snapshot of one."""
+    run_random_states(depth, 50, enough=1, drafts=(1, 2, 5))

@@ -183,15 +183,16 @@ def test_128_experts(num_tokens, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_delta_rule(dtype):
-    """Qwen3.5-4B's heads; decodes and a chunk."""
-    lens, slots = torch.tensor([0, 1, 1, 1, 200]), torch.tensor([4, 0, 2, 1], device=DEVICE)
+    """Qwen3.5-4B's heads; decodes, a chunk, and a row whose tokens each leave a state."""
+    lens, sources = torch.tensor([0, 1, 1, 200, 3]), torch.tensor([4, 0, 2, 1], device=DEVICE)
+    slots = torch.tensor([4, 0] + [2] * 200 + [3, 1, 5], device=DEVICE)
     starts, n = lens.cumsum(0).to(DEVICE, torch.int32), int(lens.sum())
     qkv = random_tensor(n, 64 * 128, dtype=dtype)
     decay, beta = (random_tensor(n, 32, scale=i + 1).sigmoid() for i in range(2))
     states = random_tensor(6, 32, 128, 128)
     exact = states.clone()
-    got = kernels.delta_rule(qkv, decay, beta, states, slots, starts)
-    assert_near(got, ops.delta_rule(qkv.float(), decay, beta, exact, slots, starts), dtype)
+    got = kernels.delta_rule(qkv, decay, beta, states, sources, slots, starts)
+    assert_near(got, ops.delta_rule(qkv.float(), decay, beta, exact, sources, slots, starts), dtype)
     torch.testing.assert_close(states, exact, rtol=1e-4, atol=1e-4)
 
 
