@@ -4,7 +4,7 @@ transformers 5 lets the attention of its models be replaced by name (`AttentionI
 than a hundred causal models then hand each layer's queries, keys and values to a function of ours,
 but steps, blocks, chunks, prefix cache, preemption, sampling and drafts stay as they are:
 
-    embedding, projections, norms, RoPE, MLP, LM head        transformers' module, a batch of 1
+    embedding, projections, norms, RoPE, MLP, LM head        transformers' modules, a batch of 1
       └─ q, k, v of layer i ─► attend ─► norm_rope_store (no norm, angle 0) ─► the cache of layer i
                                   └────► paged_attention, with the window of layer i ─► back
 
@@ -19,14 +19,13 @@ from the mask and not from config.json; and that tokens depend on each other thr
 by their positions, without a convolution or a state that rows in one batch would share. (In
 recurrent.py, which builds on this file, each row has a state of its own.)
 
-Matrices are multiplied by layers of ours (`Packed`), so that small weights are known here, too.
+Matrices, RMS norms and gated MLPs are computed by our operators (foreign_layers.py).
 
 Known limits: one rank, no CUDA graphs; logits of all positions that were asked for are made at
 once; blocks behind a window are kept. Not known here: requests, the queue. Road not taken: files of
 models in here, as in larger engines; `model.py` is for those who want to read one.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,22 +35,20 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import Tensors, translated
+from nanoserve.checkpoint.loader import Tensors
 from nanoserve.checkpoint.model_config import ENDINGS, ModelConfig, read_dtype
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device.memory import return_freed_memory
+from nanoserve.extras.foreign_layers import take_over
 from nanoserve.extras.foreign_weights import fill, made_up
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.latent import keep_latents
-from nanoserve.extras.towers import make_network, text_config_of, towers_of
-from nanoserve.frontend.metrics import say
-from nanoserve.layers import Linear, Placement
+from nanoserve.extras.towers import make_network, text_config_of
+from nanoserve.layers import Placement
 from nanoserve.model import KVCache, Pair
-from nanoserve.parallel.ranks import Span
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
 # What layers do in the place of attention, and how configs call such layers.
@@ -198,68 +195,6 @@ transformers.AttentionMaskInterface.register(PROBED, describe_mask)
 # --------------------------------------------------------------- the network
 
 
-class Shape(torch.Tensor):
-    """What is left of a weight that was packed: who multiplies with it elsewhere is told so. A
-    tensor on "meta" would take part in silence, and what it has to say would be lost."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function.__name__ not in ("__get__", "size", "dim", "numel", "is_floating_point"):
-            raise ValueError(f"a weight takes part in {function.__name__} outside of its own layer")
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-class Packed(nn.Module):
-    """A matrix of transformers' module, multiplied by a `Linear` of ours, which may round it.
-
-    name: "lm_head" for one, else any. kept: a checkpoint's own 4 bits, of which `weight` was made.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, on: Placement,
-                 name: str = "", kept: Grouped | None = None):
-        super().__init__()
-        outputs, inputs = weight.shape
-        self.linear, self.bias = on.linear(inputs, {name: outputs}, False, on), bias
-        if kept is None:
-            self.linear.weight = nn.Parameter(weight.detach(), requires_grad=False)  # no copy
-        else:
-            self.linear.fill(slice(0, outputs), Span.whole(outputs), kept)
-        self.linear.finish_loading()
-        self.weight = weight.to("meta").as_subclass(Shape)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear.multiply(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
-
-
-def pack(network: nn.Module, on: Placement, kept: dict[str, Grouped], sees: bool = False) -> None:
-    """Replace all matrices within a network, but not those of its towers, if it sees. GPT-2's are
-    stored transposed. kept: by our names."""
-    head, before = network.get_output_embeddings(), sum(p.nbytes for p in network.parameters())
-    towers = towers_of(network) if sees else ()
-    for path, module in network.named_modules():  # no list: what was replaced must be freed
-        for name, child in module.named_children():
-            if type(child) in (nn.Linear, Conv1D) and child not in towers:
-                weight = child.weight if type(child) is nn.Linear else child.weight.T.contiguous()
-                setattr(module, name, Packed(
-                    weight, child.bias, on, "lm_head" if child is head else name,
-                    kept.get(translated(f"{path}.{name}.weight".lstrip(".")))))
-    if on.linear is not Linear:
-        say_what_stays(network, before)
-
-
-def say_what_stays(network: nn.Module, before: int) -> None:
-    """What no `Packed` multiplies with keeps its dtype: embeddings, and experts, which transformers
-    has as one parameter for all of a layer. before: the bytes of all weights."""
-    stays: Counter[str] = Counter()
-    for module in network.modules():
-        stays[type(module).__name__] += sum(
-            p.nbytes for p in module.parameters(recurse=False) if not p.is_meta)
-    largest = ", ".join(f"{name} {size / before:.0%}" for name, size in stays.most_common(3)
-                        if size >= before / 200)
-    say(f"{stays.total() / before:.0%} of the weights' bytes stay as they are ({largest}), the "
-        "rest is rounded")
-
-
 class TransformersModel(nn.Module):
     """In the place of `model.Decoder`: token ids to logits, by transformers' network.
 
@@ -276,7 +211,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         if on.device.type == "cpu":
             keep_latents(network)
-        pack(network, on, kept or {}, config.sees)
+        take_over(network, on, kept or {}, config.sees)
         return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
         self.first_position = first_position

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras.transformers_model import Packed
+from nanoserve.extras.foreign_layers import Packed
 
 PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11, 90, 41, 6], [12]]
 SMALL = dict(model_impl="transformers", dtype="float32", num_gpu_blocks_override=24,
@@ -130,8 +130,7 @@ def test_a_wrapping_keeps_its_own_4_bits(tmp_path, name):
                         llm.runner.model.modules() if isinstance(module, Packed))
     for output, prompt in zip(outputs, PROMPTS, strict=True):
         assert output.outputs[0].token_ids == expected.generate(prompt, GREEDY.max_tokens)[0]
-    # The head is 8 bits. GLM-4V has gate and up in one matrix.
-    assert kinds == dict(GroupedRows=12 if name == "glm4v" else 14, Rows=1)
+    assert kinds == dict(GroupedRows=12, Rows=1)  # gate and up are one; the head is 8 bits
 
 
 def test_what_stays_is_said_with_its_share_of_the_bytes(made, capfd):
