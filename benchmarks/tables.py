@@ -92,7 +92,7 @@ NOT_MEASURED = "Not measured yet: `python -m benchmarks.tables --measure` does i
 def write(page: Path, text: str, begin: str = BEGIN) -> None:
     """Put `text` between the page's markers."""
     before, rest = page.read_text(encoding="utf-8").split(begin)
-    page.write_text(before + begin + text + END + rest.split(END)[1], encoding="utf-8")
+    page.write_text(before + begin + text + END + rest.split(END, 1)[1], encoding="utf-8")
 
 
 def newest_first(data: dict) -> list[dict]:
