@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace) -> None:
                     for options in ours]
         commands += [[sys.executable, str(ENGINES / "hf.py")], *map(shlex.split, args.against)]
         peers = [stack.enter_context(Peer(shlex.join(command), [
-            *command, "--model", str(folder), "--threads", str(torch.get_num_threads())]))
-            for command in commands]
+            *command, "--model", str(folder), "--max-model-len", "1024", "--threads",
+            str(torch.get_num_threads())])) for command in commands]
         found = in_turns(peers, args.rounds)
     names = [*("nanoserve" + f", {kind}" * bool(kind) for kind in (None, "int8", "int4")),
              *(peer.name for peer in peers[3:])]
