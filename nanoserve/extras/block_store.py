@@ -296,6 +296,12 @@ class BlockStore(Extra, Observer):
                 if not noted:
                     emptied.result()
 
+    def rename(self) -> None:
+        """Other weights have come, behind a `reset`: from here on blocks have names that no other
+        engine's have, be its weights the old ones or these."""
+        self.base = self.folder.base = os.urandom(32)
+        self.digest_of_entry.clear()
+
     # ------------------------------------------------------ the writing thread
 
     def _have_written(self, host_id: int, digest: bytes, entry: CacheEntry) -> None:

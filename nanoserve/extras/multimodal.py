@@ -29,7 +29,7 @@ taken: towers and processors of our own for each family, as in larger engines.
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
@@ -56,7 +56,6 @@ from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Request
-from nanoserve.layers import Placement
 from nanoserve.sequence import Sequence, Step
 
 # Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
@@ -94,8 +93,18 @@ class Shown:
 class Eyes:
     """A network's tower, its encoder cache, and the hook in front of its decoder."""
 
-    def __init__(self, model: TransformersModel, kind: str, budget: int):
-        network, self.on, self.kind = model.layers, model.on, kind
+    def __init__(self, kind: str, budget: int):
+        self.kind = kind
+        self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
+        self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
+        self.lock = RLock()  # requests are made in any thread
+        # Of the step to come: which tokens of the batch are placeholders, (k,); their features,
+        # (k, width); positions, (3, 1, num_tokens), where the decoder has M-RoPE.
+        self.view: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def join(self, model: TransformersModel) -> None:
+        """Perceive by this network: the first one, or the same with other weights."""
+        network, self.on, kind = model.layers, model.on, self.kind
         self.network = weakref.proxy(network)  # which holds this object, by its hook
         self.size = network.get_input_embeddings().embedding_dim
         self.index_of = getattr(network.base_model, "get_rope_index", None) and (
@@ -105,13 +114,13 @@ class Eyes:
             network.base_model, f"get_{kind}_features")).parameters if name not in NO_TENSORS]
         self.width = self.size * (1 + len(getattr(getattr(
             network.config, "vision_config", None), "deepstack_visual_indexes", None) or ()))
-        self.budget, self.num_tokens, self.num_runs, self.num_asked = budget, 0, 0, 0
-        self.held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recently used first
-        self.lock = RLock()  # requests are made in any thread
-        # Of the step to come: which tokens of the batch are placeholders, (k,); their features,
-        # (k, width); positions, (3, 1, num_tokens), where the decoder has M-RoPE.
-        self.view: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         network.get_decoder().register_forward_pre_hook(self.look, with_kwargs=True)
+        self.forget()  # once more: meanwhile another thread may have asked the old tower
+
+    def forget(self) -> None:
+        with self.lock:
+            self.held.clear()
+            self.num_tokens = 0
 
     # ------------------------------------------------------------ the tower
 
@@ -309,8 +318,6 @@ class MultimodalInputs(InputProcessor):
 class Multimodal(Extra, Observer):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
-    eyes: Eyes
-
     def prepare(self, plan: Plan) -> Plan:
         config, architecture = plan.config, plan.model_config.architecture
         if KINDS.get(architecture) not in config.limit_mm_per_prompt:
@@ -325,14 +332,15 @@ class Multimodal(Extra, Observer):
             if value:
                 raise ValueError(f"{option}={value!r} does not go together with limit_mm_per_prompt"
                                  ": leave one of them out")
-        parts = replace(plan.parts, make_network=partial(self.make, plan))
+        self.eyes = Eyes(KINDS[architecture], config.encoder_cache_tokens)
+        parts = replace(plan.parts, make_network=partial(self.make, plan.parts.make_network))
         return replace(plan, parts=parts, make_inputs=partial(
             MultimodalInputs, self, plan.folder))
 
-    def make(self, plan: Plan, on: Placement, **options) -> TransformersModel:
-        model = plan.parts.make_network(on, **options)
-        self.eyes = Eyes(model, KINDS[plan.model_config.architecture],
-                         plan.config.encoder_cache_tokens)
+    def make(self, make_network: Callable, *args, **options) -> TransformersModel | None:
+        model = make_network(*args, **options)
+        if model is not None:  # it was more than a trial
+            self.eyes.join(model)
         return model
 
     def attach(self, engine: LLMEngine) -> None:
@@ -398,6 +406,9 @@ class Multimodal(Extra, Observer):
         return [Counter("vllm:mm_cache_queries", self.labels, eyes.num_asked),
                 Counter("vllm:mm_cache_hits", self.labels, eyes.num_asked - eyes.num_runs),
                 Gauge("vllm:mm_cache_usage_perc", self.labels, eyes.num_tokens / eyes.budget)]
+
+    def reset(self) -> None:
+        self.eyes.forget()
 
     def close(self) -> None:
         del self.eyes

@@ -19,7 +19,7 @@ to the last one, whatever fails on one of them. An engine without its weights, o
 cache, refuses requests with a sentence (elsewhere it wrote garbage: TRL #4571).
 
 Not known here: how a layer takes its tensors (layers.py). Known limits: a draft network keeps its
-weights; networks with recurrent states are refused. Road not taken: memory that both
+weights; with a second place for blocks there is no sleep. Road not taken: memory that both
 processes map, which would tie the trainer's layout to ours.
 """
 
@@ -36,6 +36,7 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.extras.block_store import BlockStore
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
@@ -86,6 +87,8 @@ class NewWeights(Extra):
                 try_names(runner, tensors)
             self.are_lost = True
             self.lose("weights")
+            if self.engine.config.kv_store is not None:
+                self.engine.extra(BlockStore).rename()
             self.raise_if(call(runner, UPDATE, tensors=tensors))
             self.source = tensors.folder if isinstance(tensors, Stored) else None
             self.are_lost = False
@@ -99,8 +102,9 @@ class NewWeights(Extra):
             raise ValueError(f"sleep(level={level!r}): choose 1, or 2 to lose the weights, too")
         with self.engine.turns:
             runner = self.idle_runner("sleep()")
-            if self.engine.config.kv_offload_bytes:
-                raise ValueError("sleep() is not supported with kv_offload_bytes: leave it out")
+            if self.engine.config.kv_offload_bytes or self.engine.config.kv_store is not None:
+                raise ValueError("sleep() is not supported with kv_offload_bytes or kv_store, which"
+                                 " hold on to the KV cache: leave them out")
             self.are_lost = self.are_lost or level == 2
             with_weights = self.are_lost or self.source is not None
             self.lose("kv_cache", *["weights"] * with_weights)
@@ -130,14 +134,9 @@ class NewWeights(Extra):
         if self.engine.requests:
             raise RuntimeError(f"{what} while {len(self.engine.requests)} requests are running: "
                                "wait until they have ended, or abort them")
-        runner, config = self.engine.runner, self.engine.config
-        network = runner.model_config
-        if network.keeps_states or network.sees or config.kv_store is not None:
-            raise ValueError(f"{what} is not supported with recurrent states, with images, nor with"
-                             " kv_store, whose files are named by the weights: make a new LLM")
         while self.engine.scheduler.in_flight:
             self.engine.advance()
-        return runner
+        return self.engine.runner
 
     def lose(self, *parts: str) -> None:
         """From here on requests are refused; what was computed is forgotten."""

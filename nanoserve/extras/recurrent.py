@@ -212,15 +212,16 @@ def by_rows(mixer: Callable, keys: list[Key], hidden_states: torch.Tensor, cache
 
 
 class RecurrentModel(TransformersModel):
-    """A network of transformers' with a state for each row, and snapshots. config: resolved."""
+    """A network of transformers' with a state for each row, and snapshots. config: resolved.
+    counts: of rows and snapshots, if the engine has had such a network before."""
 
-    def __init__(self, config: EngineConfig, *args, **options):
+    def __init__(self, config: EngineConfig, counts: tuple[int, int] | None, *args, **options):
         self.shapes: dict[Key, torch.Tensor] = {}  # (1, ...), without memory
         self.states: dict[Key, torch.Tensor] = {}
         self.copies: Copies | None = None  # of the step to come
         super().__init__(*args, **options)
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
-        self.most_rows, self.num_snapshots = share_memory(
+        self.most_rows, self.num_snapshots = counts or share_memory(
             config, self.state_bytes, self.token_bytes, free_memory(config, self.on.device))
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
             self.states = self.make_states(
@@ -330,6 +331,7 @@ class Recurrent(Extra):
     """What `LLM` adds for a network that keeps states."""
 
     snapshots: Snapshots
+    counts: tuple[int, int] | None = None  # which other weights don't change
 
     def prepare(self, plan: Plan) -> Plan:
         config = plan.config
@@ -339,8 +341,13 @@ class Recurrent(Extra):
             if value:
                 raise ValueError(f"{option}={value!r} does not go together with the recurrent "
                                  f"states of {plan.model_config.architecture}: leave it out")
-        make = partial(plan.parts.make_network, make=partial(RecurrentModel, config))
+        make = partial(plan.parts.make_network, make=partial(self.make, config))
         return replace(plan, parts=replace(plan.parts, make_network=make))
+
+    def make(self, config: EngineConfig, *args, **options) -> RecurrentModel:
+        model = RecurrentModel(config, self.counts, *args, **options)
+        self.counts = model.most_rows, model.num_snapshots
+        return model
 
     def attach(self, engine: LLMEngine) -> None:
         runner, model = engine.runner, engine.runner.model

@@ -27,6 +27,26 @@ def noisy(checkpoints, tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint after some training: the same names and shapes, other numbers."""
+    import torch
+    from loading import stored_tensors
+    from safetensors.torch import save_file
+
+    def train(folder):
+        there = tmp_path_factory.mktemp("trained") / "model"
+        shutil.copytree(folder, there)
+        for file in there.glob("*.safetensors"):
+            tensors, generator = stored_tensors(there), torch.Generator().manual_seed(7)
+            save_file({name: (tensor + 0.5 * tensor.std() * torch.randn(
+                tensor.shape, generator=generator)).to(tensor.dtype)
+                for name, tensor in tensors.items()}, file, {"format": "pt"})
+        return there
+
+    return train
+
+
 @pytest.fixture
 def expect(references):
     """Compares texts of 12 tokens with transformers'."""

@@ -265,8 +265,3 @@ def test_a_checkpoint_whose_towers_were_stripped_is_named(folders, tmp_path):
               tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="missing tensors for LlavaFor.*vision_tower"):
         start(tmp_path)
-
-
-def test_update_weights_is_refused(folders):
-    with start(folders["llava"]) as llm, pytest.raises(ValueError, match="with images"):
-        llm.update_weights({})

@@ -12,7 +12,6 @@ import torch
 from adapters import GREEDY, Adapters
 from helpers import write_json
 from loading import stored_tensors, without
-from safetensors.torch import save_file
 
 from nanoserve import LLM, SamplingParams
 
@@ -30,22 +29,6 @@ def texts(llm: LLM, **options) -> list[list[int]]:
 def fresh(folder, **options) -> list[list[int]]:
     with LLM(folder, **SMALL | options) as llm:
         return texts(llm)
-
-
-@pytest.fixture(scope="module")
-def trained(checkpoints, tmp_path_factory):
-    """A checkpoint after some training: the same names and shapes, other numbers."""
-    def train(folder):
-        there = tmp_path_factory.mktemp("trained") / "model"
-        shutil.copytree(folder, there)
-        for file in there.glob("*.safetensors"):
-            tensors, generator = stored_tensors(there), torch.Generator().manual_seed(7)
-            save_file({name: (tensor + 0.5 * tensor.std() * torch.randn(
-                tensor.shape, generator=generator)).to(tensor.dtype)
-                for name, tensor in tensors.items()}, file, {"format": "pt"})
-        return there
-
-    return train
 
 
 # In each mode: the checkpoint, the options, and how the weights are handed over.
