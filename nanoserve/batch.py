@@ -20,13 +20,11 @@ id is then -1 - r, with r its `Sequence.row`: the device replaces it by the last
 
 A CUDA graph, which records a step of decodes, reads the same addresses every time. So the sections
 come first whose size then depends on the number of rows alone, and a batch can be padded to more
-rows than it has: padding attends to nothing (seq_len 0), writes nothing (slot -1), and its samples
-are thrown away.
+rows than it has: padding attends to nothing (seq_len 0) and writes nothing (slot -1).
 
-Invariant: no Python loop runs over tokens. Token ids are copied as slices of lists, what follows
-from them is vectorised numpy, and the loops over rows touch integers only. Block tables and
-sampling parameters are kept from step to step, at index `Sequence.row` of persistent arrays:
-copying every table in every step would be the most expensive part.
+Invariant: no Python loop runs over tokens. Token ids are slices of lists, and what follows from
+them is vectorised numpy. Block tables and sampling parameters are kept from step to step, at index
+`Sequence.row` of persistent arrays: copying every table in every step would cost most.
 
 Not known here: the model, how a token is chosen, whose turn it is.
 """
@@ -120,13 +118,12 @@ PARAMS = np.dtype([(name, one.dtype) for name, one in SECTIONS.items() if one.pe
 
 
 class BatchBuilder:
-    """Writes steps into persistent buffers, which are used in turn.
+    """Writes steps into persistent buffers, which are used in turn: with overlap the copy of step n
+    may not have ended when step n+1 is written.
 
-    With overlap the copy of step n may not have ended when step n+1 is written. So there is one
-    buffer more than steps in flight while a batch is built, and before a buffer is reused its copy
-    has ended. staged: the numbers are copied to one fixed buffer on the device; on a CPU only a
-    stand-in for graphs needs it. num_drafts: the most drafts of a row, each of which is one more
-    sample. num_buffers: 2 at least.
+    staged: the numbers are copied to one fixed buffer on the device; on a CPU only a stand-in for
+    graphs needs it. num_drafts: the most drafts of a row, each of which is one more sample.
+    num_buffers: one more than steps in flight while a batch is built, 2 at least.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,

@@ -16,9 +16,6 @@ its key, and a sequence with the same prefix finds it.
                     └──── last free ──────┘      free, findable ◄──┘ last free
                                                  reused oldest first: the key is forgotten *then*
 
-Free blocks stand in one ordered dictionary: *blank* blocks, which no look-up finds, before findable
-ones. So a findable block is evicted only when no blank one is free.
-
 Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
 count equals the number of tables that hold the block, and have not released it; the cache names
 only committed blocks; a block that is handed out again has lost its old key *before* its new owner
@@ -51,7 +48,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
-        # Blank blocks, then findable ones, least recently used first. An ordered dictionary is a
+        # *Blank* blocks, which no look-up finds, then findable ones, least recently used first. So
+        # a findable block is evicted only when no blank one is free. An ordered dictionary is a
         # linked list with an index: taking, adding and removing a block are all O(1).
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[bytes, CacheEntry] = {}
@@ -141,8 +139,7 @@ class BlockManager:
         seq.cache_entry = hits[-1] if hits else None
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out. A
-        block loses its cache entry before its new owner can write to it."""
+        """Grow `seq`'s table to hold `num_tokens`; all or nothing, False when blocks run out."""
         num_missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
         if num_missing > len(self.free_blocks):
             return False
@@ -156,7 +153,6 @@ class BlockManager:
     def commit(self, seq: Sequence) -> None:
         """Make `seq`'s full blocks findable, as far as their KV is computed and their tokens final.
 
-        Called with the numbers of a finished step, so an aborted or rejected token never gets here.
         When the same content is cached already (two identical prompts ran side by side) the first
         entry stays, and our copy remains an ordinary block that no look-up finds.
         """

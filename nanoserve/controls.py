@@ -15,15 +15,14 @@ a row grows with the tokens it names, not with the vocabulary. A grammar allows 
 that: it is a mask of one bit a token, which covers the row's other constraints, too. Functions of
 the request's own (`logits_processors`) come first, and get one row at a time.
 
-Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. When
-a request is made, `frontend/inputs.py` checks that some token stays possible in every row. What a
-function of the request's own returns is not looked at.
+Invariant: -inf stays -inf, and nothing becomes NaN, because biases and penalties are finite. (What
+a request's own function returns is not looked at.) When a request is made, `frontend/inputs.py`
+checks that some token stays possible in every row.
 
-The lists grow with the text and are sent anew in every step, but Python looks only at the tokens
-that are new: what was counted before stays with the sequence (`Sequence.sampler_state`). Road not
-taken: tables of counts on the device, vLLM's way; 256 rows of 151,936 tokens are 156 MB each.
-
-Not known here: temperature, filters, the draw.
+The lists are sent anew in every step, but Python looks only at the tokens that are new: what was
+counted before stays with the sequence (`Sequence.sampler_state`). Road not taken: tables of counts
+on the device, vLLM's way; 256 rows of 151,936 tokens are 156 MB each. Not known here: temperature,
+filters, the draw.
 """
 
 from array import array

@@ -15,12 +15,11 @@ step: the work is then posted, and done between two steps (parallel/turns.py).
 
 Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
-except while a step is launched and while its tokens are awaited. Optional ideas are *annexes*,
-which all have the shape of `Extra`; nothing here names one.
+except while a step is launched and while its tokens are awaited.
 
-Not known here: checkpoints, devices, how prompts are checked. Road not taken: a thread of the
-engine's own that steps by itself, as in a server; a loop that one can single-step in a debugger
-teaches more, and a server can own the thread.
+Not known here: checkpoints, devices, how prompts are checked. Optional ideas are *annexes*, which
+all have the shape of `Extra`; nothing here names one. Road not taken: a thread of the engine's own
+that steps by itself, as in a server; a loop can be followed in a debugger.
 """
 
 import os
@@ -110,8 +109,8 @@ class LLMEngine:
                      params: SamplingParams | None = None, priority: int = 0,
                      lora_request: object = None) -> Request:
         """Tokenise and check a request, and load its adapter. Nothing is queued. Raises
-        `ValueError` for whatever `process` refuses. What passes fits in the KV cache, because a
-        sequence of `max_model_len` tokens does."""
+        `ValueError`. What passes fits in the KV cache: a sequence of `max_model_len` tokens does.
+        """
         self.check_ready()
         request = self.process(request_id, prompt, params, priority, lora_request)
         for check in self.checks:
@@ -140,8 +139,7 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
                     lora_request: object = None) -> None:
-        """Queue one request; `step()` works on it. Raises `ValueError` and queues nothing if it is
-        wrong (see `make_request`) or its id is in use."""
+        """`make_request` and `submit`: queue one request, on which `step()` works."""
         self.submit(self.make_request(request_id, prompt, sampling_params, priority, lora_request),
                     self.inbox)
 
@@ -153,8 +151,7 @@ class LLMEngine:
         self.abort(list(filter(None, map(self.requests.get, ids))))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has work left, or a result to hand over (an aborted one doesn't count:
-        its caller has aborted it and need not wait)."""
+        """Whether `step()` has work left, or a result to hand over that nobody has aborted."""
         return bool(self.requests or self.scheduler.in_flight) or any(
             not output.aborted for output in self.inbox)
 
@@ -263,8 +260,7 @@ class LLMEngine:
     def abort(self, requests: list[Request]) -> None:
         """End those of the requests that are unfinished, now or after the current step. Their
         outputs so far go to their inboxes, with `finish_reason` "abort". May be called at any time
-        and from anywhere. If a tokenizer fails on the rest of a text, its error is raised after all
-        outputs are handed over."""
+        and from anywhere. An error of a tokenizer is raised behind all outputs."""
         self.turns.post(lambda: self._abort(requests))
 
     def _abort(self, requests: list[Request]) -> None:
@@ -291,7 +287,7 @@ class LLMEngine:
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; a second call is harmless.
-        Waits for another thread's step. Called within a step, by a signal handler, it takes effect
+        Waits for another thread's step. Within a step, in a signal handler say, it takes effect
         when that step ends."""
         if self.turns.is_within():
             self.turns.post(self._close)

@@ -3,13 +3,13 @@
     Step ──write─► Batch ──model──► hidden ──rows that sample──► logits ──sample──► tokens
          integers        KV cache: read and written                        stay on the device
 
-The runner owns device memory. It loads the weights, finds out how many KV blocks fit in what is
-left (device/memory.py), and gets the number that `LLM` decides on in `start`.
+The runner owns device memory: weights, the KV cache in what they leave (device/memory.py), and the
+buffers of steps.
 
 Invariants: only the runner touches KV bytes, and `launch` never waits for the device. It queues a
-step and the copy of its tokens to the host; the engine waits for these tokens in `fetch`. With
-overlap the next step is queued before that `fetch`. The host does not know its input tokens yet, so
-the step reads them from `last_tokens`, on the device:
+step and the copy of its tokens to the host; the engine waits for these in `fetch`. With overlap the
+next step is queued before. The host does not know its input tokens yet, so the step reads them from
+`last_tokens`, on the device:
 
     host     prepare n+1 | launch | wait for n's tokens, update, prepare n+2 | launch | ...
     device   ...... step n .......►| tokens of n ►| ...... step n+1 .........►| tokens of n+1 ►|
@@ -17,11 +17,9 @@ the step reads them from `last_tokens`, on the device:
 **One forward on all ranks.** With tensor parallelism every rank runs the same `run`, each with its
 share of the weights; only rank 0 gets logits and chooses tokens (parallel/serving.py).
 
-On a GPU a step of nothing but decodes is a replay of a CUDA graph (device/graphs.py), from the
-embedding to the chosen tokens. A second network, which drafts for the first, is network 1 of an
-ordinary greedy step; its layers' caches stand behind the first one's.
-
-Not known here: the queue, text, users.
+On a GPU a step of nothing but decodes is a replay of a CUDA graph (device/graphs.py). A second
+network, which drafts for the first, is network 1 of an ordinary greedy step; its layers' caches
+stand behind the first one's. Not known here: the queue, text, users.
 """
 
 from collections.abc import Callable

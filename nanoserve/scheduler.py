@@ -1,8 +1,7 @@
 """Continuous batching under one token budget: who computes how many tokens in this step.
 
-Every step the scheduler hands out `max_num_batched_tokens` tokens: to the running sequences in
-`order`, then to waiting ones (a policy may put a waiting prompt first). A decoding sequence asks
-for 1 token, a prompt for all of its tokens, and one that gets fewer asks again next step (chunked
+A step has a budget of `max_num_batched_tokens` tokens. Each sequence that decodes gets 1. Prompts
+get the rest, in `order`; one that gets fewer tokens than it has goes on in the next step (chunked
 prefill; Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu et al. 2022, "Orca").
 
     budget 8      step 0        step 1        step 2        step 3
@@ -10,17 +9,15 @@ prefill; Agrawal et al. 2023, "SARATHI"). Batches change from step to step (Yu e
     B (9 tokens)  ●●●           ●●●●●● ↦ b    ○ ↦ b         ○ ↦ b       ○ decoded token
     C (4 tokens)                ●             ●●● ↦ c       ○ ↦ c       ↦ a token is sampled
 
-When blocks run out, the running sequence that is last in the `order` is preempted: it gives its
+When blocks run out, the running sequence that is last in the order is *preempted*: it gives its
 blocks back, waits again with all its tokens, and recomputes those that the prefix cache has lost.
-With policy "priority", a waiting sequence that is earlier in the order also preempts it.
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
 
-A step takes effect only in `update()`. Until then a sequence merely counts what is in flight: the
-tokens being computed, and samples whose value is not known yet. So a step can be scheduled while
-the one before still runs (overlap), and a failed step is dropped by zeroing the counts: nothing is
-rolled back. The device runs steps in order, so a sequence that ends gives its blocks back at once:
-their next owner writes later than any step in flight.
+A step takes effect only in `update()`. Until then a sequence merely counts what is in flight. So a
+step can be scheduled while the one before still runs (overlap), and a failed step is dropped by
+zeroing the counts: nothing is rolled back. The device runs steps in order, so a sequence that ends
+gives its blocks back at once: their next owner writes later than any step in flight.
 
 Not known here: torch, text, devices. Road not taken: preemption by swapping all KV to the host; the
 prefix cache keeps most of a victim's blocks.
@@ -92,8 +89,7 @@ class Scheduler:
         "fcfs" is first come, first served. "priority" has the lowest number first, then the same.
         "shortest" is shortest job first, with aging: a prompt of 1,000 tokens is as urgent as one
         of 10 that came 0.99 seconds later. All waiting times grow at the same rate, so the order of
-        two sequences never changes, and no sequence starves. (A key that counts what is *left* to
-        compute would change in every step.)
+        two sequences never changes, and no sequence starves.
         """
         request = seq.request
         urgency = {"fcfs": 0, "priority": request.priority,
@@ -117,9 +113,9 @@ class Scheduler:
         return step
 
     def _interrupt(self, step: Step) -> None:
-        """Preempt running sequences, the last first, while the first waiting one is earlier in the
-        order and lacks a row or blocks. One that a step in flight still computes gets no share of
-        this step, and the next call preempts it."""
+        """Policy "priority": preempt running sequences, the last first, while the first waiting one
+        is earlier in the order and lacks a row or blocks. A sequence that a step in flight still
+        computes gets no share of this step, and the next call preempts it."""
         while self.running and self.waiting:
             seq, last = self.waiting[0], self.running[-1]
             if self.order(last) < self.order(seq):
@@ -163,8 +159,8 @@ class Scheduler:
         return self._schedule_prompts(step, budget, prompts) if prompts else budget
 
     def _schedule_prompts(self, step: Step, budget: int, prompts: dict[Sequence, int]) -> int:
-        """What decodes have left goes to running and to waiting prompts, in the policy's order: one
-        of 3,000 tokens that runs already does not hold up an urgent one that waits."""
+        """What decodes have left goes to running and to waiting prompts, in order: a prompt of
+        3,000 tokens that runs already does not hold up an urgent one that waits."""
         for seq, done in prompts.items():
             budget = self._schedule_waiting(step, budget, self.order(seq))
             num_left = len(seq.token_ids) - done
@@ -212,8 +208,8 @@ class Scheduler:
         """Admit in order, up to the key `before`, and stop at the first that doesn't fit: no
         sequence overtakes it. Returns the budget that is left.
 
-        One exception: if the next block of `seq` is being computed by another sequence, or read
-        from a file by the store, `seq` sits out this step and then hits it. Later sequences may
+        One exception: while the next block of `seq` is being computed for another sequence, or
+        read from a file, `seq` *sits out* the step, and hits the block later. Those behind it may
         start only if the step holds their whole prompt: they only decode from then on. A sequence
         that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
@@ -279,8 +275,8 @@ class Scheduler:
                 budget -= len(drafts)
 
     def _pending(self, step: Step, seq: Sequence, num_hits: int) -> Sequence | None:
-        """Who computes the next block of `seq` in a step in flight or in this one; `seq` itself if
-        the store reads it from a file now."""
+        """For whom a step in flight, or this one, computes the next block of `seq`. It is `seq`
+        itself while the block is read from a file."""
         if num_hits >= self.blocks.max_hits(seq):
             return None
         key = self.blocks.keys(seq)[num_hits]
@@ -291,8 +287,8 @@ class Scheduler:
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
-        """Let the step compute `num_new` tokens from position `start` on, and have the store load
-        the `num_loaded` tokens before. Both are in flight until the step has finished."""
+        """Let the step compute `num_new` tokens from position `start` on, and load the `num_loaded`
+        tokens before (extras/block_store.py). Both are in flight until the step has finished."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         seq.num_inflight_tokens += num_new

@@ -4,9 +4,8 @@
 KV in the cache.** The other tokens are its *gap*. A step gives some sequences a share of the token
 budget to close it. Chunked prefill, a prefix hit, preemption, decoding and checking drafts are all
 this one subtraction, so there is no phase, no status and no `is_prefill` here. A request has n
-samples, each of which is a sequence; what they share is one `CoreRequest`.
-
-The glossary. These words mean one thing each, everywhere:
+samples, each of which is a sequence; what they share is one `CoreRequest`. The words of the code
+mean one thing each, everywhere:
 
     num_tokens           tokens of a sequence: prompt, output, and samples still on the device
     num_prompt_tokens    how many of them came with the request
@@ -31,11 +30,6 @@ The glossary. These words mean one thing each, everywhere:
     depth                how many steps stay in flight while the next is scheduled: 1 with overlap,
                          one less than there are stages (extras/layer_plan.py)
     pack                 lay a weight out as a device multiplies with it: `ops.pack`
-    pool                 make one result of a prompt's hidden states: extras/pooling.py
-    state                what a recurrent layer keeps of all tokens so far: extras/recurrent.py
-    snapshot             a copy of a state behind a cached block
-    adapter              a change of the weights for some requests: extras/lora.py
-    host block           a place in host memory for one block's KV: extras/block_host.py
 
 Invariant: one owner per fact. The scheduler changes a sequence's progress and the block manager its
 blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a model.
@@ -161,15 +155,15 @@ class Step:
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
-    # Waiting sequence: who computes its next block (itself: the store reads it).
+    # Waiting sequence: for whom its next block is computed (itself: it is read from a file).
     sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
     # "blocks", "budget", "tokens" (budget for all of its tokens at once), "rows" (the step has its
-    # part of all, where several are in flight) or "step" (it must make way, but a step in flight
-    # still computes it). Nobody behind it in the order gets a share.
+    # part of all, where several are in flight), "encoder" (the step encodes enough images), or
+    # "step" (it must make way, but a step in flight still computes it). Nobody behind it is admitted.
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
-    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens that the store brings
+    num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
     output: object = None  # of the launched step, on its way to the host: `sampler.SamplerOutput`
 
