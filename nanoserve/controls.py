@@ -29,7 +29,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -161,17 +160,9 @@ def banned_ids(seq: Sequence, drafts: list[int] | tuple = ()) -> list[int]:
     return banned
 
 
-class Constraint(Protocol):
-    """Which tokens may come next, by rules of an annexe: see extras/structured.py."""
-
-    def mask(self, seq: Sequence, drafts: list[int], allowed: np.ndarray,
-             banned: list[int]) -> np.ndarray:
-        """A bit for each token that may come behind the sequence's tokens and these drafts,
-        (ceil(vocab_size / 8),) uint8. It covers the row's other constraints, too: the tokens that
-        are allowed (empty: all are), and those that are banned."""
-
-
-Constraints = Mapping[Sequence, Constraint]
+# Each sequence's grammar, whose `mask` says which tokens may come next, in (ceil(vocab_size / 8),)
+# uint8; it covers the row's other constraints, too: see extras/structured.py.
+Constraints = Mapping[Sequence, object]
 
 
 def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Constraints,

@@ -97,7 +97,7 @@ class LLMEngine:
         self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
-        self.turns = Turns()  # threads may share an engine: they take turns step by step
+        self.turns = Turns()
         self.num_arrived, self.names = 0, count(1)  # names: of requests that come without one
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
@@ -108,9 +108,8 @@ class LLMEngine:
     def make_request(self, request_id: str, prompt: Prompt,
                      params: SamplingParams | None = None, priority: int = 0,
                      lora_request: object = None) -> Request:
-        """Tokenise and check a request, and load its adapter. Nothing is queued. Raises
-        `ValueError`. What passes fits in the KV cache: a sequence of `max_model_len` tokens does.
-        """
+        """Tokenise and check a request, and load its adapter. Queues nothing; raises `ValueError`.
+        What passes fits in the KV cache, because a sequence of `max_model_len` tokens does."""
         self.check_ready()
         request = self.process(request_id, prompt, params, priority, lora_request)
         for check in self.checks:
@@ -144,7 +143,7 @@ class LLMEngine:
                     self.inbox)
 
     def abort_request(self, request_id: str | list[str]) -> None:
-        """`abort` by name, one or several; unknown ids are ignored."""
+        """`abort` by id, one or several; unknown ids are ignored."""
         if not isinstance(request_id, (str, Iterable)):
             raise ValueError(f"request_id={request_id!r} must be a str or a list of such")
         ids = [request_id] if isinstance(request_id, str) else request_id
@@ -225,11 +224,9 @@ class LLMEngine:
         `update` has counted the tokens already, so every caller must get them. If a tokenizer
         fails, only its request ends, and its error is raised after all outputs are handed over.
         """
-        touched: dict[str, Request] = {}
         errors: list[Exception] = []
-        for seq in grown:
-            request_id = seq.request.request_id
-            request = touched[request_id] = self.requests[request_id]
+        request_of = {seq: self.requests[seq.request.request_id] for seq in grown}
+        for seq, request in request_of.items():
             try:
                 stop_string = request.add_tokens(seq, logprobs.get(seq))
             except Exception as error:
@@ -238,7 +235,8 @@ class LLMEngine:
                 continue
             if stop_string is not None:
                 self.scheduler.finish(seq, "stop", stop_string, request.num_read[seq.index])
-        self._hand_over(touched.values(), [seq for seq in grown if seq.finish_reason is not None])
+        self._hand_over(dict.fromkeys(request_of.values()),
+                        [seq for seq in grown if seq.finish_reason is not None])
         if errors:
             raise errors[0]
 

@@ -265,8 +265,7 @@ def read_model(asked: EngineConfig, folder: Path,
     theirs = asked.model_impl == "transformers" or asked.limit_mm_per_prompt  # towers, too
     if not theirs and (known or not (EXTRAS / "foreign.py").exists()):
         return asked, ModelConfig.from_folder(folder, asked.hf_overrides), []
-    from nanoserve.extras.foreign import ForeignNetwork
-    network = ForeignNetwork(asked, folder)
+    network = annexe("extras.foreign.ForeignNetwork")(asked, folder)
     return network.asked, network.model_config, [network]
 
 

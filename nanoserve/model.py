@@ -22,8 +22,6 @@ has it, where a fix is made as many times as there are files.
 Names follow the checkpoints' (`layers.0.self_attn.o_proj`): the loader hardly has to rename.
 """
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
@@ -35,23 +33,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, cos and sin, a stre
 KVCache = list[Pair]  # K and V of each layer, see `ops.new_cache`
 
 
-class Network(Protocol):
-    """What the runner asks of a network: of `Decoder`, or of what stands in its place."""
-
-    config: ModelConfig
-    kv_shapes: list[tuple[int, int]]  # (heads, head_dim) of each layer's keys
-    left_out: int  # bytes of a wrapping's towers, which were passed over
-    most_rows: int  # sequences whose states it can keep; 2 ** 31 where it keeps none
-
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                 batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor: ...
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
-
-
 class Decoder(nn.Module):
-    """The whole network: token ids to hidden states, and hidden states to logits. here: the layers
-    that are built, all of them if left out; the others are elsewhere (extras/layer_plan.py)."""
+    """The whole network: token ids to hidden states, and hidden states to logits. What an annexe
+    puts in its place has its `forward` and `compute_logits`, and the attributes with a comment.
+
+    here: the layers that are built, all if left out. Others are elsewhere: extras/layer_plan.py.
+    """
 
     def __init__(self, config: ModelConfig, on: Placement, expert_parallel: bool = False,
                  here: range | None = None):
@@ -59,9 +46,11 @@ class Decoder(nn.Module):
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
         self.elsewhere = tuple(f"layers.{i}." for i in everything if i not in self.here)
-        self.config, self.ranks, self.left_out, self.most_rows = config, on.ranks, 0, 2 ** 31
+        self.config, self.ranks = config, on.ranks  # the first: a `ModelConfig`
+        self.left_out = 0  # bytes of a wrapping's towers, which were passed over
+        self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
-        self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)
+        self.kv_shapes = [(kv_heads.size, config.head_dim)] * len(self.here)  # of each layer's keys
         vocabulary = on.ranks.share(config.vocab_size)
         self.embed_tokens = on.embedding(vocabulary, config.hidden_size, on,
                                          tied=config.tie_word_embeddings)

@@ -26,9 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -48,33 +46,11 @@ from nanoserve.device.memory import (
     take_device,
 )
 from nanoserve.layers import Placement
-from nanoserve.model import Decoder, KVCache, Network
+from nanoserve.model import Decoder, KVCache
 from nanoserve.parallel.ranks import SOLO, Ranks
 from nanoserve.parallel.serving import LAST_WORD, broadcast
 from nanoserve.sampler import SamplerOutput, SamplingInputs, choose_plain, sample
 from nanoserve.sequence import Step
-
-
-class Pooler(Protocol):
-    """Replaces the LM head and the sampler in an engine that pools: see extras/pooler.py."""
-
-    unused: tuple[str, ...]  # tensors of the checkpoint that nobody reads
-
-    def replace_head(self, model: Decoder, on: Placement) -> None: ...
-    def pool(self, hidden: torch.Tensor, num_samples: int) -> SamplerOutput: ...
-
-
-class Adapters(Protocol):
-    """Changes the products of each row by its own small matrices: see extras/lora.py."""
-
-    def join(self, model: nn.Module) -> None: ...  # of which each layer is to ask it
-    def choose(self, batch: Batch, wanted: torch.Tensor) -> None: ...  # for the products to come
-
-
-class BlockCopier(Protocol):
-    """Copies blocks out of the KV cache, and into it: see extras/block_host.py."""
-
-    def move(self, host: dict[str, np.ndarray]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,11 +59,11 @@ class RankParts:
 
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
-    make_network: Callable[..., Network] | None = None  # of (placement, tensors), for `decoder`
-    make_draft: Callable[..., Network] | None = None  # of (folder, placement): joins the network
-    pooler: Pooler | None = None
-    make_adapters: Callable[["ModelRunner"], Adapters] | None = None  # when weights are loaded
-    make_copier: Callable[["ModelRunner"], BlockCopier] | None = None  # when the cache is there
+    make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
+    make_draft: Callable[..., nn.Module] | None = None  # of (folder, placement): joins the network
+    pooler: object = None  # it takes the place of the LM head and the sampler: extras/pooler.py
+    make_adapters: Callable | None = None  # of (runner), its weights are loaded: extras/lora.py
+    make_copier: Callable | None = None  # of (runner), its cache is there: extras/block_host.py
     constraints: Constraints = field(default_factory=dict)  # of rows; rank 0's sampler reads them
     # What a rank above 0 does when it gets a message that is no step, by its first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
@@ -116,10 +92,10 @@ class ModelRunner:
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
         self.graphs: DecodeGraphs | None = None  # see `start`
-        self.adapters: Adapters | None = None
-        self.copier: BlockCopier | None = None  # see `start`
-        self.networks: list[Network] = []
-        self.model: Network | None = None  # the first of them, which is served
+        self.adapters: object = None  # these two: see `RankParts`
+        self.copier: object = None
+        self.networks: list[nn.Module] = []
+        self.model: nn.Module | None = None  # the first of them, which is served
         if config.draft_model is not None:
             folder = find_model(config.draft_model)
             self.networks.append(self._load(ModelConfig.from_folder(folder), folder)
@@ -157,7 +133,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _load(self, model_config: ModelConfig, folder: Path, pooler: Pooler | None = None,
+    def _load(self, model_config: ModelConfig, folder: Path, pooler: object = None,
               tensors: Tensors | None = None) -> Decoder:
         """This rank's share of a network."""
         model = self.parts.decoder(model_config, self.placement, self.config.expert_parallel)
@@ -289,7 +265,7 @@ class ModelRunner:
             output.token_ids = output.token_ids[:len(step.sampling)]  # without the padding's
         return output
 
-    def _forward(self, model: Network, batch: Batch) -> torch.Tensor:
+    def _forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Hidden states of the tokens that sample, then of those that score a prompt."""
         wanted = torch.cat((batch.logits_indices, batch.prompt_logprob_indices)).long()
         if self.adapters is not None:

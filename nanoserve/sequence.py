@@ -160,7 +160,7 @@ class Step:
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
     # "blocks", "budget", "tokens" (budget for all of its tokens at once), "rows" (the step has its
     # part of all, where several are in flight), "encoder" (the step encodes enough images), or
-    # "step" (it must make way, but a step in flight still computes it). Nobody behind it is admitted.
+    # "step" (it must make way, but a step in flight still computes it). None behind it is admitted.
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host

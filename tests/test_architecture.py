@@ -49,8 +49,7 @@ MAY_IMPORT = {
             "device/*", "words/*", "config", "sequence"],
 }
 # Late, inside a function, because only who asks for it needs it.
-LATE = {"device/choice": ["device/kernels", "device/cpu"],
-        "llm": ["extras/*"]}
+LATE = {"device/choice": ["device/kernels", "device/cpu"]}
 
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
