@@ -13,16 +13,16 @@ The head is network 1 of the engine. Its layer is one more KV layer of the same 
 prefix hits and preemption need no case of their own. It is run when the next step is planned, once
 for all tokens that the last step has computed, and then once for each further draft.
 
-**A state is found by its token's slot.** The states of a step stay on the device with the slots
-where its KV went, on every rank, and the head's tokens have the same slots. So nothing of who was
-where is sent along. The head's own states lie at `Sequence.row`.
+The model's states are found by their tokens' slots (hidden_taps.py), the head's own lie at
+`Sequence.row`.
 
-Some checkpoints bring such a head for themselves (`OwnHead`): it reads the last layer's states.
+Some checkpoints bring such a head for themselves (`OwnHead`): it reads the last layer's states. One
+for a network of transformers' is in hidden_drafts_foreign.py.
 
-Invariant: no token changes, as with any drafts (speculative.py). Known limits: our own decoder,
-heads of one layer in Llama's form; in a block that others find, the last token's KV saw the token
-that was behind it then, so a draft there may be worse; no CUDA graphs. Not known here: how drafts
-are checked. Road not taken: trees of drafts, which a step would check with a mask of their own.
+Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer;
+in a block that others find, the last token's KV saw the token that was behind it then, so a draft
+there may be worse; no CUDA graphs. Not known here: how drafts are checked. Road not taken: trees of
+drafts, which a step would check with a mask of their own.
 """
 
 import re
@@ -41,6 +41,7 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extras.guessers import UNKNOWN, Guesser, write_drafts
+from nanoserve.extras.hidden_taps import LastTap, States, Taps
 from nanoserve.frontend.metrics import Observer
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
@@ -49,53 +50,13 @@ from nanoserve.sequence import Sequence, Step
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
 VARIANTS = ("fc_norm", "norm_before_fc", "norm_output")  # of heads, which are not known here
 OWN = "model.mtp_layers.0."  # a checkpoint's own head
+OURS = {"MiMoForCausalLM": "num_nextn_predict_layers"}  # and what says how many layers it has
+FOREIGN = {"Qwen3_5ForCausalLM": "mtp_num_hidden_layers",
+           "Qwen3_5ForConditionalGeneration": "mtp_num_hidden_layers"}
 BLOCK = r"^(?=self_attn|mlp|input_layernorm|post_attention_layernorm)"  # what a layer has in it
-States = torch.Tensor  # (num_tokens, hidden_size), of one network or several side by side
 
 
 # -------------------------------------------------------------------- the head
-
-
-class Taps:
-    """The stream in front of some of the model's layers, kept until the next step."""
-
-    def __init__(self, model: Decoder, layers: list[int]):
-        self.streams: dict[int, States] = {}
-        self.slots = torch.empty(0)
-        for i in layers:
-            model.layers[i].register_forward_pre_hook(partial(self.take, i))
-
-    def take(self, i: int, layer: nn.Module, args: tuple) -> None:
-        hidden, residual, _, _, batch, *_ = args
-        self.streams[i] = hidden if residual is None else hidden + residual
-        self.slots = batch.slot_mapping.clone()  # whose memory is used again
-
-    def at(self, slots: torch.Tensor) -> States:
-        """(num_tokens, layers x hidden_size) of the tokens with these slots."""
-        ordered, order = self.slots.sort()
-        index = order[torch.searchsorted(ordered, slots).clamp(max=len(order) - 1)]
-        return torch.cat([stream[index] for _, stream in sorted(self.streams.items())], -1)
-
-
-class LastTap(Taps):
-    """The stream behind the last layer, of every token: that layer would skip those that do not
-    sample, and so it is told that all are wanted, and the others are left out behind it."""
-
-    def __init__(self, model: Decoder):
-        super().__init__(model, [])
-        model.layers[-1].register_forward_pre_hook(self.want_all)
-        model.layers[-1].register_forward_hook(self.keep)
-
-    def want_all(self, layer: nn.Module, args: tuple) -> tuple:
-        *others, batch, self.wanted = args
-        self.slots = batch.slot_mapping.clone()
-        return *others, batch, None
-
-    def keep(self, layer: nn.Module, args: tuple, stream: Pair) -> Pair:
-        self.streams[0] = stream[0] + stream[1]
-        if self.wanted is None:
-            return stream
-        return stream[0][self.wanted], stream[1][self.wanted]
 
 
 class HeadLayer(nn.Module):
@@ -337,15 +298,16 @@ class OwnGuesser(HiddenGuesser):
 
     @staticmethod
     def check(asked: dict, plan: Plan) -> None:
-        model = plan.model_config
-        if plan.parts.make_network is not None or model.architecture != "MiMoForCausalLM":
-            raise ValueError("speculative_config: method='mtp' reads the head of MiMoForCausalLM, "
-                             f"in a network of our own, and not that of {model.architecture}: "
+        model, folder = plan.model_config, find_model(plan.config.model)
+        known = OURS if plan.parts.make_network is None else FOREIGN
+        if (entry := known.get(model.architecture)) is None:
+            raise ValueError("speculative_config: method='mtp' reads the heads of "
+                             f"{', '.join(OURS | FOREIGN)}, and not that of {model.architecture}: "
                              "choose another method")
-        folder = find_model(plan.config.model)
-        if not read_json(folder / "config.json").get("num_nextn_predict_layers"):
-            raise ValueError(f"speculative_config: {plan.config.model!r} has no head of its own, "
-                             "by its num_nextn_predict_layers: choose another method")
+        entries = read_json(folder / "config.json")
+        if (entries.get("text_config") or entries).get(entry) != 1:
+            raise ValueError(f"speculative_config: {plan.config.model!r} has no head of one layer "
+                             f"of its own, by its {entry}: choose another method")
         if model.quantization is not None:
             raise ValueError("speculative_config: method='mtp' reads no quantised checkpoint: "
                              "choose another method, or the checkpoint without quantization")
@@ -354,5 +316,8 @@ class OwnGuesser(HiddenGuesser):
     @staticmethod
     def prepare(asked: dict, plan: Plan) -> Plan:
         config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
-        return replace(plan, config=config, parts=replace(
-            plan.parts, make_draft=partial(make_own_head, config, plan.model_config)))
+        make = partial(make_own_head, config, plan.model_config)
+        if plan.parts.make_network is not None:
+            from nanoserve.extras.hidden_drafts_foreign import make_foreign_head
+            make = partial(make_foreign_head, config, plan.model_config)
+        return replace(plan, config=config, parts=replace(plan.parts, make_draft=make))

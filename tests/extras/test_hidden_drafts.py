@@ -11,9 +11,12 @@ import shutil
 
 import pytest
 import torch
+from architectures import make
 from checkpoints import VOCAB_SIZE, Reference, assert_same_text
 from guessing import count
+from hybrids import HYBRIDS, make_wrapped
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.speculative import Speculation
@@ -156,6 +159,78 @@ class DenseOwn(Dense):
         return found
 
 
+def make_own_foreign(folder, name: str = "qwen3.5"):
+    """A checkpoint of Qwen3.5's kind, with the head that transformers passes over."""
+    make(HYBRIDS[name](), folder) if name in HYBRIDS else make_wrapped(name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"fc": (32, 64), "norm": (32,), "pre_fc_norm_embedding": (32,),
+              "pre_fc_norm_hidden": (32,), "layers.0.self_attn.q_proj": (64, 32),
+              "layers.0.self_attn.k_proj": (16, 32), "layers.0.self_attn.v_proj": (16, 32),
+              "layers.0.self_attn.o_proj": (32, 32), "layers.0.self_attn.q_norm": (8,),
+              "layers.0.self_attn.k_norm": (8,), "layers.0.mlp.gate_proj": (48, 32),
+              "layers.0.mlp.up_proj": (48, 32), "layers.0.mlp.down_proj": (32, 48),
+              "layers.0.input_layernorm": (32,), "layers.0.post_attention_layernorm": (32,)}
+    tensors = load_file(folder / "model.safetensors")
+    for part, shape in shapes.items():
+        scale = 0.3 if len(shape) == 1 else 2 * shape[-1] ** -0.5
+        tensors[f"mtp.{part}.weight"] = scale * torch.randn(shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class DenseForeign(Dense):
+    """Qwen3.5's head as it is published: norms whose weights are around 0, queries with gates, RoPE
+    for a quarter of each head."""
+
+    def __init__(self, folder, auto):
+        self.model = Reference(folder, auto=auto).model
+        self.w = {name.removeprefix("mtp.").removeprefix("layers.0.").removesuffix(".weight"): one
+                  for name, one in load_file(folder / "model.safetensors").items()
+                  if name.startswith("mtp.")}
+        self.model.get_decoder().norm.register_forward_hook(
+            lambda module, args, out: setattr(self, "states", out[0]))
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.w[name])
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        n = len(x)
+        q, gate = (x @ self.w["self_attn.q_proj"].T).view(n, 4, 2, 8).unbind(2)
+        k, v = ((x @ self.w[f"self_attn.{name}_proj"].T).view(n, 2, 8) for name in "kv")
+        angles = torch.arange(n)[:, None]  # of the only pair that is turned
+
+        def turn(name, y):
+            y = self.norm(f"self_attn.{name}_norm", y)
+            a, b, rest = y[..., 0], y[..., 1], y[..., 2:]
+            return torch.cat(((a * angles.cos() - b * angles.sin())[..., None],
+                              (b * angles.cos() + a * angles.sin())[..., None], rest), -1)
+
+        q, k = turn("q", q).transpose(0, 1), turn("k", k).repeat_interleave(2, 1).transpose(0, 1)
+        v = v.repeat_interleave(2, 1).transpose(0, 1)
+        scores = (q @ k.mT / 8 ** 0.5).masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
+        out = (scores.softmax(-1) @ v).transpose(0, 1) * gate.sigmoid()
+        return out.flatten(1) @ self.w["self_attn.o_proj"].T
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], k: int) -> list[tuple[int, float]]:
+        self.model(input_ids=torch.tensor([token_ids[:-1]]))
+        states, ids, found = self.states, list(token_ids[1:]), []
+        for _ in range(k):
+            embedded = self.model.get_input_embeddings()(torch.tensor(ids))
+            x = torch.cat((self.norm("pre_fc_norm_embedding", embedded),
+                           self.norm("pre_fc_norm_hidden", states)), -1) @ self.w["fc"].T
+            out = self.add_mlp(x + self.attend(self.norm("input_layernorm", x)))
+            own = self.norm("norm", out[-1:])
+            best = self.model.lm_head(own)[0].topk(2)
+            found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+            ids.append(int(best.indices[0]))
+            states = torch.cat((states, own))
+        return found
+
+
 @pytest.fixture(scope="module")
 def few_prompts() -> list[list[int]]:
     # A block that others find was computed with the token behind it: that is shared here, too.
@@ -192,9 +267,19 @@ def test_a_checkpoints_own_head_guesses_as_defined_and_the_text_is_the_models(
                  few_prompts)
 
 
-def check_drafts(name: str, make, dense: Dense, references, few_prompts) -> None:
-    for mode, options in MODES.items():
-        with make(**options) as llm:
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-vl"])
+def test_the_head_of_transformers_network_guesses_as_defined(tmp_path, few_prompts, name):
+    folder = make_own_foreign(tmp_path / "own", name)
+    auto = AutoModelForCausalLM if name in HYBRIDS else AutoModelForImageTextToText
+    reference = Reference(folder, auto=auto)
+    check_drafts(name, lambda **options: start_own(folder, **options), DenseForeign(folder, auto),
+                 lambda name, prompt, n: reference.generate(prompt, n), few_prompts,
+                 MODES if name in HYBRIDS else ["busy"])
+
+
+def check_drafts(name: str, make, dense: Dense, references, few_prompts, modes=MODES) -> None:
+    for mode in modes:
+        with make(**MODES[mode]) as llm:
             guesser, seen = llm.extra(Speculation).guesser, []
             fill = guesser.fill
 
@@ -276,10 +361,10 @@ def test_a_head_that_does_not_belong_here_is_refused(checkpoints, tmp_path, entr
 
 
 def test_a_checkpoint_without_a_head_of_its_own_is_refused(checkpoints, tmp_path):
-    with pytest.raises(ValueError, match="reads the head of MiMoForCausalLM.* not that of Llama"):
+    with pytest.raises(ValueError, match="reads the heads of MiMoForCausalLM.* not that of Llama"):
         start_own(checkpoints["llama2"])
     folder = make_own(tmp_path / "own", checkpoints["qwen2"], num_nextn_predict_layers=0)
-    with pytest.raises(ValueError, match="has no head of its own"):
+    with pytest.raises(ValueError, match="has no head of one layer"):
         start_own(folder)
 
 
