@@ -4,10 +4,12 @@ Oracle: what transformers renders of the conversation when a caller who has read
 it over in the right form. The templates are those of public models, shortened.
 """
 
+from functools import partial
+
 import pytest
 from checkpoints import byte_tokenizer
 
-from nanoserve.frontend.messages import render_messages
+from nanoserve.frontend.messages import Taken, render_messages
 
 TOKENIZER = byte_tokenizer()
 ROLES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -163,6 +165,54 @@ def test_a_call_without_arguments_has_an_empty_object():
         chat = [dict(role="user", content="a"), dict(role="assistant", tool_calls=[call(given)])]
         assert '"parameters": {}}' in got("llama 3.1", chat)
         assert "weather({})" in got("plain text", chat)
+
+
+SEE = {  # templates of models that see: by parts alone; by either; texts behind all images
+    "smolvlm": (
+        "{% for m in messages %}<{{ m.role }}>{% if m['content'][0]['type'] == 'image' %}:{% else "
+        "%}: {% endif %}{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}"
+        "{% elif p['type'] == 'image' %}[I]{% endif %}{% endfor %};{% endfor %}"),
+    "qwen vl": (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{% if p.type == 'image' or 'image' in p %}[I]{% elif 'text' in p "
+        "%}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"),
+    "llava": (
+        "{% for m in messages %}<{{ m.role }}>{% for p in m['content'] | selectattr('type', "
+        "'equalto', 'image') %}[I]{% endfor %}{% for p in m['content'] | selectattr('type', "
+        "'equalto', 'text') %}{{ p['text'] + ' ' }}{% endfor %};{% endfor %}")}
+
+
+@pytest.mark.parametrize(("name", "written"), [
+    ("smolvlm", "<system>: Be brief.;<user>: Hi [I] and [I]?;<assistant>: A cat.;"),
+    ("qwen vl", "<system>Be brief.;<user>Hi [I] and [I]?;<assistant>A cat.;"),
+    ("llava", "<system>Be brief. ;<user>[I][I]Hi   and  ? ;<assistant>A cat. ;")])
+def test_images_stay_among_their_texts(name, written):
+    image = Taken(type="image")
+    chat = [dict(role="system", content="Be brief."), dict(role="user", content=[
+        dict(type="text", text="Hi "), image, dict(type="text", text=" and "), image,
+        dict(type="text", text="?")]), dict(role="assistant", content="A cat.")]
+    assert render_messages(chat, lambda given: TOKENIZER.apply_chat_template(
+        given, tokenize=False, chat_template=SEE[name])) == written
+
+
+def test_calls_beside_images_are_in_the_templates_form_too():
+    """A conversation with images was once handed to the template as it came."""
+    chat = [dict(role="user", content=[Taken(type="image")]),
+            dict(role="assistant", content=None, tool_calls=[call('{"city": "Rome"}')]),
+            dict(role="tool", content=[dict(type="text", text="12"), Taken(type="image")])]
+    render = partial(TOKENIZER.apply_chat_template, tokenize=False)
+    assert render_messages(chat, partial(render, chat_template=SEE["qwen vl"])) == (
+        '<user>[I];<assistant>weather{"city": "Rome"};<tool>12[I];')
+    with pytest.raises(ValueError, match="does not write calls"):
+        render_messages(chat, partial(render, chat_template=SEE["llava"]))
+    with pytest.raises(ValueError, match="does not write this message"):  # its second text
+        first = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
+        render_messages(chat[2:] + [dict(role="user", content=[
+            Taken(type="image"), dict(type="text", text="zz")])], partial(
+                render, chat_template=first))
+    with pytest.raises(ValueError, match=r"messages\.0\.content\.0: .*images where"):
+        render_messages([dict(role="user", content=[dict(type="image")])], render)
 
 
 def test_a_long_conversation_is_looked_through_once():
