@@ -53,8 +53,9 @@ class Edits:
     """
 
     rows: torch.Tensor  # (r,) which of the batch's rows
-    # Which of the r rows, its request's functions, and the output that they get.
-    processors: list[tuple[int, list[Callable], list[int]]] = field(default_factory=list)
+    # Rows with functions of their request's own: which of the r, whose, the output that they get.
+    processors: list[tuple[int, Sequence, list[int]]] = field(default_factory=list)
+    failed: dict[Sequence, Exception] = field(default_factory=dict)  # what these have raised
     closed: torch.Tensor | None = None  # (c,) rows that allow only the tokens in `open`
     open: torch.Tensor | None = None  # (2, o) these tokens
     biased: torch.Tensor | None = None  # (2, b)
@@ -67,9 +68,12 @@ class Edits:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Edit the logits of `rows`, in place. logits: (r, vocab_size) float32."""
-        for row, functions, token_ids in self.processors:
-            for function in functions:
-                logits[row] = processed(function, token_ids, logits[row])
+        for row, seq, token_ids in self.processors:
+            try:
+                for function in seq.request.params.logits_processors:
+                    logits[row] = processed(function, token_ids, logits[row])
+            except Exception as error:  # its request ends, whatever token the row gets
+                self.failed[seq] = error
         if self.closed is not None:
             rows, ids = self.open
             kept = logits[rows, ids]
@@ -171,7 +175,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
     it, which count as output for this row. put: makes a tensor on the device."""
     edited, open_ids, biased, banned, masks, seen = [], {}, {}, {}, {}, {}
     states: list[RowState] = []
-    processors: list[tuple[int, list[Callable], list[int]]] = []
+    processors: list[tuple[int, Sequence, list[int]]] = []
     for i, seq, drafts in rows:
         assert not seq.request.needs_output_tokens or seq.num_unknown_tokens == 1, (
             f"sequence {seq.name} samples a token before the host has seen the one before it")
@@ -189,7 +193,7 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
         edited.append(i)
         states.append(state)
         if functions:
-            processors.append((r, functions, [*seq.output_token_ids, *drafts]))
+            processors.append((r, seq, [*seq.output_token_ids, *drafts]))
         if len(state.biases):
             biased[r] = state.biased_ids
         if state.has_penalties:

@@ -33,7 +33,7 @@ from typing import Protocol
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.frontend.metrics import EngineMetrics, Metric, Observer
+from nanoserve.frontend.metrics import EngineMetrics, Metric, Observer, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Inbox, Request
@@ -181,6 +181,9 @@ class LLMEngine:
                     for call in self.before_launch:
                         call(step)
                     step.output = self.runner.launch(step)
+                for seq, error in step.output.failed.items():  # its request ends, and no other
+                    say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
+                    self._abort(filter(None, [self.requests.get(seq.request.request_id)]), why)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
                 self._take_result()
@@ -261,14 +264,14 @@ class LLMEngine:
         and from anywhere. An error of a tokenizer is raised behind all outputs."""
         self.turns.post(lambda: self._abort(requests))
 
-    def _abort(self, requests: list[Request]) -> None:
+    def _abort(self, requests: Iterable[Request], why: str | None = None) -> None:
         """End them now. If no request is left, the steps in flight are finished here, too."""
         errors: list[Exception] = []
         for request in requests:
             if self.requests.get(request.request_id) is not request:
                 continue  # it has ended, or was never submitted; its id may be another's by now
             for seq in request.sequences:
-                self.scheduler.finish(seq, "abort")
+                self.scheduler.finish(seq, "abort", why)
             try:
                 request.flush()
             except Exception as error:

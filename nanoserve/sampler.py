@@ -25,7 +25,7 @@ import torch
 
 from nanoserve.batch import Batch
 from nanoserve.controls import Constraints, Edits, gather_edits
-from nanoserve.sequence import Step
+from nanoserve.sequence import Sequence, Step
 
 MAX_PROMPT_LOGPROB_ROWS = 256  # prompt logprobs: positions whose logits are there at the same time
 
@@ -118,6 +118,7 @@ class SamplerOutput:
     logprobs: Logprobs | None = None  # of the rows that want them ...
     logprob_rows: list[int] = field(default_factory=list)  # ... which are these
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by position, in portions
+    failed: dict[Sequence, Exception] = field(default_factory=dict)  # see `controls.Edits`
     ready: torch.cuda.Event | None = None  # when it has arrived
 
     def to_host(self) -> "SamplerOutput":
@@ -158,7 +159,7 @@ def sample(hidden: torch.Tensor, inputs: SamplingInputs, batch: Batch, compute_l
             chosen = batch.logits_indices.long()
         elif chosen is None or inputs.edits is not None:
             chosen = choose(logits, batch, inputs, ops)
-    output = SamplerOutput(chosen)
+    output = SamplerOutput(chosen, failed=inputs.edits.failed if inputs.edits else {})
     if inputs.logprob_rows and logits is not None:
         asked = put(inputs.logprob_rows, torch.int64, device=logits.device)
         output.logprobs = score(logits.index_select(0, asked), chosen[asked], inputs.num_logprobs)

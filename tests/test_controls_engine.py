@@ -269,17 +269,25 @@ def test_bad_words_need_a_tokenizer(qwen3):
     assert run(llm, greedy(bad_words=[])).token_ids
 
 
-def test_an_error_in_a_requests_own_function_leaves_the_engine_usable(llm):
-    """It comes out of `generate`, whose requests are aborted. Another one's text is what it was."""
-    expected, answers = run(llm, greedy()).token_ids, iter([True, True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_in_a_requests_own_function_ends_this_request_alone(llm, count, capsys):
+    """It keeps the tokens that it had, and says why it ended. Another one's text is what it was,
+    also where the last request has failed and a step is in flight."""
+    expected = run(llm, greedy()).token_ids
 
     def fails_later(token_ids, logits):
-        return logits if next(answers) else 1 / 0
+        return logits if len(token_ids) < 2 else 1 / 0
 
-    with pytest.raises(ZeroDivisionError):
-        llm.generate([PROMPT] * 2, [greedy(), greedy(logits_processors=[fails_later])],
-                     use_tqdm=False)
-    assert not llm.requests and run(llm, greedy()).token_ids == expected
+    params = [greedy(logits_processors=[fails_later], temperature=1, n=2), greedy()][:count]
+    failed, *others = llm.generate([PROMPT] * count, params, use_tqdm=False)
+    for sample in failed.outputs:
+        assert (len(sample.token_ids), sample.finish_reason) == (2, "abort")
+        assert sample.stop_reason == (f"request {failed.request_id}: logits_processors: "
+                                      "ZeroDivisionError('division by zero')")
+    assert sample.stop_reason in capsys.readouterr().err
+    assert [out.outputs[0].token_ids for out in others] == [expected] * (count - 1)
+    assert not llm.has_unfinished_requests() and run(llm, greedy()).token_ids == expected
+    llm.scheduler.check()
 
 
 def test_a_repetition_penalty_that_the_model_recommends(qwen3, tmp_path, naive):

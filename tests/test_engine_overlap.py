@@ -28,6 +28,8 @@ def greedy(**fields) -> SamplingParams:
 class LateTokens:
     """What `launch` returns. `tolist()` is the only way to the values, and it is written down."""
 
+    failed: dict = {}
+
     def __init__(self, device: "LateDevice", index: int):
         self.device, self.index, self.values = device, index, None
 

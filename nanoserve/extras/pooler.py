@@ -255,7 +255,7 @@ class PooledStep:
     last hidden state, and the hidden states of `prompt_logprob_positions`."""
 
     def __init__(self, last: torch.Tensor, positions: torch.Tensor):
-        self.last, self.positions, self.ready = last, positions, None
+        self.last, self.positions, self.ready, self.failed = last, positions, None, {}
         if last.is_cuda:
             self.ready = torch.cuda.Event()
             self.ready.record()
