@@ -118,6 +118,7 @@ class ModelRunner:
             self.adapters.join(self.model)
         if self.parts.make_draft is not None:
             self.networks[1].join(self.model)
+        return_freed_memory()
         self._record()
 
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
