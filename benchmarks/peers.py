@@ -99,12 +99,15 @@ class Peer:
 
 
 def cpu_seconds(process_id: int) -> float:
-    """CPU time of all the threads of another process. Without /proc nobody knows, and it is 0."""
-    path = Path(f"/proc/{process_id}/stat")
-    if not path.exists():
+    """CPU time of all the threads of another process, and of the processes that it started. Without
+    /proc nobody knows, and it is 0."""
+    folder = Path(f"/proc/{process_id}")
+    if not folder.exists():
         return 0.0
-    fields = path.read_text().rsplit(")")[-1].split()  # behind the name, which may have spaces
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = (folder / "stat").read_text().rsplit(")")[-1].split()  # behind the name
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(
+        cpu_seconds(int(child)) for started in folder.glob("task/*/children")
+        for child in started.read_text().split())
 
 
 def pause(*clocks: Callable[[], float], tries: int = 30) -> None:

@@ -5,11 +5,17 @@
     offline    one call of `generate`, in this process
     server     `nanoserve serve` in a process of its own; this one opens all streams at once and
                reads them to the end
+    peer       with `--against`, in place of offline: another server of OpenAI's protocol
 
 Both have the same options and get the same prompts, of random tokens, greedily and to the full
 length. They take turns with a pause between (see peers.py), because others use the machine, too;
-medians count. Before any time is
-taken the texts are compared, stream by stream: a fast wrong answer is no result.
+medians count. The texts of `generate` are compared, stream by stream: a fast wrong answer is no
+result. A peer's are not, since it rounds elsewhere.
+
+    python -m benchmarks.server --model FOLDER --dtype bfloat16 --streams 8 --against \\
+        "OTHER/bin/vllm serve FOLDER --port 8123 --no-enable-prefix-caching"
+
+The peer's command must name its port. Its model needs weights and a tokenizer.
 
 The client runs on the same cores as the server, and so is part of what is measured: it does nothing
 but read bytes, which are looked at when the clock has stopped. Road not taken: a client library;
@@ -18,46 +24,57 @@ one that parses each piece while it comes takes more of the cores than the serve
 
 import argparse
 import json
+import math
 import random
+import re
 import selectors
+import shlex
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+import urllib.request
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from benchmarks.peers import cpu_seconds, pause
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import SamplingParams
 from nanoserve.llm import BUNDLED_MODEL, LLM
 
 OPTIONS = dict(enable_prefix_caching=False, max_num_seqs=64)  # the second round computes as much
+Run = tuple[float, float, list[str]]  # seconds, the mean ones to a stream's first token, texts
 
 
 @contextmanager
-def served(model: str, dtype: str):
-    """Run a server in a process of its own, on a free port; yields the port and its CPU clock."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanoserve", "serve", model, "--port", "0", "--dtype", dtype,
-         "--no-enable-prefix-caching", "--max-num-seqs", str(OPTIONS["max_num_seqs"]),
-         "--log-level", "warning"], stderr=subprocess.PIPE, text=True)
+def served(command: list[str], port: int):
+    """Run a server in a process of its own, from when it answers; yields its CPU clock."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for line in process.stderr:
-            if "serving" in line:
-                port = int(line.split("http://127.0.0.1:")[1].split()[0])
-                yield port, partial(cpu_seconds, process.pid)
+        while process.poll() is None:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
                 break
+            time.sleep(0.2)
         else:
-            raise RuntimeError("the server did not start")
+            raise RuntimeError(f"the server ended: {shlex.join(command)}")
+        yield partial(cpu_seconds, process.pid)
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
 
 
-def read_streams(port: int, bodies: list[bytes]) -> list[bytes]:
-    """What comes over each connection, to its end."""
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def read_streams(port: int, bodies: list[bytes]) -> Run:
+    """All at once, each over a connection of its own, to its end."""
     received: dict[socket.socket, list[bytes]] = {}
+    first: dict[socket.socket, float] = {}
+    start = time.perf_counter()
     with selectors.DefaultSelector() as selector:
         for body in bodies:
             connection = socket.create_connection(("127.0.0.1", port))
@@ -71,10 +88,14 @@ def read_streams(port: int, bodies: list[bytes]) -> list[bytes]:
             for key, _ in selector.select():
                 if data := key.fileobj.recv(2 ** 16):
                     received[key.fileobj].append(data)
+                    if b"data: {" in data:
+                        first.setdefault(key.fileobj, time.perf_counter() - start)
                 else:
                     selector.unregister(key.fileobj)
                     key.fileobj.close()
-    return [b"".join(pieces) for pieces in received.values()]
+    seconds = time.perf_counter() - start
+    return (seconds, statistics.mean(first.values()),
+            [text_of(b"".join(pieces)) for pieces in received.values()])
 
 
 def text_of(data: bytes) -> str:
@@ -85,34 +106,45 @@ def text_of(data: bytes) -> str:
 
 
 def bench(model: str, dtype: str, num_streams: int, input_len: int, output_len: int,
-          rounds: int = 3, seed: int = 0) -> dict[str, list[float]]:
-    """Output tokens a second of each round, offline and served."""
-    llm = LLM(model, dtype=dtype, **OPTIONS)
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(llm.model_config.vocab_size) for _ in range(input_len)]
-               for _ in range(num_streams)]
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    bodies = [json.dumps(dict(prompt=ids, temperature=0, max_tokens=output_len, ignore_eos=True,
-                              stream=True)).encode() for ids in prompts]
-    speeds: dict[str, list[float]] = {"offline": [], "server": []}
-    with llm, served(model, dtype) as (port, server_clock):
+          rounds: int = 3, seed: int = 0, against: str | None = None
+          ) -> dict[str, list[tuple[float, float]]]:
+    """Of each round: output tokens a second, and the mean seconds to the first; of two engines."""
+    rng, vocab_size = random.Random(seed), ModelConfig.from_folder(model).vocab_size
+    prompts = [[rng.randrange(vocab_size) for _ in range(input_len)] for _ in range(num_streams)]
+    asked = dict(temperature=0, max_tokens=output_len, ignore_eos=True)
+    bodies = [json.dumps(dict(asked, prompt=ids, stream=True)).encode() for ids in prompts]
+
+    def offline() -> Run:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, SamplingParams(**asked), use_tqdm=False)
+        return (time.perf_counter() - start, math.nan,
+                [output.outputs[0].text for output in outputs])
+
+    with ExitStack() as stack:
+        port = free_port()
+        clocks = [stack.enter_context(served(
+            [sys.executable, "-m", "nanoserve", "serve", model, "--port", str(port), "--dtype",
+             dtype, "--no-enable-prefix-caching", "--max-num-seqs", str(OPTIONS["max_num_seqs"]),
+             "--log-level", "warning"], port))]
+        if against:
+            of_peer = int(re.search(r"--port[ =](\d+)", against)[1])
+            other = ("peer", partial(read_streams, of_peer, bodies))
+            clocks.append(stack.enter_context(served(shlex.split(against), of_peer)))
+        else:
+            llm = stack.enter_context(LLM(model, dtype=dtype, **OPTIONS))
+            other, clocks = ("offline", offline), [*clocks, time.process_time]
+        engines = dict([other, ("server", partial(read_streams, port, bodies))])
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
         for number in range(rounds + 1):
-            pause(time.process_time, server_clock)
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            offline = time.perf_counter() - start
-            pause(time.process_time, server_clock)
-            start = time.perf_counter()
-            streams = read_streams(port, bodies)
-            server = time.perf_counter() - start
-            if number == 0:  # to warm up, and to compare
-                assert [text_of(data) for data in streams] == [
-                    output.outputs[0].text for output in outputs], "the texts differ"
-                continue
-            num_tokens = num_streams * output_len
-            speeds["offline"].append(num_tokens / offline)
-            speeds["server"].append(num_tokens / server)
-    return speeds
+            texts = []
+            for name, run in engines.items():
+                pause(*clocks)
+                seconds, first, text = run()
+                texts.append(text)
+                if number:  # round 0 warms up
+                    found[name].append((num_streams * output_len / seconds, first))
+            assert against or texts[0] == texts[1], "the texts differ"
+    return found
 
 
 def main() -> None:
@@ -125,14 +157,20 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--against", help="a command that starts another server, with its --port")
     args = parser.parse_args()
-    speeds = bench(args.model, args.dtype, args.streams, args.input_len, args.output_len,
-                   args.rounds, args.seed)
-    for name, values in speeds.items():
-        print(f"{name:10} {statistics.median(values):8,.0f} output tok/s   of "
-              f"{', '.join(f'{value:,.0f}' for value in values)}")
-    ratios = [s / o for o, s in zip(speeds["offline"], speeds["server"], strict=True)]
-    print(f"{'ratio':10} {statistics.median(ratios):8.2f}")
+    found = bench(args.model, args.dtype, args.streams, args.input_len, args.output_len,
+                  args.rounds, args.seed, args.against)
+    for name, rounds in found.items():
+        speeds, first = zip(*rounds, strict=True)
+        print(f"{name:10} {statistics.median(speeds):8,.0f} output tok/s   of "
+              f"{', '.join(f'{speed:,.0f}' for speed in speeds)}; "
+              f"first token after {statistics.median(first):.3f} s")
+    other, server = found.values()
+    for title, ratios in (("ratio", [a[0] / b[0] for a, b in zip(server, other, strict=True)]),
+                          ("of TTFT", [b[1] / a[1] for a, b in zip(server, other, strict=True)])):
+        print(f"{title:10} {statistics.median(ratios):8.2f}   "
+              f"({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":

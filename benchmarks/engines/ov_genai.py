@@ -5,8 +5,9 @@
     python -m benchmarks.throughput --model FOLDER --set quantization=int8 --against \\
         "OTHER/bin/python benchmarks/engines/ov_genai.py --exported EXPORTED"
 
-Its own continuous batching, the same token ids, greedy, full lengths. What it computes in is what
-was exported. Of several requests it tells the mean time to the first token alone.
+Its own continuous batching, the same token ids, greedy, full lengths. Weights are what was
+exported; by default the CPU plugin rounds activations and the KV cache to 8 bits. Of several
+requests it tells the mean time to the first token alone.
 """
 
 import time

@@ -38,7 +38,8 @@ def serve(load: Callable) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--continuous", action="store_true", help="transformers alone: "
                         "its continuous batching instead of one padded batch")
-    parser.add_argument("--exported", help="OpenVINO alone: the folder with its form of the model")
+    parser.add_argument("--exported", help="OpenVINO and llama.cpp: the model in "
+                        "their own form")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

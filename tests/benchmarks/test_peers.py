@@ -37,10 +37,13 @@ def test_a_pause_ends_when_no_engine_takes_time(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody else tells it")
-def test_the_cpu_time_of_another_process_is_seen():
+@pytest.mark.parametrize("starter", [[], [
+    sys.executable, "-c", "import subprocess, sys\nsubprocess.run(sys.argv[1:])"]],
+    ids=["a process", "what a process started"])
+def test_the_cpu_time_of_another_process_is_seen(starter):
     program = "import sys\nfor _ in sys.stdin:\n  sum(range(10 ** 7))\n  print('done', flush=True)"
-    with subprocess.Popen([sys.executable, "-c", program], text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([*starter, sys.executable, "-c", program], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         before = peers.cpu_seconds(process.pid)
         process.stdin.write("\n")
         process.stdin.flush()

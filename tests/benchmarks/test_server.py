@@ -1,11 +1,15 @@
 """The benchmark runs, and what it compares is the same; what it says about time is not judged."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("fastapi")
 
 from benchmarks import peers, server  # noqa: E402
 from nanoserve.llm import BUNDLED_MODEL  # noqa: E402
+
+text_of = server.text_of
 
 
 def test_a_streams_text_is_put_together_again():
@@ -18,6 +22,20 @@ def test_a_streams_text_is_put_together_again():
 def test_a_round_of_few_short_streams(monkeypatch):
     """It compares the texts itself."""
     monkeypatch.setattr(peers, "PAUSE", 0)
-    speeds = server.bench(str(BUNDLED_MODEL), "float32", num_streams=3, input_len=4,
-                                output_len=5, rounds=1)
-    assert {name: len(values) for name, values in speeds.items()} == dict(offline=1, server=1)
+    found = server.bench(str(BUNDLED_MODEL), "float32", num_streams=3, input_len=4, output_len=5,
+                         rounds=1)
+    assert {name: len(rounds) for name, rounds in found.items()} == dict(offline=1, server=1)
+
+
+def test_a_round_beside_another_server(monkeypatch):
+    """Which is another one of ours, and so gives the same texts as well."""
+    monkeypatch.setattr(peers, "PAUSE", 0)
+    asked = []
+    monkeypatch.setattr(server, "text_of", lambda data: asked.append(text_of(data)))
+    found = server.bench(str(BUNDLED_MODEL), "float32", 3, 4, 5, rounds=1, against=(
+        f"{sys.executable} -m nanoserve serve {BUNDLED_MODEL} --dtype float32 "
+        f"--port {server.free_port()}"))
+    assert {name: len(rounds) for name, rounds in found.items()} == dict(peer=1, server=1)
+    assert len(asked) == 12 and asked[:3] == asked[3:6] == asked[9:] and all(asked)
+    for speed, first in found["peer"] + found["server"]:
+        assert 0 < first < 15 / speed
