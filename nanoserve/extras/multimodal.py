@@ -162,29 +162,26 @@ class Eyes:
     # --------------------------------------------------------------- a step
 
     def expect(self, step: Step, shown: dict[Sequence, Shown]) -> None:
-        """The next step: encode what it needs, and note what goes where. shown: of its rows."""
-        index, features, positions, at = [], [], [], 0
+        """The next step: encode what it needs, and note what goes where. shown: by sequence."""
+        self.view = None
+        if shown.keys().isdisjoint(step.num_new_tokens):
+            return
+        index, positions, at = [], [], 0
+        features = [torch.empty(0, self.width, dtype=self.on.dtype, device=self.on.device)]
         rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
         for (seq, count), start in sorted(rows, key=lambda row: row[0][1] > 1):  # as in the batch
             one = shown.get(seq, NOTHING)
             first, last = np.searchsorted(one.places, (start, start + count))
-            if first < last:
-                index.append(one.places[first:last] - start + at)
-                features += self.slices(one, first, last)
+            index.append(one.places[first:last] - start + at)
+            # Two pictures of 4: places 3 .. 6 are the last of one, and three of the other.
+            features += [self.features_of(picture)[max(first - begin, 0):last - begin]
+                         for picture, begin in zip(one.pictures, one.firsts, strict=True)
+                         if first < begin + picture.num_tokens and begin < last]
             positions.append(one.positions_of(start, count))
             at += count
-        index.append(NOTHING.places)
-        features.append(torch.empty(0, self.width, dtype=self.on.dtype, device=self.on.device))
         turned = torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
         self.view = (torch.from_numpy(np.concatenate(index)).to(self.on.device),
                      torch.cat(features), None if self.index_of is None else turned)
-
-    def slices(self, shown: Shown, first: int, last: int) -> list[torch.Tensor]:
-        """The features of a request's placeholders first .. last - 1. Two pictures of 4: 3 .. 6 are
-        the last one of the first picture, and three of the second."""
-        return [self.features_of(picture)[max(first - at, 0):last - at]
-                for picture, at in zip(shown.pictures, shown.firsts, strict=True)
-                if first < at + picture.num_tokens and at < last]
 
     def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
         """In front of the decoder: what it is given, with the step's features in it."""
@@ -254,9 +251,11 @@ class MultimodalInputs(InputProcessor):
             raise ValueError(f"the prompt has {len(whole)} {kind}s, and limit_mm_per_prompt allows "
                              f"{most}: raise it")
         pictures = [self.read_picture(one) for one in whole]
-        if (size := max((one.num_tokens for one in pictures), default=0)) > budget:
-            raise ValueError(f"an {kind} of {size} tokens does not fit into the encoder cache of "
-                             f"{budget}: make it smaller, or raise encoder_cache_tokens")
+        for size in (one.num_tokens for one in pictures):
+            if not 0 < size <= budget:
+                change = "smaller, or raise encoder_cache_tokens" if size else "larger"
+                raise ValueError(f"an {kind} of {size} tokens does not fit into the encoder cache "
+                                 f"of {budget}: make it {change}")
         return pictures
 
     def read_picture(self, image: object) -> Picture:
@@ -348,7 +347,7 @@ class Multimodal(Extra, Observer):
         self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
         self.shown: dict[Sequence, Shown] = {}
         engine.observers.append(self)
-        engine.before_launch.append(self.expect)
+        engine.before_launch.append(lambda step: self.eyes.expect(step, self.shown))
         self.labels = {"model_name": str(engine.config.model)}
         self.due: dict[bytes, int] = {}  # tokens of images that the step to come must encode
         self.most_tokens = engine.config.max_num_batched_tokens
@@ -390,11 +389,6 @@ class Multimodal(Extra, Observer):
 
     def scheduled(self, step: Step) -> None:
         self.due.clear()
-
-    def expect(self, step: Step) -> None:
-        self.eyes.view = None
-        if not self.shown.keys().isdisjoint(step.num_new_tokens):
-            self.eyes.expect(step, self.shown)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:

@@ -150,5 +150,8 @@ def test_who_does_not_hear_is_refused_in_words(folders, checkpoints, engine, tmp
         engine.generate({"prompt_token_ids": [1, AUDIO], "multi_modal_data": {"image": 1}}, GREEDY)
     with start(folders["voxtral"]) as llm, pytest.raises(ValueError, match="pass what a processor"):
         llm.generate({"prompt": PLACE, "multi_modal_data": {"audio": (speech(1), 16000)}}, GREEDY)
-    with start(folders["glm-asr"]) as llm, pytest.raises(ValueError, match="language='en': this"):
-        llm.inputs.transcription((speech(1), 16000), "en", None)
+    with start(folders["glm-asr"]) as llm:
+        with pytest.raises(ValueError, match="language='en': this model finds it"):
+            llm.inputs.transcription((speech(1), 16000), "en", None)
+        with pytest.raises(ValueError, match="an audio of 0 tokens .* make it larger"):
+            llm.generate({"prompt": "Hi", "multi_modal_data": {"audio": (np.zeros(9), 16000)}})
