@@ -125,18 +125,29 @@ class Seer:
 
 # ---------------------------------------------------- networks with a processor of their own
 
-TOKENS = ("<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TOKENS = ("<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
+          "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image_start|>", "<|image_end|>",
+          "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>")
 TEMPLATE = """{% for m in messages %}<s>{{ m.role }}:{% if m.content is string %}{{ m.content }}{%
 else %}{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{%
 endfor %}{% endif %}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{%
 endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"""
 PLACES = {"llava": "<image>", "qwen2.5-vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+WRITTEN = {"mistral3": "[IMG]", "lfm2-vl": "<image>"}  # with ends of lines, and of tiles
 PREPROCESSORS = {
+    "mistral3": dict(image_processor_type="PixtralImageProcessor", patch_size=14,
+                     processor_class="PixtralProcessor", size=dict(longest_edge=112)),
+    "lfm2-vl": dict(image_processor_type="Lfm2VlImageProcessor", encoder_patch_size=2, tile_size=16,
+                    processor_class="Lfm2VlProcessor", min_image_tokens=4, max_image_tokens=16,
+                    max_tiles=2),
     "llava": dict(image_processor_type="CLIPImageProcessor", processor_class="LlavaProcessor",
                   size=dict(shortest_edge=28), crop_size=dict(height=28, width=28)),
     "qwen2.5-vl": dict(image_processor_type="Qwen2VLImageProcessor", patch_size=14, merge_size=1,
                        processor_class="Qwen2_5_VLProcessor", min_pixels=784, max_pixels=6000,
                        temporal_patch_size=2)}
+PROCESSORS = {"llava": dict(patch_size=14, vision_feature_select_strategy="default",
+                            image_token="<image>", num_additional_image_tokens=1),
+              "mistral3": dict(patch_size=14, spatial_merge_size=2)}
 
 
 def make_with_processor(name: str, folder: Path) -> Path:
@@ -144,10 +155,11 @@ def make_with_processor(name: str, folder: Path) -> Path:
     the processor. The vocabulary is larger by the new tokens."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS]})
-    tokenizer.chat_template = TEMPLATE.replace("PLACE", PLACES[name])
+    place = (PLACES | WRITTEN)[name]
+    tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
     config = NETWORKS[name]()
-    config.text_config.vocab_size = 272
-    config.image_token_id = tokenizer.convert_tokens_to_ids(PLACES[name].removeprefix(
+    config.text_config.vocab_size = 280
+    config.image_token_id = tokenizer.convert_tokens_to_ids(place.removeprefix(
         "<|vision_start|>").removesuffix("<|vision_end|>"))
     with torch.random.fork_rng(devices=[]):
         model = transformers.AutoModelForImageTextToText.from_config(config)
@@ -158,7 +170,5 @@ def make_with_processor(name: str, folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[name]))
     (folder / "processor_config.json").write_text(json.dumps(dict(
-        processor_class=PREPROCESSORS[name]["processor_class"]) | (dict(
-            patch_size=14, vision_feature_select_strategy="default", image_token="<image>",
-            num_additional_image_tokens=1) if name == "llava" else {})))
+        processor_class=PREPROCESSORS[name]["processor_class"]) | PROCESSORS.get(name, {})))
     return folder

@@ -10,8 +10,8 @@ import pytest
 import torch
 from architectures import Made
 from checkpoints import assert_same_text
-from seeing import PLACES, Seer, make_with_processor
-from transformers import AutoImageProcessor
+from seeing import PLACES, WRITTEN, Seer, make_with_processor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.multimodal import Multimodal
@@ -78,6 +78,27 @@ def test_images_of_all_forms_become_the_same_text(engines, folders, tmp_path, na
                              GREEDY, use_tqdm=False)
         assert_same_text(out.outputs[0].token_ids, tokens, gaps, str(first)[:20])
     assert out.prompt == text
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_processors_that_need_torchvision_are_exact_with_it(folders, name):
+    """Oracle: the whole of transformers' processor, with all images of a prompt at once."""
+    pytest.importorskip("torchvision", reason="docs/vision.md says how to install it")
+    processor = AutoProcessor.from_pretrained(folders[name])
+    model = AutoModelForImageTextToText.from_pretrained(folders[name]).eval()
+    with LLM(folders[name], dtype="float32", num_gpu_blocks_override=64, max_num_batched_tokens=7,
+             limit_mm_per_prompt={"image": 2}, snapshot_bytes=2**20) as llm:
+        texts = []
+        for images in ([photo(1)], [photo(2)], [photo(1), photo(3, 30, 40)], [photo(1)]):
+            text = f"A{WRITTEN[name]} is" * len(images)
+            made = processor(text=text, images=images, return_tensors="pt")
+            with torch.no_grad():
+                want = model.generate(**made, max_new_tokens=MAX_TOKENS, do_sample=False)
+            [out] = llm.generate({"prompt": text, "multi_modal_data": {"image": images}}, GREEDY,
+                                 use_tqdm=False)
+            assert [*out.prompt_token_ids, *out.outputs[0].token_ids] == want[0].tolist()
+            texts.append(out.outputs[0].token_ids)
+        assert texts[0] != texts[1]  # they do look
 
 
 @pytest.mark.parametrize("name", PLACES)
