@@ -96,6 +96,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
     pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks: layer_plan.py
     layer_plan: dict | list | None = option(None, LAYERS)  # where layers are: extras/layer_plan.py
+    max_wait: float = option(0.0, number(0, 3600), "layer_plan")  # to gather prompts: async_llm.py
     expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
     seed: int = option(0, rules.WHOLE)
     max_model_len: int | None = option(None, rules.COUNT)  # prompt plus output, in tokens

@@ -240,6 +240,9 @@ class LayerPlan(Extra):
             if value:
                 raise ValueError(f"{option}={value!r} does not go together with layers elsewhere "
                                  "(pipeline_parallel_size, layer_plan): leave one of them out")
+        if config.max_wait and not any(place.on_disk for place in self.plan):
+            raise ValueError(f"max_wait={config.max_wait} is for layers on disk: leave it out, or "
+                             "put some there with layer_plan={'disk': n}")
         return replace(plan, parts=replace(
             plan.parts, decoder=Builder(self.plan),
             calls=plan.parts.calls | {DEPLOY: rebuild}))

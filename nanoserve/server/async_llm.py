@@ -26,6 +26,7 @@ release Python's lock while they compute, so a thread is enough, and nothing is 
 
 import asyncio
 import ctypes
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -189,7 +190,7 @@ class AsyncLLM:
         try:
             while not self.stopping:
                 try:
-                    work = self.posted.get(block=not self.llm.has_unfinished_requests())
+                    work = self.posted.get(timeout=self._patience())
                 except Empty:
                     self._step()
                 else:
@@ -197,6 +198,23 @@ class AsyncLLM:
         except BaseException as error:
             reason = error
         self._end(reason)
+
+    def _patience(self) -> float | None:
+        """How many seconds to wait for more work before the next step; None: for ever.
+
+        A step that reads its layers from a disk costs as much for one prompt as for many. So the
+        first ones that come to an idle engine wait for others, up to `max_wait`, or until they fill
+        a step. While anything runs, nobody waits: whoever joins costs no reading (docs/layers.md).
+        """
+        if not self.llm.has_unfinished_requests():
+            return None
+        scheduler, config, waiting = self.llm.scheduler, self.llm.config, self.llm.scheduler.waiting
+        if scheduler.running or scheduler.in_flight or not waiting or (
+                len(waiting) >= config.max_num_seqs
+                or sum(seq.num_tokens for seq in waiting) >= config.max_num_batched_tokens):
+            return 0
+        first = min(seq.request.arrival_time for seq in waiting)
+        return max(0, first + config.max_wait - time.time())
 
     def _step(self) -> None:
         """One step. Raises when the engine can't go on."""

@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> None:
                         help="who goes first, see Scheduler.order")
     parser.add_argument("--step-ms", type=float, default=5.0, help="milliseconds of any step")
     parser.add_argument("--token-us", type=float, default=20.0, help="microseconds more a token")
+    parser.add_argument("--max-wait", type=float, default=0.0,
+                        help="seconds that the first of an idle engine waits for others")
     parser.add_argument("--html", metavar="FILE", help="write the page: open it in a browser")
     parser.add_argument("--json", metavar="FILE", help="write Chrome trace JSON, for Perfetto")
     parser.add_argument("--compare", nargs="+", metavar="WHAT", help="tell this run apart from one "
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         arrivals += [parse(text) for text in args.request or ([] if args.csv else DEMO)]
         arrivals.sort(key=lambda arrival: arrival.seconds)  # --request's arrive at 0
         options = (arrivals, args.budget, args.blocks, args.block_size, args.max_num_seqs,
-                   args.step_ms / 1e3, args.token_us / 1e6)
+                   args.step_ms / 1e3, args.token_us / 1e6, args.max_wait)
         simulation = Simulation(*options, policy=args.policy)
         if args.compare:
             how = VARIANTS.get(" ".join(args.compare))
@@ -151,7 +153,7 @@ class Simulation:
 
     def __init__(self, arrivals: list[Arrival], budget: int, num_blocks: int, block_size: int,
                  max_num_seqs: int, step_seconds: float = 5e-3, token_seconds: float = 20e-6,
-                 policy: str = "fcfs", static: bool = False, **options):
+                 max_wait: float = 0.0, policy: str = "fcfs", static: bool = False, **options):
         config = EngineConfig(
             model="fake", max_model_len=num_blocks * block_size, block_size=block_size,
             max_num_batched_tokens=budget, max_num_seqs=min(max_num_seqs, budget),
@@ -159,7 +161,7 @@ class Simulation:
         longest = max([one.num_prompt + one.num_output for one in arrivals], default=0)
         if longest > budget and not config.enable_chunked_prefill:
             raise ValueError(f"no-chunks: raise --budget to {longest}, the longest request")
-        self.static = static  # nobody joins a batch that runs
+        self.max_wait, self.static = max_wait, static  # static: nobody joins a batch that runs
         self.scheduler = Scheduler(config, num_blocks)
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
@@ -190,11 +192,12 @@ class Simulation:
         return stream
 
     def _arrive(self) -> None:
-        """Whoever is due; when nobody runs, the clock jumps to the next arrival."""
+        """Whoever is due; when nobody runs, the clock jumps to the next arrival, and `max_wait` on
+        (a server also begins when a step is full)."""
         if self.static and self.scheduler.has_unfinished():
             return
         if not self.scheduler.has_unfinished() and self.num_arrived < len(self.seqs):
-            self.now = max(self.now, self.stats[self.num_arrived].arrival_time)
+            self.now = max(self.now, self.stats[self.num_arrived].arrival_time + self.max_wait)
         while self.num_arrived < len(self.seqs) and (
                 self.stats[self.num_arrived].arrival_time <= self.now) and not (
                 self.static and len(self.scheduler.waiting) == self.scheduler.max_num_seqs):

@@ -106,3 +106,12 @@ def test_layers_on_disk_are_as_far_apart_as_they_can_be(count, expected):
 def test_a_plan_that_cannot_be_followed_is_refused(qwen3, plan, message):
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, **SMALL, layer_plan=plan)
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(max_wait=1), "max_wait=1 has no effect without layer_plan"),
+    (dict(max_wait=1, layer_plan={"disk": 0}), "max_wait=1 is for layers on disk"),
+    (dict(max_wait=-1, layer_plan={"disk": 1}), "max_wait must be a number")], ids=str)
+def test_only_layers_on_disk_let_prompts_wait(qwen3, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(qwen3, **SMALL, **options)

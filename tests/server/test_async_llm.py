@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 import pytest
 from clean_process import run as run_alone
@@ -333,3 +334,40 @@ def test_a_loop_that_is_gone_costs_the_engine_nothing(engine):
     assert len(asyncio.run(last_of(engine, "Hello", greedy())).outputs[0].token_ids) == 8
     with pytest.raises(StopIteration):  # closing it needs no loop
         outputs.aclose().send(None)
+
+
+def test_an_idle_engine_gathers_prompts_before_it_reads_layers(qwen3):
+    """With layers on disk the first waits `max_wait` for others; whoever comes while one runs does
+    not wait, and waiting takes no turns. Full steps begin at once, also with an hour to wait."""
+    llm = make(qwen3, layer_plan={"disk": 2}, max_wait=0.4)
+    expected = [one.outputs[0].token_ids for one in run(llm, PROMPTS, greedy(20))]
+    engine, steps, looks = AsyncLLM(llm), [], []
+    patience = engine._patience
+
+    def look():
+        looks.append((patience(), bool(llm.scheduler.running)))
+        return looks[-1][0]
+
+    engine._patience = look
+    llm.before_launch.append(lambda step: steps.append(len(step.admitted)))
+
+    async def some(count: int, apart: float = 0.0) -> list:
+        async def one(i):
+            await asyncio.sleep(i * apart)
+            return (await last_of(engine, PROMPTS[i], greedy(20))).outputs[0].token_ids
+        return await asyncio.gather(*map(one, range(count)))
+
+    began = time.monotonic()
+    assert asyncio.run(some(3, apart=0.1)) == expected[:3] and time.monotonic() - began > 0.4
+    assert steps[0] == 3 and not any(steps[1:])
+    assert sum(bool(left) for left, _ in looks) <= 4
+    llm.config = replace(llm.config, max_wait=3600)
+    steps.clear()
+    assert asyncio.run(asyncio.wait_for(some(4), 60)) == expected  # max_num_seqs
+    assert steps[0] == 4
+    llm.config = replace(llm.config, max_wait=0.2)
+    llm.before_launch.append(lambda step: time.sleep(0.05))
+    steps.clear()
+    assert asyncio.run(some(2, apart=0.5)) == expected[:2]  # the second comes while one runs
+    assert steps[0] == 1 and sum(steps) == 2 and not any(left and runs for left, runs in looks)
+    engine.shutdown()

@@ -56,6 +56,15 @@ def test_who_has_not_arrived_does_not_wait():
     assert all(line[0] in "s0123456789" for line in lines)
 
 
+def test_an_idle_engine_may_wait_for_others():
+    """Prompts at 0, 1 and 9 s, steps of 0.5 s: alone A runs at 0 and 0.5, B at 1 and 1.5. With
+    2 seconds to wait A and B share the steps at 2 and 2.5; C comes alone, and waits in vain."""
+    arrivals = [Arrival(3, 2, seconds=seconds) for seconds in (0, 1, 9)]
+    for max_wait, expected in ((0, [0, .5, 1, 1.5, 9, 9.5]), (2, [2, 2.5, 11, 11.5])):
+        simulation = Simulation(arrivals, 8, 10, 4, 4, 0.5, 0.0, max_wait)
+        assert [simulation.now for _ in simulation.steps()] == expected
+
+
 @pytest.mark.parametrize("request_", ["", "5", "0:3", "5:0", "5:5:6", "a:b", "1:2:3:4", "10:5:8:9"])
 def test_a_wrong_request_is_explained(request_):
     with pytest.raises(ValueError, match="PROMPT:OUTPUT"):
