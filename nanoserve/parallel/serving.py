@@ -22,7 +22,7 @@ import torch
 
 from nanoserve.parallel.ranks import Ranks
 
-HEAD = 2 ** 13  # numbers that are broadcast before the length is known; most messages end in them
+HEAD = 2 ** 10  # numbers that are broadcast before the length is known: decodes mostly end there
 STOP = -1  # in the place of the length: no more steps will come
 LAST_WORD = torch.full((HEAD,), STOP, dtype=torch.int32)  # what ends the other ranks
 
