@@ -31,6 +31,7 @@ Not known here: the queue, requests, how a rank's death is noticed (parallel/pro
 taken: to sample on the last stage, which would need each row's rules there, and all it counts.
 """
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -133,22 +134,32 @@ def share_out(model_config: ModelConfig, stages: int) -> list[range]:
 # ------------------------------------------------------------------- a stage
 
 
+@dataclass
+class Builder:
+    """What builds a rank's stage, by the plan as it is now."""
+
+    plan: list[Place]  # of all stages
+    traced: bool  # whether each stage tells rank 0 when it computed
+    coming: deque["Later"] = field(default_factory=deque)  # what rank 0 has not received yet
+
+    def __call__(self, *args) -> "Stage":
+        return Stage(self, *args)
+
+
 class Stage(Decoder):
-    """The layers of one rank; with the embedding, the last norm and the head on rank 0.
+    """The layers of one rank; with the embedding, the last norm and the head on rank 0."""
 
-    plan: where the layers of all stages are. coming: results that rank 0 hasn't asked for yet.
-    """
-
-    def __init__(self, plan: list[Place], coming: deque, config: ModelConfig, on: Placement,
+    def __init__(self, made_by: Builder, config: ModelConfig, on: Placement,
                  expert_parallel: bool = False):
-        world = on.ranks
+        world, plan = on.ranks, made_by.plan
         width = world.size // len(plan)  # ranks of a stage
         stage = world.rank // width
         if len(plan) > 1:
             members = range(stage * width, (stage + 1) * width)
             on = replace(on, ranks=world.part(f"stage {stage}", members))
         super().__init__(config, on, expert_parallel, plan[stage].layers)
-        self.world, self.stage, self.width, self.coming = world, stage, width, coming
+        self.world, self.stage, self.width, self.coming = world, stage, width, made_by.coming
+        self.traced = made_by.traced and width == 1
         self.before, self.behind = ((world.rank + step) % world.size for step in (-width, width))
         if stage:
             self.embed_tokens = self.norm = self.lm_head = None
@@ -167,12 +178,16 @@ class Stage(Decoder):
         if self.is_alone:
             return super().forward(input_ids, positions, kv_cache, batch, wanted)
         stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
+        span = [time.time()]
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
+        span.append(time.time())
         if len(stream):
             self.world.send(stream, self.behind)
+        if self.stage and self.traced:
+            self.world.send(torch.tensor(span, dtype=torch.float64), 0)
         if self.width == 1:
-            return partial(Later, self, len(wanted))
+            return partial(Later, self, len(wanted), span)
         return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted)))
 
     def receive(self, num_rows: int) -> torch.Tensor:
@@ -185,10 +200,12 @@ class Stage(Decoder):
 
 class Later:
     """In the place of a step's output: rank 0 receives the hidden states of its `num_rows` when the
-    engine asks for its tokens. finish: makes the output of them."""
+    engine asks for its tokens. finish: makes the output of them. spans: which stage computed from
+    when to when, in seconds since 1970; between hosts as exact as their clocks."""
 
-    def __init__(self, stage: Stage, num_rows: int, finish: Callable):
+    def __init__(self, stage: Stage, num_rows: int, span: list[float], finish: Callable):
         self.stage, self.num_rows, self.finish = stage, num_rows, finish
+        self.spans = [(0, *span)]
         if not stage.stage:
             stage.coming.append(self)
 
@@ -202,19 +219,19 @@ class Later:
         stage = self.stage
         with ctrl_c_held(), stage.world.together():
             while (one := stage.coming.popleft()) is not self:
-                stage.receive(one.num_rows)
-            return self.finish(stage.norm(stage.receive(self.num_rows))).tolist()
+                one.receive()
+            hidden, began = self.receive(), time.time()
+            output = self.finish(stage.norm(hidden)).tolist()
+            self.spans.append((0, began, time.time()))
+            return output
 
-
-@dataclass
-class Builder:
-    """What builds a rank's stage, by the plan as it is now."""
-
-    plan: list[Place]
-    coming: deque[Later] = field(default_factory=deque)  # the oldest first
-
-    def __call__(self, *args) -> Stage:
-        return Stage(self.plan, self.coming, *args)
+    def receive(self) -> torch.Tensor:
+        """What the last stage has sent, and when each of the others computed."""
+        hidden, world = self.stage.receive(self.num_rows), self.stage.world
+        for rank in range(1, world.size) if self.stage.traced else ():
+            span = world.receive(torch.empty(2, dtype=torch.float64), rank)
+            self.spans.append((rank, *span.tolist()))
+        return hidden
 
 
 class LayerPlan(Extra):
@@ -244,7 +261,7 @@ class LayerPlan(Extra):
             raise ValueError(f"max_wait={config.max_wait} is for layers on disk: leave it out, or "
                              "put some there with layer_plan={'disk': n}")
         return replace(plan, parts=replace(
-            plan.parts, decoder=Builder(self.plan),
+            plan.parts, decoder=Builder(self.plan, config.trace is not None),
             calls=plan.parts.calls | {DEPLOY: rebuild}))
 
     def attach(self, engine: LLMEngine) -> None:

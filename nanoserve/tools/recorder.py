@@ -15,6 +15,7 @@ ui.perfetto.dev opens. A frame is a step, with all that has happened since the s
     c         requests that no longer cruise
     g         blocks given back: request, how many leading ones (-1: all)
     b         blocks taken: one list for each request, [request, block, block, ...]
+    s         when stages computed: which one, from when to when (µs; extras/layer_plan.py)
     k, e      blocks that became findable in the prefix cache; that are findable no more
     v         tokens in the encoder cache from here on, images encoded (extras/multimodal.py)
 
@@ -185,6 +186,10 @@ class Trace:
         frame = self.frame_of.pop(step.index, None)
         if frame is not None:  # also of a full trace: a step in flight when it filled up
             frame["d"] = self._now() - frame["t"]
+            at = self.clock() - self.start - time.time()  # of a clock that all ranks have
+            if spans := getattr(step.output, "spans", ()):
+                frame["s"] = [number for stage, *span in spans for number in (
+                    stage, *(round(1e6 * (at + one)) for one in span))]
         if self.closed or frame is None:
             return
         block_size = self.blocks.block_size
@@ -365,7 +370,7 @@ def chrome_trace(stream: dict) -> dict:
     steps are in flight as there are stages, there are as many tracks of steps.
     """
     events = [dict(ph="M", name="process_name", pid=pid, args={"name": name})
-              for pid, name in ((1, "engine"), (2, "requests"))]
+              for pid, name in ((1, "engine"), (2, "requests"), (3, "stages"))]
     for number, (name, num_prompt, _, _) in enumerate(stream["requests"]):
         events.append(dict(ph="M", name="thread_name", pid=2, tid=number,
                            args={"name": f"{name} ({num_prompt} prompt tokens)"}))
@@ -402,6 +407,9 @@ def chrome_trace(stream: dict) -> dict:
         if "v" in frame:
             events.append(dict(ph="C", name="encoder cache", pid=1, ts=begin, args=dict(
                 tokens=frame["v"][0])))
+        for stage, *span in zip(*[iter(frame.get("s", ()))] * 3, strict=True):
+            events.append(dict(ph="X", name=f"step {frame['i']}", pid=3, tid=stage, ts=span[0],
+                               dur=span[1] - span[0]))
         for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
             for request in frame.get(kind, [])[::2]:
                 events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))

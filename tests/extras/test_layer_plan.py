@@ -203,15 +203,28 @@ def test_sums_of_a_stream_are_those_that_the_next_norm_reads():
     assert all(map(torch.equal, apart, alone))
 
 
-def test_a_trace_has_a_track_for_each_step_in_flight(checkpoints, prompts, tmp_path,
-                                                     ranks_in_threads):
-    """Slices of a track don't overlap, those of two tracks do."""
-    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 2], trace=tmp_path / "it.json") as llm:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_trace_has_tracks_of_steps_in_flight_and_of_stages(checkpoints, prompts, tmp_path,
+                                                             ranks_in_threads, overlap):
+    """Slices of a track don't overlap. Those of two steps in flight do. A stage computes a step when
+    the one before it has, and rank 0 once more when all have."""
+    with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 1, 1], trace=tmp_path / "it.json",
+             async_scheduling=overlap) as llm:
         texts(llm, prompts[3:6])
+        assert not llm.runner.parts.decoder.coming
     events = json.loads((tmp_path / "it.json").read_text())["traceEvents"]
-    steps = [(one["tid"], one["ts"], one["ts"] + one["dur"]) for one in events
-             if one["pid"] == 1 and one["ph"] == "X"]
-    tracks = [sorted(span for lane, *span in steps if lane == wanted) for wanted in (0, 1)]
-    for track in tracks:
-        assert all(end <= start for (_, end), (start, _) in zip(track, track[1:], strict=False))
-    assert any(start < begin < end for start, end in tracks[0] for begin, _ in tracks[1])
+    spans = [(one["pid"], one["tid"], one["ts"], one["ts"] + one["dur"], one["name"])
+             for one in events if one["ph"] == "X" and one["pid"] in (1, 3)]
+    tracks = {key: sorted(span[2:] for span in spans if span[:2] == key)
+              for key in {span[:2] for span in spans}}
+    assert set(tracks) == {(3, 0), (3, 1), (3, 2)} | {(1, i) for i in range(3 if overlap else 1)}
+    for track in tracks.values():
+        assert all(one[1] <= other[0] for one, other in zip(track, track[1:], strict=False))
+    if overlap:
+        assert any(start < begin < end for start, end, _ in tracks[1, 0]
+                   for begin, _, _ in tracks[1, 1])
+    for *_, name in tracks[3, 1]:
+        (first, last), one, two = ([span[:2] for span in tracks[3, stage] if span[2] == name]
+                                   for stage in range(3))
+        order = [*first, *one[0], *two[0], *last]
+        assert order == sorted(order) and len(one) == len(two) == 1

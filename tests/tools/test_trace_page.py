@@ -408,3 +408,32 @@ def test_below_960_pixels_nothing_is_cut_off(browser, runs, width):
             assert browser.complaints() == []
     finally:
         browser.resize(1440, 900)
+
+
+def test_stages_are_lanes_as_high_as_they_are_full(browser, tmp_path):
+    """By hand: stage 0 computes during the first half of each step, and stage 1 for a quarter of its
+    time from there on; of step 3, to its end and on for a quarter of the next."""
+    simulation = Simulation(list(map(parse, DEMO)), *DEMO_OPTIONS)
+    simulation.record(str(tmp_path / "it.html"))
+    simulation.finish()
+    stream = simulation.observers[-1].stream()
+    *steps, _ = stream["frames"]
+    for one in steps:
+        half = one["t"] + one["d"] / 2
+        one["s"] = [0, one["t"], half, 1, half, half + one["d"] / 4]
+    steps[3]["s"][-1] = steps[4]["t"] + steps[4]["d"] / 4
+    (tmp_path / "it.html").write_text(page(stream), encoding="utf-8")
+    browser.open(tmp_path / "it.html", "#0")
+    found = browser.js("page.busy.map(one => [...one])")[:-1]
+    expected = [[0.5, 0.25]] * len(steps)
+    expected[3], expected[4] = [0.5, 0.5], [0.5, 0.5]
+    assert [pytest.approx(one, abs=1e-3) for one in expected] == found
+    spent = [one["d"] for one in steps]
+    whole = (sum(spent) / 4 + spent[3] / 4 + spent[4] / 4) / sum(spent)
+    assert browser.js("[...page.fullness]") == pytest.approx([0.5, whole], abs=1e-3)
+    x, y = browser.js("""(({x, y}) => [x + page.xOf(.5), y + 144])(
+                         document.querySelector("#budget").getBoundingClientRect())""")
+    green = browser.color(x, y + 18 - 3)
+    assert green == browser.color(x, y + 36 - 3) != browser.color(x, y + 36 - 6)  # 7 and 3.5 high
+    assert green == browser.color(x, y + 18 - 6) != browser.color(x, y + 18 - 9)
+    assert not browser.complaints()
