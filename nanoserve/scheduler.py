@@ -32,6 +32,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
+FEW = 4  # rows that take as long as one: steps in flight don't share them out
 
 
 class Scheduler:
@@ -214,7 +215,7 @@ class Scheduler:
         that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
         """
         sitting_out, total = step.sitting_out, len(self.running) + len(self.waiting)
-        most = -(-min(total, self.max_num_seqs) // self.steps_at_once)  # a step's part of all
+        most = max(FEW, -(-min(total, self.max_num_seqs) // self.steps_at_once))  # a step's part
         while budget > 0 and step.stopped is None and (
                 len(sitting_out) < min(len(self.waiting), len(self.free_rows))):
             seq = self.waiting[len(sitting_out)]

@@ -72,7 +72,7 @@ def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[Place]:
     """Where the layers of each stage are. Raises `ValueError` for a plan that can't be followed."""
     total, asked = model_config.num_hidden_layers, config.layer_plan
     if asked is None:
-        return [Place(layers) for layers in share_out(model_config, config.num_stages)]
+        return places(share_out(model_config, config.num_stages), [0] * config.num_stages)
     is_one = isinstance(asked, dict)
     entries = [one if isinstance(one, dict) else {"device": one}
                for one in ([asked] if is_one else asked)]
@@ -97,23 +97,17 @@ def read_plan(config: EngineConfig, model_config: ModelConfig) -> list[Place]:
 
 
 def places(counts: list[int], on_disk: list[int]) -> list[Place]:
-    """By how many layers each stage has, and how many of them are on disk."""
-    return [Place(layers, apart(layers, some))
-            for layers, some in zip(spans(counts), on_disk, strict=True)]
+    """By how many layers each stage has, and how many of them are on disk, as far apart as they can
+    be. Example: [8, 9] and [2, 0] are 0..7, of which 3 and 7 are on disk, and 8..16."""
+    found: list[Place] = []
+    for count, some in zip(counts, on_disk, strict=True):
+        start = found[-1].layers.stop if found else 0
+        found.append(Place(range(start, start + count), tuple(
+            start + count * (i + 1) // some - 1 for i in range(some))))
+    return found
 
 
-def spans(counts: list[int]) -> list[range]:
-    """[10, 9, 9] -> 0..9, 10..18, 19..27"""
-    ends = [sum(counts[:i + 1]) for i in range(len(counts))]
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
-
-
-def apart(layers: range, count: int) -> tuple[int, ...]:
-    """As many of them, as far apart as they can be: 2 of 0..7 are 3 and 7."""
-    return tuple(layers[len(layers) * (i + 1) // count - 1] for i in range(count))
-
-
-def share_out(model_config: ModelConfig, stages: int) -> list[range]:
+def share_out(model_config: ModelConfig, stages: int) -> list[int]:
     """Equal parts, by weights. Rank 0 has fewer layers, because it has the head, too.
 
     Example: 28 layers and a head as large as 10 of them are 38 on 2 stages: 9 layers, and 19.
@@ -128,7 +122,7 @@ def share_out(model_config: ModelConfig, stages: int) -> list[range]:
     first = round((total + elsewhere * total / in_layers) / stages - elsewhere * total / in_layers)
     first = max(1, min(first, total - stages + 1))
     rest, others = total - first, stages - 1
-    return spans([first] + [rest * (i + 1) // others - rest * i // others for i in range(others)])
+    return [first, *(rest * (i + 1) // others - rest * i // others for i in range(others))]
 
 
 # ------------------------------------------------------------------- a stage
@@ -270,8 +264,11 @@ class LayerPlan(Extra):
         self.follow(self.plan)
 
     def follow(self, plan: list[Place]) -> None:
+        """Say where the layers are now: 0 to 9 (4 on disk), 10 to 27."""
         self.plan = plan
-        say(describe(plan))
+        say("layers: " + ", ".join(
+            f"{layers.start} to {layers.stop - 1}" + f" ({len(on_disk)} on disk)" * bool(on_disk)
+            for layers, on_disk in plan))
 
     def deploy(self, layer_plan: dict | list) -> None:
         """Put the layers elsewhere, between two steps, on the ranks that there are. Each request
@@ -326,10 +323,3 @@ def rebuild(runner: ModelRunner, head: torch.Tensor) -> None:
     with torch.inference_mode():
         runner.load()
     runner.start(num_blocks, max_model_len)
-
-
-def describe(plan: list[Place]) -> str:
-    """layers: 0 to 9 (4 on disk), 10 to 27"""
-    return "layers: " + ", ".join(
-        f"{layers.start} to {layers.stop - 1}" + (f" ({len(on_disk)} on disk)" if on_disk else "")
-        for layers, on_disk in plan)

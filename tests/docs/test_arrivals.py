@@ -16,9 +16,9 @@ pytestmark = pytest.mark.floor
 PAGE = read("docs/scheduling.md")
 
 
-def printed(*options: str) -> str:
+def printed(*options: str, page: str = PAGE, marker: str = "<!-- command -->") -> str:
     """By the page's command, with these options more."""
-    command = block_after(PAGE, "<!-- command -->").replace("\\\n", "").split()
+    command = block_after(page, marker).replace("\\\n", "").split()
     out = subprocess.run([sys.executable, *command[1:], *options], cwd=ROOT, capture_output=True,
                          text=True, encoding="utf-8")
     assert out.returncode == 0, out.stderr
@@ -33,6 +33,16 @@ def test_the_arrivals_under_each_policy(policy):
     start = [row[0] for row in rows].index(policy)
     assert [tuple(row[1:]) for row in rows[start:start + len(found)]] == found
     assert len(found) == (3 if policy == "priority" else 1)
+
+
+def test_what_max_wait_brings():
+    page = read("docs/layers.md")
+    rows = [row for row in rows_of(page[page.index("<!-- visits -->"):]) if len(row) == 4][1:]
+    assert len(rows) == 4
+    for wait, *shown in rows:
+        said = printed("--max-wait", wait, page=page, marker="<!-- visits -->")
+        found = re.search(r"^(\S+) steps.* TTFT mean (.*?), p99 (.*?) \|", said)
+        assert list(found.groups()) == shown
 
 
 def test_static_batches_are_told_apart():

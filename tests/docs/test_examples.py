@@ -16,6 +16,7 @@ from nanoserve import LLM, SamplingParams
 # Of a page: the marker before its program, and the one before what that prints.
 PROGRAMS = {
     "block-store": ("\n```python", "<!-- printed by the example above -->"),
+    "layers": ("\n```python", "<!-- printed by the napkin -->"),
     "lora": ("\n```python", "<!-- printed by the example above -->"),
     "models": ("\n```python", "<!-- printed by the pooling example -->"),
     "quantization": ("\n```python", "<!-- printed by the int8 example -->"),

@@ -16,7 +16,7 @@ from test_layer_plan import SMALL, texts
 from nanoserve import LLM, SamplingParams
 from nanoserve.device.build import cache_folder
 from nanoserve.extras import layer_disk
-from nanoserve.extras.layer_plan import LayerPlan, apart
+from nanoserve.extras.layer_plan import LayerPlan, places
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -92,8 +92,8 @@ def test_memory_is_held_and_given_back(tmp_path):
 @pytest.mark.parametrize("count, expected", [(0, ()), (1, (7,)), (2, (3, 7)), (3, (1, 4, 7)),
                                              (8, tuple(range(8)))])
 def test_layers_on_disk_are_as_far_apart_as_they_can_be(count, expected):
-    assert apart(range(8), count) == expected
-    assert apart(range(10, 18), count) == tuple(10 + i for i in expected)
+    assert places([8], [count])[0].on_disk == expected
+    assert places([10, 8], [0, count])[1].on_disk == tuple(10 + i for i in expected)
 
 
 @pytest.mark.parametrize("plan, message", [

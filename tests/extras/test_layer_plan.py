@@ -12,7 +12,7 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.extras.layer_plan import Stage, share_out
+from nanoserve.extras.layer_plan import Stage, places, share_out
 
 SMALL = dict(num_gpu_blocks_override=64, dtype="float32", device="cpu")
 PARAMS = [SamplingParams(temperature=0, max_tokens=14, logprobs=3),
@@ -69,7 +69,7 @@ def test_not_one_bit_is_another_than_on_one_rank(name, options, stages, checkpoi
 
 @pytest.mark.parametrize("name, options", [
     ("qwen3", dict(pipeline_parallel_size=2)),
-    ("gemma2", dict(layer_plan=[1, 1, 1], max_num_batched_tokens=24, max_num_seqs=7)),
+    ("gemma2", dict(layer_plan=[1, 1, 1], max_num_batched_tokens=24, max_num_seqs=11)),
     ("llama3.2", dict(layer_plan=[1, 1, 1], num_gpu_blocks_override=14, max_model_len=190)),
     ("mistral", dict(layer_plan=[2, 1], scheduling_policy="priority"))], ids=str)
 def test_steps_in_flight_change_no_text(name, options, checkpoints, prompts, ranks_in_threads):
@@ -172,8 +172,8 @@ def test_equal_parts_by_weight(checkpoints, tmp_path, layers, vocabulary, stages
                  tie_word_embeddings=True)
     (tmp_path / "config.json").write_text(json.dumps(config | sizes))
     plan = share_out(ModelConfig.from_folder(tmp_path), stages)
-    assert [len(one) for one in plan] == expected
-    assert [i for one in plan for i in one] == list(range(layers))
+    assert plan == expected
+    assert [i for one in places(plan, [0] * stages) for i in one.layers] == list(range(layers))
 
 
 @pytest.mark.parametrize("options, message", [
@@ -206,8 +206,8 @@ def test_sums_of_a_stream_are_those_that_the_next_norm_reads():
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_trace_has_tracks_of_steps_in_flight_and_of_stages(checkpoints, prompts, tmp_path,
                                                              ranks_in_threads, overlap):
-    """Slices of a track don't overlap. Those of two steps in flight do. A stage computes a step when
-    the one before it has, and rank 0 once more when all have."""
+    """Slices of a track don't overlap, those of two steps in flight do. A stage computes a step
+    when the one before it has, and rank 0 once more when all have."""
     with LLM(checkpoints["qwen3"], **SMALL, layer_plan=[1, 1, 1], trace=tmp_path / "it.json",
              async_scheduling=overlap) as llm:
         texts(llm, prompts[3:6])

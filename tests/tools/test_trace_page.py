@@ -411,8 +411,8 @@ def test_below_960_pixels_nothing_is_cut_off(browser, runs, width):
 
 
 def test_stages_are_lanes_as_high_as_they_are_full(browser, tmp_path):
-    """By hand: stage 0 computes during the first half of each step, and stage 1 for a quarter of its
-    time from there on; of step 3, to its end and on for a quarter of the next."""
+    """By hand: stage 0 computes during the first half of each step, and stage 1 for a quarter of
+    its time from there on; of step 3, to its end and on for a quarter of the next."""
     simulation = Simulation(list(map(parse, DEMO)), *DEMO_OPTIONS)
     simulation.record(str(tmp_path / "it.html"))
     simulation.finish()
