@@ -19,8 +19,8 @@ which may stand for other weights later. A hit also compares the root's identity
 
 Not known here: requests' text, the queue, KV bytes. Confessed: the mask is a hidden input of the
 layers, the only one in this project; and the product is computed for all columns, with zeros for
-the other adapters (docs/lora.md has its price). Road not taken: kernels that gather each token's
-own adapter (Punica, S-LoRA), which would be one more function in every twin.
+the other adapters (docs/training.md has its price). Road not taken: kernels that gather each
+token's own adapter (Punica, S-LoRA), which would be one more function in every twin.
 """
 
 import hashlib

@@ -122,7 +122,7 @@ TABLE = (
     Row("LLM SamplingParams call", "structured_outputs_config guided_decoding_backend "
         "guided_decoding guided_options_request guided_json guided_regex guided_choice "
         "guided_grammar regex ebnf grammar json_schema structural_tag",
-        "use structured_outputs={'json': ...} of SamplingParams, see docs/structured.md"),
+        "use structured_outputs={'json': ...} of SamplingParams, see docs/api.md"),
     Row("LLM", "logprobs_mode", "logprobs are the model's own, before any control and temperature",
         ("raw_logprobs",)),
     Row("LLM", "max_logprobs", "there is no limit to raise: every request may ask for all with "

@@ -13,23 +13,23 @@ from pages import ROOT, block_after, read, run
 
 from nanoserve import LLM, SamplingParams
 
-# Of a page: the marker before its program, and the one before what that prints.
-PROGRAMS = {
-    "block-store": ("\n```python", "<!-- printed by the example above -->"),
-    "layers": ("\n```python", "<!-- printed by the napkin -->"),
-    "lora": ("\n```python", "<!-- printed by the example above -->"),
-    "models": ("\n```python", "<!-- printed by the pooling example -->"),
-    "quantization": ("\n```python", "<!-- printed by the int8 example -->"),
-    "server": ("<!-- stories -->", "<!-- printed by the stories -->"),
-    "speculative": ("\n```python", "<!-- printed by the speculative example -->"),
-    "structured": ("\n```python", "<!-- printed by the example above -->"),
-    "training": ("## A hook on logits", "<!-- printed by the example above -->"),
-}
+# A page, the marker before its program, and the one before what that prints.
+PROGRAMS = [
+    ("api", "## Structured output", "<!-- printed by the structured example -->"),
+    ("block-store", "\n```python", "<!-- printed by the example above -->"),
+    ("layers", "\n```python", "<!-- printed by the napkin -->"),
+    ("models", "\n```python", "<!-- printed by the pooling example -->"),
+    ("quantization", "\n```python", "<!-- printed by the int8 example -->"),
+    ("server", "<!-- stories -->", "<!-- printed by the stories -->"),
+    ("speculative", "\n```python", "<!-- printed by the speculative example -->"),
+    ("training", "## A hook on logits", "<!-- printed by the example above -->"),
+    ("training", "## Adapters", "<!-- printed by the example of adapters -->"),
+]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_prints_what_is_shown(name):
-    page, (program, printed) = read(f"docs/{name}.md"), PROGRAMS[name]
+@pytest.mark.parametrize("name, program, printed", PROGRAMS)
+def test_a_program_prints_what_is_shown(name, program, printed):
+    page = read(f"docs/{name}.md")
     shown = block_after(page, printed)
     assert run("-c", block_after(page, program)) == shown
     if name == "block-store":

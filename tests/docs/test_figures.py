@@ -40,7 +40,7 @@ def test_forced_tokens_save_the_steps_that_the_page_shows():
     table = structured.steps_table(str(BUNDLED_MODEL), rounds=0)
     assert "near-tie" not in table
     shown = block_after(
-        read("docs/structured.md"), "<!-- printed by: python -m benchmarks.structured")
+        read("docs/api.md"), "<!-- printed by: python -m benchmarks.structured")
     assert [line[:-7].rstrip() for line in table.splitlines()] == shown.splitlines()
 
 

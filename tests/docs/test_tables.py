@@ -45,7 +45,7 @@ def test_every_file_of_the_core_has_its_counterpart_in_vllm():
             assert re.search(r"\(`(vllm|csrc|cmake)/.*\)$", said), name
 
 
-@pytest.mark.parametrize("page, enough", [("architecture", 40), ("questions", 9)])
+@pytest.mark.parametrize("page, enough", [("architecture", 40), ("map", 9)])
 def test_what_a_page_names_is_in_the_file(page, enough):
     """`[scheduler](...): `order`, ...`: scheduler.py must have that word."""
     behind = r"\]\(\.\./(nanoserve/[\w/]+\.py)\)(?::| \()\s*((?:`[\w.]+`(?:, | and )?)+)"
