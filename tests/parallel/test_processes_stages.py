@@ -47,10 +47,13 @@ def test_ctrl_c_leaves_stages_usable(start, expected):
     llm = start(**STAGES)
     for wait in (0.01, 0.05, 0.11, 0.2):
         timer = threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            while True:
-                run(llm, [[i + 1, *PROMPT] for i in range(5)])
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                while True:
+                    run(llm, [[i + 1, *PROMPT] for i in range(5)])
+        finally:
+            timer.cancel()  # another error must not leave a Ctrl-C for the next test
         assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
         assert run(llm)[0].outputs[0].token_ids == expected()
 
