@@ -181,9 +181,6 @@ class LLMEngine:
                     for call in self.before_launch:
                         call(step)
                     step.output = self.runner.launch(step)
-                for seq, error in step.output.failed.items():  # its request ends, and no other
-                    say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
-                    self._abort(filter(None, [self.requests.get(seq.request.request_id)]), why)
             in_flight = self.scheduler.in_flight
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
                 self._take_result()
@@ -206,6 +203,9 @@ class LLMEngine:
         step = self.scheduler.in_flight[0]
         with self.turns.interruptible():
             token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
+        for seq, error in step.output.failed.items():  # its request ends, and no other
+            say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
+            self._end(filter(None, [self.requests.get(seq.request.request_id)]), why)
         self._keep_prompt_logprobs(step, prompt_logprobs)
         grown = self.scheduler.update(step, token_ids)
         for observer in self.observers:
@@ -264,8 +264,20 @@ class LLMEngine:
         and from anywhere. An error of a tokenizer is raised behind all outputs."""
         self.turns.post(lambda: self._abort(requests))
 
-    def _abort(self, requests: Iterable[Request], why: str | None = None) -> None:
+    def _abort(self, requests: list[Request]) -> None:
         """End them now. If no request is left, the steps in flight are finished here, too."""
+        errors = self._end(requests)
+        try:
+            while self.scheduler.in_flight and not self.requests:
+                self.advance()  # which schedules nothing, and takes one step's result
+        except BaseException:
+            self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
+            raise
+        if errors:
+            raise errors[0]
+
+    def _end(self, requests: Iterable[Request], why: str | None = None) -> list[Exception]:
+        """Abort and hand over. Returns the errors of tokenizers."""
         errors: list[Exception] = []
         for request in requests:
             if self.requests.get(request.request_id) is not request:
@@ -277,14 +289,7 @@ class LLMEngine:
             except Exception as error:
                 errors.append(error)
             self._hand_over([request], request.sequences)
-        try:
-            while self.scheduler.in_flight and not self.requests:
-                self.advance()  # which schedules nothing, and takes one step's result
-        except BaseException:
-            self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
-            raise
-        if errors:
-            raise errors[0]
+        return errors
 
     def shutdown(self) -> None:
         """Give back all memory. The engine can't be used afterwards; a second call is harmless.

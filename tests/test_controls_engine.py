@@ -290,6 +290,25 @@ def test_an_error_in_a_requests_own_function_ends_this_request_alone(llm, count,
     llm.scheduler.check()
 
 
+@pytest.mark.parametrize("options", [
+    dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2), dict(async_scheduling=True),
+    dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))], ids=str)
+def test_no_rank_and_no_step_in_flight_is_lost_by_such_an_error(ranks_in_threads, qwen3, options):
+    def fails_later(token_ids, logits):
+        return logits if len(token_ids) < 2 else 1 / 0
+
+    with LLM(qwen3, dtype="float32", num_gpu_blocks_override=16, **options) as llm:
+        expected = run(llm, greedy()).token_ids
+        params = [greedy(logits_processors=[fails_later]), greedy()]
+        for count in (1, 2):
+            failed, *others = llm.generate([PROMPT] * count, params[:count], use_tqdm=False)
+            assert failed.outputs[0].finish_reason == "abort"
+            assert failed.outputs[0].token_ids == expected[:2]
+            assert [out.outputs[0].token_ids for out in others] == [expected] * (count - 1)
+            assert run(llm, greedy()).token_ids == expected
+        llm.scheduler.check()
+
+
 def test_a_repetition_penalty_that_the_model_recommends(qwen3, tmp_path, naive):
     """generation_config.json may ask for one (Qwen2.5's does): it was refused, and is applied."""
     folder = shutil.copytree(qwen3, tmp_path / "qwen3")

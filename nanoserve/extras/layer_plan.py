@@ -215,9 +215,11 @@ class Later:
             while (one := stage.coming.popleft()) is not self:
                 one.receive()
             hidden, began = self.receive(), time.time()
-            output = self.finish(stage.norm(hidden)).tolist()
+            output = self.finish(stage.norm(hidden))
+            self.failed = output.failed
+            tokens = output.tolist()
             self.spans.append((0, began, time.time()))
-            return output
+            return tokens
 
     def receive(self) -> torch.Tensor:
         """What the last stage has sent, and when each of the others computed."""
