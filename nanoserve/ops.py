@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from nanoserve.batch import Batch
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
-           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
-           "short_conv"]
+           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 Floors = tuple[torch.Tensor, torch.Tensor]  # see `floors`
@@ -220,26 +219,6 @@ def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state
             states[source] = S + k * beta[t, :, None, None] * error
             out[t] = (q * states[source]).sum(1) * key_dim ** -0.5
     return out
-
-
-def short_conv(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, sources: torch.Tensor,
-               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """SiLU of each channel's last `width` numbers, weighted and summed up: what tells neighbours
-    apart in front of a recurrent state (Gu and Dao 2023).
-
-    x: (num_tokens, channels); weight: (width, channels); states: (num_states, width - 1, channels),
-    the numbers before a row's first and behind its tokens, as in `delta_rule`. Both in float32."""
-    t, before = torch.arange(len(x), device=x.device), len(weight) - 1
-    row = torch.arange(len(sources), device=x.device).repeat_interleave(
-        starts.diff(), output_size=len(x))[:, None]
-    line = torch.cat((states[sources].flatten(0, 1), x.float()))  # first what rows begin with
-    at = t[:, None] + torch.arange(-before, 1, device=x.device)  # each token and those before it
-    at = torch.where(at < starts[row], (row + 1) * before + at - starts[row],
-                     len(sources) * before + at)
-    windows = line[at]  # (num_tokens, width, channels)
-    last = torch.cat((slots[1:] != slots[:-1], t[-1:] >= 0))  # of those that share a slot
-    states[slots[last]] = windows[last, 1:]
-    return F.silu((windows * weight).sum(1)).to(x.dtype)
 
 
 # ------------------------------------------------------------------- sampling

@@ -21,8 +21,7 @@ from nanoserve.device.choice import namespace
 from nanoserve.sequence import Step
 
 NAMES = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
-         "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
-         "short_conv"]
+         "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 # How far a result may be from float64's, relative to the largest number: of one rounding.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CPU = torch.device("cpu")
@@ -477,7 +476,6 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
 
     def everything() -> list[torch.Tensor]:
         cache, states = ops.new_cache(num_blocks, 16, 2, 32, dtype, CPU), state.clone()
-        lines = torch.zeros(3, 2, 256)
         write(ops, cache, *stored, list(range(num_blocks * 16)))
         return [ops.linear(x, weight, bias), ops.act_and_mul(x, "silu"),
                 *ops.add_rms_norm(x, x, torch.ones(256), 1e-6),
@@ -488,9 +486,6 @@ def test_the_compiled_twins_numbers_do_not_depend_on_the_threads(count_threads, 
                 ops.delta_rule(delta, *gates, states, torch.tensor([2, 0]),
                                torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()),
                 states,
-                ops.short_conv(x, torch.ones(3, 256), lines, torch.tensor([2, 0]),
-                               torch.tensor([2] + [0] * 69), torch.tensor([0, 1, 70]).int()),
-                lines,
                 ops.draw(logits, torch.ones(33), seeds, seeds)]
 
     expected = everything()

@@ -1,7 +1,6 @@
-"""The delta rule and its convolution in each namespace, against their formulas in float64."""
+"""The delta rule in each namespace, against the paper's formula in float64, token by token."""
 
 import math
-from itertools import accumulate
 
 import pytest
 import torch
@@ -75,29 +74,3 @@ def test_a_state_does_not_depend_on_how_its_tokens_are_cut(ops):  # noqa: F811
     cut = [one.split([1, 7, 33]) for one in (qkv, *gates)]
     got = [fold(parts, *one) for one in zip(*cut, strict=True)]
     assert torch.equal(torch.cat(got), expected) and torch.equal(parts, whole)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("channels, width", [(6, 4), (300, 3), (1100, 2)])
-def test_the_convolution(ops, dtype, channels, width, rows):  # noqa: F811
-    """Number by number. A row begins with nothing, one with ones; states of others are NaN."""
-    lens, sources, left = ROWS[rows]
-    slots = [slot for n, each in zip(lens, left, strict=True) for slot in each * (n // len(each))]
-    states = torch.full((13, width - 1, channels), math.nan)
-    x, weight = numbers(sum(lens), channels, dtype=dtype), torch.randn(width, channels)
-    for i, source in enumerate(sources):
-        states[source] = (torch.zeros, torch.ones, torch.randn)[i % 3](width - 1, channels)
-    kept, after, ends = x.clone(), states.clone(), [0, *accumulate(lens)]
-    out = torch.zeros(len(x), channels, dtype=torch.float64)
-    for source, start, end in zip(sources, ends, ends[1:], strict=False):
-        line = [*states[source], *x[start:end].float()]
-        for t in range(start, end):
-            window = line[t - start:][:width]  # the last one is this token's
-            total = sum(one.double() * w.double() for one, w in zip(window, weight, strict=True))
-            out[t], after[slots[t]] = total * total.sigmoid(), torch.stack(window[1:])
-    got = ops.short_conv(x, weight, states, torch.tensor(sources, dtype=torch.int64),
-                         torch.tensor(slots, dtype=torch.int64), torch.tensor(ends).int())
-    assert got.dtype == dtype and torch.equal(x, kept)
-    assert torch.equal(states.nan_to_num(7), after.nan_to_num(7))
-    if len(x):
-        close(got, out, 2)

@@ -108,7 +108,7 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
     pools = f", {runner.pooler}" if runner.pooler else ""
     text = ", text only" if runner.model_config.has_towers else ""
     if text and runner.model.left_out:
-        text += f", {runner.model.left_out / 1e9:.2g} GB of vision left out"
+        text += f", {runner.model.left_out / 1e9:.2g} GB of towers left out"
     reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
     stored = "" if c.kv_cache_dtype == "auto" else f" in {c.kv_cache_dtype}"
     dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"

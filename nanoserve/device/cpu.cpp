@@ -803,40 +803,6 @@ void delta_rule(const T *qkv, const float *decay, const float *beta, float *stat
     });
 }
 
-// A portion is some of a row's channels. Its last lines are in a ring, the oldest is overwritten.
-template <class T>
-void short_conv(const T *x, const float *weight, float *states, const int64_t *sources,
-                const int64_t *slots, const int32_t *starts, T *out, long tokens, long channels,
-                long width, long before, long rows) {
-    constexpr long SOME = 256;
-    const long parts = ceil_div(channels, SOME);
-    share_out(rows * parts, tokens * channels > 16384, [&](long i) {
-        const long row = i / parts, first = i % parts * SOME;
-        const long count = std::min(SOME, channels - first);
-        float *ring = scratch<float>(0, width * SOME);
-        const auto line = [&](long n) { return ring + n % width * SOME; };
-        const auto state_at = [&](long slot, long n) {
-            return states + (slot * before + n) * channels + first;
-        };
-        for (long n = 0; n < before; n++)
-            std::memcpy(line(n), state_at(sources[row], n), 4 * count);
-        for (long start = starts[row], t = start, end = starts[row + 1]; t < end; t++) {
-            const long oldest = t - start, at = t * channels + first;
-            float sums[SOME] = {}, *newest = line(oldest + before);
-            for (long c = 0; c < count; c++) newest[c] = wide(x[at + c]);
-            for (long j = 0; j < width; j++) {
-                const float *numbers = line(oldest + j), *weights = weight + j * channels + first;
-                for (long c = 0; c < count; c++) sums[c] += numbers[c] * weights[c];
-            }
-            for (long c = 0; c < count; c++)
-                narrow(sums[c] / (1 + fast_exp(-sums[c])), out[at + c]);
-            if (t + 1 < end && slots[t + 1] == slots[t]) continue;
-            for (long n = 0; n < before; n++)
-                std::memcpy(state_at(slots[t], n), line(oldest + 1 + n), 4 * count);
-        }
-    });
-}
-
 // ----------------------------------------------------------------- sampling
 
 // The first of the highest.
@@ -979,9 +945,6 @@ extern "C" const Function functions[] = {
     FUNCTION(delta_rule, T qkv[tokens channels], f32 decay[tokens heads], f32 beta[tokens heads],
              f32 states[_states heads key_size size], i64 sources[rows], i64 slots[tokens],
              i32 starts[_ends] -> T out[tokens heads size]),
-    FUNCTION(short_conv, T x[tokens channels], f32 weight[width channels],
-             f32 states[_states before channels], i64 sources[rows], i64 slots[tokens],
-             i32 starts[_ends] -> T out[tokens channels]),
     FUNCTION(argmax, T logits[rows size] -> i64 out[rows]),
     FUNCTION(floors, T logits[rows size], f32 temperature[rows], i32 top_k[rows], f32 top_p[rows],
              f32 min_p[rows] -> f32 out[rows], i32 last[rows]),

@@ -23,8 +23,7 @@ from nanoserve.device.library import functions_of, in_float32
 from nanoserve.device.memory import zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
-           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
-           "short_conv"]
+           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
@@ -120,12 +119,6 @@ def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state
                sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     return LIBRARY.delta_rule(qkv, decay, beta, states, sources, slots, starts,
                               _ends=len(sources) + 1)
-
-
-def short_conv(x: torch.Tensor, weight: torch.Tensor, states: torch.Tensor, sources: torch.Tensor,
-               slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    return LIBRARY.short_conv(x.contiguous(), weight, states, sources, slots, starts,
-                              before=len(weight) - 1, _ends=len(sources) + 1)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

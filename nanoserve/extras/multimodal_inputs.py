@@ -143,8 +143,9 @@ def from_url(url: str) -> bytes:
     """The bytes of a data: URL."""
     head, _, data = url.partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise ValueError(f"a text must be data:...;base64,..., got {url[:60]!r}: nothing is fetched"
-                         " and no file is opened for it, send the image or the sound itself")
+        raise ValueError(f"an image or a sound that is a str must be data:...;base64,..., got "
+                         f"{url[:60]!r}: nothing is fetched and no file is opened for it, send the "
+                         "image or the sound itself")
     if len(data) > MAX_BYTES * 4 // 3:
         raise ValueError(f"a data: URL of {len(data):,} characters is too large: at most "
                          f"{MAX_BYTES * 4 // 3:,}, send a smaller one")

@@ -295,7 +295,7 @@ class RecurrentModel(TransformersModel):
         if fast:
             module.forward = DeltaNet(weakref.proxy(module), self.on.ops).forward
             conv = "conv", module.layer_idx, 0
-            self.shapes[conv] = self.shapes[conv].float().mT[:, 1:]  # as `short_conv` has it
+            self.shapes[conv] = self.shapes[conv].transpose(1, 2)[:, 1:]  # see `DeltaNet.convolve`
         else:
             module.forward = partial(by_rows, partial(type(module).forward, weakref.proxy(module)),
                                      keys)

@@ -78,7 +78,7 @@ def test_what_is_left_out_is_said_in_bytes_and_never_read(folders, tmp_path, cap
     save_file(tensors | towers, tmp_path / "model.safetensors")
     for impl in ("nanoserve", "transformers"):
         start(tmp_path, model_impl=impl).shutdown()
-        assert f"text only, {5e6 * len(towers) / 1e9:.2g} GB of vision left out" in (
+        assert f"text only, {5e6 * len(towers) / 1e9:.2g} GB of towers left out" in (
             capsys.readouterr().err)
 
 
