@@ -147,6 +147,17 @@ def test_two_that_come_to_one_boundary_leave_one_snapshot(depth):
                         num_blocks=20, block_size=4, depth=depth)
 
 
+def test_a_boundary_behind_a_wrong_draft_gets_no_snapshot():
+    """There is one snapshot. Drafts up to 8 evict that of 4, and one of them is wrong: what was
+    copied is no state of 4 tokens, which whoever has the same prompt would go on from."""
+    seen = Counter()
+    for prompt in (FAMILIES[0][:5], FAMILIES[1][3:8], FAMILIES[0][5:10]):
+        for arrival in range(2, 8):
+            run_with_states(Ask(prompt, 9, ignore_eos=True), Ask(prompt, 3, arrival=arrival),
+                            num_snapshots=1, num_blocks=20, block_size=4, num_drafts=3, seen=seen)
+    assert seen["hit"] and seen["accepted"] < seen["draft"], seen
+
+
 # ---------------------------------------------------------- states, at random
 
 
