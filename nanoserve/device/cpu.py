@@ -20,7 +20,7 @@ from nanoserve import ops
 from nanoserve.batch import Batch
 from nanoserve.device.build import load
 from nanoserve.device.library import functions_of, in_float32
-from nanoserve.device.memory import zeros
+from nanoserve.device.memory import return_freed_memory, zeros
 
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
            "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
@@ -39,6 +39,7 @@ class Panels(NamedTuple):
 
 
 def pack(weight: torch.Tensor) -> Panels:
+    return_freed_memory()  # of the matrix before: else a model is in memory nearly twice
     weight = in_float32(weight).contiguous()
     *count, outputs, inputs = weight.shape
     units = -(-inputs * weight.itemsize // 4)
