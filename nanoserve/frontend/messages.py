@@ -12,9 +12,10 @@ is each message's text in it, and no Python object? If not, the next form is tri
 
 Invariants: an empty list, null and an absent key are one thing, and a template sees none of them
 (in the place of a content that is not there it sees ""). And no message is dropped without a word:
-one whose text or calls no form brings into the prompt is an error. A text that isn't found may have
-been changed on purpose, trimmed say, so the conversation is rendered once more with marks for texts
-and for the names of calls.
+one whose text no form brings into the prompt is an error. A text that isn't found may have been
+changed on purpose, trimmed say, so the conversation is rendered once more with marks for texts and
+for the names of calls. Calls that no form writes are passed over: clients send their history to
+models without tools, too, and the template says what such a model is to see.
 
 Not known here: tokens. Road not taken: to read the template's source, as vLLM does to find out
 whether it loops over parts; what it does is what counts.
@@ -32,6 +33,7 @@ class Taken(dict):
 def render_messages(conversation: list[dict], render: Callable[[list[dict]], str]) -> str:
     """Raises `ValueError` for a message that is none, or that the template refuses or drops."""
     messages, why = [_tidy(message, f"messages.{i}") for i, message in enumerate(conversation)], ""
+    without_calls = ""
     has_developer = any(message["role"] == "developer" for message in messages)
     has_calls = any("tool_calls" in message for message in messages)
     for form in product((False, True), (False, True)[:1 + has_developer],
@@ -45,20 +47,25 @@ def render_messages(conversation: list[dict], render: Callable[[list[dict]], str
         except Exception as error:  # a template is a program of its own
             why = why or f"the chat template refuses this conversation: {error}"
             continue
-        if dropped := _find_dropped(given, prompt, render):
-            why = why or "the chat template does not write " + (
-                f"this message: {str(dropped)[:80]}: put it into a message of the user's, or choose"
-                " another template" if dropped["content"] else
-                "calls: leave a turn's tool_calls out, or choose another template")
+        dropped, has_all_calls = _find_dropped(given, prompt, render)
+        if dropped:
+            why = why or (f"the chat template does not write this message: {str(dropped)[:80]}: put"
+                          " it into a message of the user's, or choose another template")
         elif not any(one and not isinstance(one, str) and str(one) in prompt for one in objects):
-            return prompt
+            if has_all_calls:
+                return prompt
+            without_calls = without_calls or prompt
+    if without_calls:
+        return without_calls
     raise ValueError(why or "the chat template writes calls or parts as Python does, and not as "
                      "JSON or text: choose another template")
 
 
-def _find_dropped(messages: list[dict], prompt: str, render: Callable) -> dict | None:
-    """The first message whose texts, or calls, are not written. A short text may be in the prompt
-    by chance, so that is proof enough only if all are of the usual roles, and there in order."""
+def _find_dropped(messages: list[dict], prompt: str,
+                  render: Callable) -> tuple[dict | None, bool]:
+    """The first message whose texts are not written, and whether all calls are. A short text may be
+    in the prompt by chance, so that is proof enough only if all are of the usual roles, and there
+    in order."""
     texts = [_texts(message["content"]) for message in messages]
     at = 0  # each text is looked for behind the one before it: a long chat is read once
     if all(message["role"] in ("user", "assistant") and "tool_calls" not in message
@@ -69,7 +76,7 @@ def _find_dropped(messages: list[dict], prompt: str, render: Callable) -> dict |
                 break
             at += len(text)
         else:
-            return None
+            return None, True
     marks = [[text and f"mark{i}mark{j}mark" for j, text in enumerate(own)]
              for i, own in enumerate(texts)]
     names = [f"call{i}mark" if "tool_calls" in one else "" for i, one in enumerate(messages)]
@@ -77,8 +84,9 @@ def _find_dropped(messages: list[dict], prompt: str, render: Callable) -> dict |
         prompt = render([_marked(*one) for one in zip(messages, marks, names, strict=True)])
     except Exception:  # the template looks into the text: then that counts
         marks, names = texts, [""] * len(texts)
-    return next((message for message, own, name in zip(messages, marks, names, strict=True)
-                 if not all(part in prompt for part in (*own, name))), None)
+    dropped = (message for message, own in zip(messages, marks, strict=True)
+               if not all(part in prompt for part in own))
+    return next(dropped, None), all(name in prompt for name in names)
 
 
 def _texts(content: str | list) -> list[str]:

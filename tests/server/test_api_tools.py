@@ -261,7 +261,7 @@ def test_without_the_library_auto_is_read_and_required_is_refused(server, monkey
 def test_a_template_without_calls_has_its_tools_refused(server):
     from nanoserve.server.tool_grammar import Turns
     turns = Turns(server.llm, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert "does not write calls" in turns.form.why
+    assert "does not write them" in turns.form.why
     assert Turns(server.llm, TEMPLATES["Qwen3"]).form.why == ""
 
 

@@ -265,7 +265,7 @@ def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
 @pytest.mark.parametrize(("template", "why"), [
     ("{% for m in messages %}{{ m.content }}{{ m.tool_calls.x.y }}{% endfor %}",
      "has no attribute"),
-    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not write calls"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "does not write them"),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<call>"
      "{{ c.function.name }} {{ c.function.arguments | tojson | upper }}</call>{% endfor %}\n"
      "{% endfor %}", "neither JSON nor between markers"),
