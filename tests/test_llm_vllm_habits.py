@@ -42,8 +42,10 @@ def test_a_chat_that_was_tokenized_outside_is_a_prompt(llm):
 
 
 def test_what_else_vllm_puts_into_a_prompt_is_refused(llm):
-    for word, value in (("cache_salt", "x"), ("multi_modal_data", {"image": 1})):
-        with pytest.raises(ValueError, match=f"prompt 1: a prompt: {word}=.* is not supported"):
+    for word, value, why in (("cache_salt", "", "cache_salt must be a text"),
+                             ("cache_salt", 5, "cache_salt must be a text"),
+                             ("multi_modal_data", {"image": 1}, "a prompt: .* not supported")):
+        with pytest.raises(ValueError, match=f"prompt 1: {why}"):
             run(llm, ["Hello", {"prompt": "Hello", word: value}], greedy())
     assert len(run(llm, {"prompt": "Hello", "cache_salt": None}, greedy())) == 1
 

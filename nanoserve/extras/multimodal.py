@@ -54,7 +54,7 @@ from nanoserve.extras.transformers_model import TransformersModel, refusal
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.prompts import Prompt
+from nanoserve.frontend.prompts import Prompt, salt_of
 from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence, Step
 
@@ -219,7 +219,8 @@ class MultimodalInputs(InputProcessor):
     def process(self, request_id: str, prompt: Prompt, *args) -> Request:
         """As for texts; raises `ValueError` for what is no image, too large, or one too many."""
         text, ids, pictures = self.see(prompt)
-        request = super().process(request_id, {"prompt": text, "prompt_token_ids": ids}, *args)
+        request = super().process(request_id, {
+            "prompt": text, "prompt_token_ids": ids, "cache_salt": salt_of(prompt)}, *args)
         found = request.prompt_token_ids.count(self.eyes.token_id)
         if found != (needed := sum(picture.num_tokens for picture in pictures)):
             raise ValueError(f"the prompt has {found} placeholders (token {self.eyes.token_id}), "

@@ -40,7 +40,8 @@ from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.prompts import Prompt, as_list, one_for_each
+from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
+from nanoserve.frontend.request import salted
 from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
 from nanoserve.words import rules
 from nanoserve.words.rules import option
@@ -132,6 +133,7 @@ class PoolingRequest:
     lora_request: object = None  # this and the next two: as in `Request`
     adapter_id: int = 0
     root: CacheEntry | None = None
+    cache_salt: str | None = None
 
     @property
     def pooling_type(self) -> str:
@@ -149,7 +151,7 @@ class PoolingRequest:
         ids = self.prompt_token_ids
         core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
                            self.stats.arrival_time, max_num_tokens=len(ids),
-                           adapter_id=self.adapter_id, root=self.root)
+                           adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt))
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
         self.sequences = [Sequence(core, list(ids), num_prompt_logprobs=num_pooled)]
@@ -335,12 +337,13 @@ class PoolingInputs(InputProcessor):
         params = replace(params, task=task,
                          dimensions=params.dimensions or self.pooler.dimensions,
                          use_activation=self.pooler.use_activation if use is None else use)
+        salt = salt_of(prompt)
         if task.endswith("embed"):
             prompt = self.pooler.begin(prompt, params.prompt_name or self.pooler.default_prompt)
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(ids, params.truncate_prompt_tokens)
         return PoolingRequest(request_id, text, ids, params, priority, self.pooler,
-                              lora_request=lora_request)
+                              lora_request=lora_request, cache_salt=salt)
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """Not yet, where `process` may put another text in front."""

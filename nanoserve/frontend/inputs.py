@@ -25,7 +25,7 @@ from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.frontend.messages import render_messages
 from nanoserve.frontend.outputs import RequestStateStats
-from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt
+from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of
 from nanoserve.frontend.request import Request
 from nanoserve.words.vllm import in_our_words
 
@@ -76,7 +76,7 @@ class InputProcessor:
         longest = limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
         return Request(request_id, text, ids, params, priority, longest, eos_ids, late_ids,
-                       bad_word_ids, self.tokenizer, lora_request,
+                       bad_word_ids, self.tokenizer, lora_request, salt_of(prompt),
                        stats=RequestStateStats(arrival_time=time.time()))
 
     def check_envelope(self, request_id: str, priority: int, lora_request: object) -> None:
@@ -163,7 +163,8 @@ class InputProcessor:
     def _read_dict(self, prompt: dict) -> tuple[str | None, list[int] | None]:
         """`TextPrompt`, `TokensPrompt`, or both in one."""
         try:
-            known = in_our_words("a prompt", "prompt", prompt, ("prompt", "prompt_token_ids"))
+            known = in_our_words("a prompt", "prompt", prompt,
+                                 ("prompt", "prompt_token_ids", "cache_salt"))
         except TypeError:  # a key that no template takes
             known = {}
         text, ids = known.get("prompt"), known.get("prompt_token_ids")

@@ -25,6 +25,7 @@ class TextPrompt(TypedDict):
     """A text, which the engine tokenizes."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -32,6 +33,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 def is_token_id(value: object) -> bool:
@@ -64,6 +66,16 @@ def one_for_each(value: object, count: int, name: str) -> list:
         raise ValueError(f"{name} has {len(value)} entries for {count} prompts: give one for each, "
                          "or a single one for all")
     return list(value)
+
+
+def salt_of(prompt: Prompt) -> str | None:
+    """The `cache_salt` of a prompt: its blocks are found by prompts with the same salt alone, so
+    nobody else learns by the time of an answer what was asked before. Raises `ValueError`."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ValueError(f"cache_salt must be a text that is not empty, got {salt!r:.80}: leave it "
+                         "out to share the prefix cache with everybody")
+    return salt
 
 
 def encoded_prompts(encoding: UserDict) -> list[list[int]]:

@@ -17,7 +17,9 @@ what has been told to a caller is a fact about one request.
 """
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import xxhash
 
@@ -50,6 +52,7 @@ class Request:
     bad_word_ids: list[list[int]]
     tokenizer: Tokenizer | None  # None: no text is made
     lora_request: object = None  # the adapter that it names: extras/lora.py
+    cache_salt: str | None = None  # only requests with the same one find its blocks
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
@@ -78,7 +81,8 @@ class Request:
             self.request_id, params, arrival, self.priority, self.stats.arrival_time,
             self.max_num_tokens, stop_ids=self.eos_ids | frozenset(params.stop_token_ids),
             eos_ids=self.eos_ids, late_ids=self.late_ids, bad_word_ids=self.bad_word_ids,
-            adapter_id=self.adapter_id, root=self.root, contents=self.contents)
+            adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt),
+            contents=self.contents)
         seed = f"{engine_seed} {arrival}" if params.seed is None else params.seed
         for index in range(params.n):
             # Only the first sample scores the prompt, whose last position predicts an output token.
@@ -169,3 +173,15 @@ class Request:
         if self.params.output_kind is RequestOutputKind.DELTA:
             self.num_told_of_prompt = len(prompt)
         return prompt[start:]
+
+
+# One root for each salt, as long as a request or a cached block begins at it.
+SALTED: WeakValueDictionary[tuple[CacheEntry | None, str], CacheEntry] = WeakValueDictionary()
+
+
+def salted(root: CacheEntry | None, salt: str | None) -> CacheEntry | None:
+    """The root, of an adapter say, for those who know the salt."""
+    if salt is None:
+        return root
+    key = sha256((b"" if root is None else root.key) + salt.encode(errors="surrogatepass")).digest()
+    return SALTED.setdefault((root, salt), CacheEntry(key, -1, [], root))

@@ -143,6 +143,7 @@ class Server:
                       "prompt": text, "prompt_token_ids": ids}
         request = self.llm.make_request(request_id, prompt, params, body.priority or 0,
                                         self.lora_requests.get(body.model))
+        request.cache_salt = body.cache_salt
         count, limit = len(request.prompt_token_ids), self.llm.config.max_model_len
         if body.limit() is not None and count + body.limit() > limit:
             raise BadRequest(

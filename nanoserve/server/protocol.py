@@ -57,6 +57,7 @@ Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many 
 # A text, or Cohere's {"text": ...}.
 Text = Annotated[str, BeforeValidator(
     lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
+Salt = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
@@ -135,6 +136,7 @@ class GenerationBody(Controls):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # newer than max_tokens
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Cut | None = None
+    cache_salt: Salt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
 from nanoserve.server.answers import DONE
-from nanoserve.server.protocol import BadRequest, Body, ChatBody, wrong_shape
+from nanoserve.server.protocol import BadRequest, Body, ChatBody, Salt, wrong_shape
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
@@ -55,13 +55,15 @@ class Language(Body):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
+    cache_salt: Salt | None = None
 
     def chat(self) -> ChatBody:
         """Raises `ValueError`."""
         options = dict(include_usage=True, continuous_usage_stats=True) if self.stream else None
         try:
             data = dict(self.as_chat(), model=self.model, temperature=self.temperature,
-                        top_p=self.top_p, stream=self.stream, stream_options=options)
+                        top_p=self.top_p, stream=self.stream, stream_options=options,
+                        cache_salt=self.cache_salt)
             return ChatBody(**data)
         except ValidationError as error:
             first, *_ = error.errors()

@@ -142,8 +142,10 @@ TABLE = (
     Row("SamplingParams call", "truncate_prompt_tokens", "pass the last token ids of the prompt; "
         "for a pooling model set it in PoolingParams"),
     Row("LLM prompt body", "enable_prompt_embeds prompt_embeds", "a prompt is a text or token ids"),
-    Row("SamplingParams prompt", "cache_salt skip_reading_prefix_cache", "make the engine with "
-        "enable_prefix_caching=False, and no request can tell what another one has said"),
+    Row("SamplingParams prompt", "skip_reading_prefix_cache", "make the engine with "
+        "enable_prefix_caching=False, or give each prompt a cache_salt of its own"),
+    Row("SamplingParams", "cache_salt", "it goes with a prompt, {'prompt': ..., 'cache_salt': ...},"
+        " or into the body of a completion or a chat"),
     Row("call", "prompt_token_ids", "pass them as the prompts: [{'prompt_token_ids': [...]}, ...]"),
     Row("call", "prompt_adapter_request", "use lora_request="),
     Row("call", "tools", "calls are a chat's: use chat(tools=...)"),

@@ -38,7 +38,6 @@ NOT_SERVED = [
     ("kv_transfer_params", {"a": 1}, "kv_store", [{}]), ("prompt_embeds", "x", "token ids", [""]),
     ("thinking", {"type": "enabled"}, "chat_template_kwargs", [{"type": "disabled"}]),
     ("detokenize", False, "return_token_ids", [True]), ("documents", ["x"], "message", [[]]),
-    ("cache_salt", "x", "enable_prefix_caching", []),
     ("mm_processor_kwargs", {"a": 1}, "as the checkpoint says", [{}])]
 
 
