@@ -33,7 +33,6 @@ from nanoserve.server.protocol import ChatBody, CompletionBody
 from nanoserve.server.tools import Reader
 
 MIN_LOGPROB = -9999.0  # vLLM's
-DONE = b"data: [DONE]\n\n"
 
 
 def event(data: dict) -> bytes:
@@ -58,7 +57,7 @@ class Answer:
         self.num_output = 0
         self.first = {request.request_id: index * self.body.num_samples
                       for index, request in enumerate(self.requests)}
-        self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
+        self.scored: dict[str, list] = {}  # prompt logprobs of a whole answer's requests
 
     def head(self, name: str) -> dict:
         return dict(id=self.id, object=name, created=self.created, model=self.model)
@@ -72,10 +71,10 @@ class Answer:
                     prompt_tokens_details=dict(cached_tokens=sum(self.num_cached.values())))
 
     def _take(self, output: RequestOutput) -> None:
-        """Count it, and keep the prompt's logprobs, which come in pieces in a stream."""
+        """Count it."""
         self.num_cached[output.request_id] = output.num_cached_tokens or 0
         self.num_output += sum(len(sample.token_ids) for sample in output.outputs)
-        self.scored[output.request_id] += output.prompt_logprobs or []
+        self.scored[output.request_id] = output.prompt_logprobs or []
 
     async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
         """All of it, when all requests have ended (their outputs are FINAL_ONLY)."""
@@ -89,15 +88,15 @@ class Answer:
         return self.head(self.whole_name) | dict(choices=choices, usage=self.usage(),
                                                  **self.beside_choices())
 
-    async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[bytes]:
-        """Events, one for each choice that has news (outputs are DELTA)."""
+    async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[dict]:
+        """One for each choice that has news (outputs are DELTA)."""
         head = self.head(self.piece_name)
 
-        def piece(data: dict) -> bytes:
+        def piece(data: dict) -> dict:
             if self.body.include_usage:  # OpenAI's: there in every piece, and null until the last
                 goes_along = self.body.stream_options.continuous_usage_stats
                 data["usage"] = self.usage() if goes_along else None
-            return event(head | data)
+            return head | data
 
         ended: set[int] = set()
         for data in self.openings():
@@ -106,7 +105,7 @@ class Answer:
         async for output in outputs:
             self._take(output)
             request = requests[output.request_id]
-            for sample in self.ready(request, output):
+            for sample in output.outputs:
                 index = self.first[output.request_id] + sample.index
                 if index in ended or not (sample.text or sample.token_ids or sample.finish_reason):
                     continue
@@ -115,16 +114,18 @@ class Answer:
                 for choice in self.news(index, request, sample):
                     yield piece({"choices": [choice]})
         if self.body.include_usage:
-            yield event(head | {"choices": [], "usage": self.usage()})
-        yield DONE
+            yield head | {"choices": [], "usage": self.usage()}
+
+    async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
+        """Server-sent ones. Behind an error, which is the last piece then, there is no end."""
+        async for piece in pieces:
+            yield event(piece)
+        if "error" not in piece:
+            yield b"data: [DONE]\n\n"
 
     def openings(self) -> list[dict]:
         """What a stream begins with, before any token is known."""
         return []
-
-    def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
-        """What of a stream's new output can be shown now."""
-        return output.outputs
 
     def beside_choices(self) -> dict:
         """What stands beside the choices of a whole answer."""
@@ -171,7 +172,6 @@ class CompletionAnswer(Answer):
         super().__post_init__()
         self.offsets: dict[int, int] = defaultdict(int)  # where a choice's next token begins
         self.begun: set[int] = set()
-        self.held: dict[str, list[CompletionOutput]] = {}  # what waits for a prompt's logprobs
 
     def _take(self, output: RequestOutput) -> None:
         for sample in output.outputs if self.body.only_echo else ():
@@ -179,15 +179,6 @@ class CompletionAnswer(Answer):
             sample.logprobs = sample.logprobs and []
             sample.finish_reason = sample.finish_reason and "length"
         super()._take(output)
-
-    def ready(self, request, output) -> list[CompletionOutput]:
-        """Only the first sample scores the prompt, and others may be ahead of it: they wait."""
-        held = self.held.pop(request.request_id, []) + output.outputs
-        if not self.body.scores_prompt or output.finished or len(
-                self.scored[request.request_id]) == len(request.prompt_token_ids):
-            return held
-        self.held[request.request_id] = held
-        return []
 
     def choice(self, index, request, sample) -> dict:
         """A choice, or its next piece."""
@@ -245,6 +236,18 @@ class ChatAnswer(Answer):
     def __post_init__(self):
         super().__post_init__()
         self.readers: list[Reader | None] = [None] * self.body.num_samples  # of each choice
+        self.written: list[list[int]] = [[] for _ in self.readers]
+
+    def _take(self, output: RequestOutput) -> None:
+        super()._take(output)
+        for sample in output.outputs:
+            self.written[sample.index] += sample.token_ids
+
+    def usage(self) -> dict:
+        decode = self.requests[0].tokenizer.decode
+        count = sum(reader.count_thought(token_ids, decode) for reader, token_ids in zip(
+            self.readers, self.written, strict=True) if reader)
+        return super().usage() | dict(completion_tokens_details=dict(reasoning_tokens=count))
 
     def choice(self, index, request, sample) -> dict:
         message = dict(role="assistant", refusal=None) | self._parts(index, sample)

@@ -12,9 +12,7 @@
 Every error is answered with one object, OpenAI's and Anthropic's, and bad input is never a 500:
 whatever is wrong with it, `prepare` raises a `ValueError` before the answer begins.
 
-Invariant: when a client goes away, its request is aborted. The web framework notices this only for
-a stream. For an answer in one message `unless_gone` watches the connection, because a plain
-endpoint would compute to the end.
+Invariant: when a client goes away, its request is aborted (guard.py).
 
 Not known here: the command line, keys and limits (guard.py). Road not taken: Starlette alone, on
 which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, which the page
@@ -22,44 +20,49 @@ which FastAPI is built; FastAPI makes `/openapi.json` from the bodies' classes, 
 """
 
 import asyncio
-import re
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 
 import nanoserve
 from nanoserve.config import SamplingParams
 from nanoserve.frontend.metrics import say
-from nanoserve.server import pooling, prometheus, protocol
-from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer, event
-from nanoserve.server.async_llm import AsyncLLM, EngineDeadError, EngineGenerateError
-from nanoserve.server.guard import AsciiResponse, Guard, error_response
-from nanoserve.server.protocol import (
+from nanoserve.server import pooling, prometheus
+from nanoserve.server.answers import Answer, ChatAnswer, CompletionAnswer
+from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
+from nanoserve.server.errors import (
+    TOO_LONG,
+    AsciiResponse,
     BadRequest,
+    add_errors,
+    bad_requests,
+    error_body,
+)
+from nanoserve.server.guard import EventStream, Guard, unless_gone
+from nanoserve.server.protocol import (
     Body,
     ChatBody,
+    CompletionBody,
+    Conversation,
+    DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    TranscriptionBody,
+    as_prompts,
 )
 from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer
+from nanoserve.server.transcriptions import TranscriptionBody, form_fields
 from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
 from nanoserve.tools.recorder import page
 
-GONE = 499  # nginx's status for a client that has closed the connection
-TOO_LONG = "context_length_exceeded"  # OpenAI's code, by which clients shorten a history
-ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
-          "again")
 MAX_TOLD = 100  # unknown fields that are logged, each once
 COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat fills what room there is
 
@@ -106,22 +109,34 @@ class Server:
 
     async def generate(self, body: GenerationBody) -> Awaitable[dict] | Response:
         """A completion or a chat. Raises `ValueError` for all that can be wrong with it."""
+        answer = await self._answer(body)
+        return self._stream(answer, answer.events) if body.stream else self._whole(answer, dict)
+
+    async def translate(self, body: Language) -> Awaitable[dict] | Response:
+        """A chat in another language."""
+        answer = await self._answer(validated(ChatBody, body.chat()))
+        return self._stream(answer, body.events) if body.stream else self._whole(
+            answer, body.answer)
+
+    async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
+        """What is said, by a model that hears."""
+        return self._whole(await self._answer(body), partial(body.shown, self.llm.inputs))
+
+    async def _answer(self, body: GenerationBody) -> Answer:
+        """One that can begin: its requests are checked. Raises `ValueError`."""
         is_chat = isinstance(body, ChatBody)
         kind = ChatAnswer if is_chat else CompletionAnswer
         name = f"{kind.prefix}-{uuid4().hex}"
         params = body.sampling_params(self._defaults(body))
         self.engine.check_health()  # a stream has no other status than 200 from here on
-        prompts = [None] if is_chat else protocol.as_prompts(body.prompt)
+        prompts = [None] if is_chat else as_prompts(body.prompt)
         requests = [await self.engine.tokenize(self._request, body, prompt, params, f"{name}-{i}")
                     for i, prompt in enumerate(prompts)]
         answer = kind(body, requests, self.served_name(body), name)
         if isinstance(body, ChatBody):
             answer.readers = [self.turns.reader(body, requests[0].prompt)
                               for _ in range(body.num_samples)]
-        if not body.stream:
-            return self._whole(answer)
-        return EventStream(self._events(answer), media_type="text/event-stream",
-                           headers={"Cache-Control": "no-cache"})
+        return answer
 
     def _request(self, body: GenerationBody, prompt: Any, params: SamplingParams, request_id: str):
         """One prompt as a request. Raises `ValueError`."""
@@ -130,10 +145,7 @@ class Server:
             prompt = self._render(body)
             params = self.turns.params(body, params, prompt["prompt"])
         if isinstance(body, TranscriptionBody):
-            if not hasattr(self.llm.inputs, "transcription"):
-                raise BadRequest("this model does not hear: start one that does with "
-                                 "--limit-mm-per-prompt '{\"audio\": 1}'", "model")
-            prompt = self.llm.inputs.transcription(body.file, body.language, body.prompt)
+            prompt = body.prompt_for(self.llm.inputs)
         if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
             text, ids = self._read(prompt, body)
             if (count := body.truncate_prompt_tokens) is not None:
@@ -161,7 +173,7 @@ class Server:
             ids = self.llm.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
         return text, ids
 
-    def _render(self, body: protocol.Conversation) -> dict:
+    def _render(self, body: Conversation) -> dict:
         """Raises `ValueError`."""
         options = body.template_options()
         if self.chat_template is not None:
@@ -178,43 +190,26 @@ class Server:
             defaults.max_tokens = COMPLETION_TOKENS if body.prompts_in else None
         return defaults
 
-    async def _whole(self, answer: Answer) -> dict:
+    async def _whole(self, answer: Answer, show: Callable[[dict], Any]) -> Any:
+        """show: what the client sees of it."""
         async with aclosing(self.engine.outputs(answer.requests)) as outputs:
-            return await answer.whole(outputs)
+            return show(await answer.whole(outputs))
 
-    async def _events(self, answer: Answer):
+    def _stream(self, answer: Answer, events: Callable[[AsyncIterator[dict]], Any]) -> Response:
+        """events: makes server-sent ones of the answer's pieces."""
+        return EventStream(events(self._pieces(answer)), headers={"Cache-Control": "no-cache"})
+
+    async def _pieces(self, answer: Answer) -> AsyncIterator[dict]:
         """Cancelled when the client goes away, which closes the outputs and aborts. An error that
-        comes in the middle is the last event; the status has been sent long before."""
+        comes in the middle is the last piece; the status has been sent long before."""
         try:
             async with aclosing(self.engine.outputs(answer.requests)) as outputs:
                 async for piece in answer.pieces(outputs):
                     yield piece
         except EngineGenerateError as error:
-            yield event(protocol.error_body(str(error), 500))
+            yield error_body(str(error), 500)
 
-    async def translate(self, body: Language) -> Awaitable[dict] | Response:
-        """A chat in another language."""
-        answer = await self.generate(body.chat())
-        if isinstance(answer, EventStream):
-            answer.body_iterator = body.events(answer.body_iterator)
-            return answer
-        return self._translated(body, answer)
-
-    async def _translated(self, body: Language, answer: Awaitable[dict]) -> dict:
-        return body.answer(await answer)
-
-    async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
-        """What is said, by a model that hears."""
-        if body.stream:
-            raise BadRequest("a transcription comes in one piece: leave stream out", "stream")
-        return self._transcribed(body, await self.generate(body))
-
-    async def _transcribed(self, body: TranscriptionBody, answer: Awaitable[dict]):
-        text = (await answer)["choices"][0]["text"]
-        text = getattr(self.llm.inputs.processor, "extract_transcription", str)(text)
-        return dict(text=text) if body.response_format == "json" else PlainTextResponse(text)
-
-    async def pool(self, body: protocol.PoolingBody) -> Awaitable[dict]:
+    async def pool(self, body: pooling.PoolingBody) -> Awaitable[dict]:
         """What a pooling model makes of it."""
         job = pooling.Job(self.engine, self.served_name(body), self.chat_template,
                           self.lora_requests.get(body.model))
@@ -224,7 +219,7 @@ class Server:
 
     async def count_tokens(self, body: CountBody) -> Response:
         """Raises `ValueError`."""
-        chat = body.chat()
+        chat = validated(ChatBody, body.chat())
         _, ids = await self.engine.tokenize(lambda: self._read(self._render(chat), chat))
         return AsciiResponse(dict(input_tokens=len(ids)))
 
@@ -240,7 +235,7 @@ class Server:
         return dict(count=len(ids), max_model_len=self.llm.config.max_model_len, tokens=ids,
                     token_strs=strings)
 
-    async def detokenize(self, body: protocol.DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody) -> Response:
         """Raises `ValueError`."""
         _, ids = self.llm.inputs.read_prompt(body.tokens)
         tokenizer = self.llm.inputs.tokenizer_for("/detokenize")
@@ -298,13 +293,13 @@ class Server:
 
 
 # What takes a body checks it first. Then it gives a response, or what computes the answer.
-POSTS = {"/v1/completions": (protocol.CompletionBody, Server.generate),
+POSTS = {"/v1/completions": (CompletionBody, Server.generate),
          "/v1/chat/completions": (ChatBody, Server.generate),
          "/v1/responses": (ResponsesBody, Server.translate),
          "/v1/messages": (MessagesBody, Server.translate),
          "/v1/messages/count_tokens": (CountBody, Server.count_tokens),
          "/tokenize": (TokenizeBody, Server.tokenize),
-         "/detokenize": (protocol.DetokenizeBody, Server.detokenize)}
+         "/detokenize": (DetokenizeBody, Server.detokenize)}
 POSTS |= {path: (kind, Server.pool) for path, (kind, _) in pooling.ENDPOINTS.items()}
 GETS = {"/tokenizer_info": Server.tokenizer_info, "/v1/models": Server.models,
         "/v1/models/{name:path}": Server.model, "/load": Server.load, "/health": Server.health,
@@ -349,11 +344,11 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
     @app.post("/v1/audio/transcriptions", description=form.pop("description"), openapi_extra=dict(
         requestBody=dict(content={"multipart/form-data": dict(schema=form)})))
     async def transcriptions(http: Request):
-        entries = protocol.form_fields(http.headers.get("content-type", ""), await http.body())
+        entries = form_fields(http.headers.get("content-type", ""), await http.body())
         body = validated(TranscriptionBody, entries, strict=False)  # a form has texts for numbers
         return await respond(server, Server.transcribe, body, http)
 
-    _add_errors(app)
+    add_errors(app)
     return Guard(app, **limits)
 
 
@@ -377,109 +372,3 @@ async def respond(server: Server, endpoint: Callable, body: Body, http: Request)
     with bad_requests(body):
         work = await endpoint(server, body)
     return work if isinstance(work, Response) else await unless_gone(http, work)
-
-
-def _add_errors(app: FastAPI) -> None:
-    """Every error as one object."""
-    @app.exception_handler(BadRequest)
-    async def bad_request(http: Request, error: BadRequest):
-        return error_response(str(error), error.status, error.param, error.code)
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong_body(http: Request, error: RequestValidationError):
-        first, *_ = errors = error.errors()
-        for one in errors:  # one of our own, out of a validator, says more than pydantic's
-            if isinstance(told := one.get("ctx", {}).get("error"), BadRequest):
-                return await bad_request(http, told)
-        if first["type"] == "json_invalid":  # its place is a number, and no field
-            return error_response(f"the body is no JSON from character {first['loc'][-1]} on: "
-                                  f"{first['ctx']['error']}")
-        kind = http.headers.get("content-type", "none at all")
-        if first["loc"] == ("body",) and "json" not in kind:
-            return error_response(f"the body was not read, because its Content-Type is {kind}: "
-                                  "send the header Content-Type: application/json", 415)
-        said, path = protocol.wrong_shape([one | dict(loc=one["loc"][one["loc"][0] == "body":])
-                                  for one in errors], error.body)
-        return error_response(said, param=path[0] if path else None)
-
-    @app.exception_handler(HTTPException)
-    async def no_such_thing(http: Request, error: HTTPException):
-        if cause := error.__cause__:  # no UTF-8, too deep, a number of thousands of digits
-            return error_response(f"the body can't be read as JSON: {cause!s:.200}")
-        return error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
-
-    @app.exception_handler(EngineGenerateError)
-    async def failed(http: Request, error: EngineGenerateError):
-        return error_response(str(error), 503 if isinstance(error, EngineDeadError) else 500)
-
-    @app.exception_handler(Exception)
-    async def surprise(http: Request, error: Exception):
-        return error_response("an error of this server: its log says more", 500)
-
-
-# ---------------------------------------------------------------------- helpers
-
-
-@contextmanager
-def bad_requests(body: Body):
-    """Turns a `ValueError` inside into a `BadRequest`."""
-    try:
-        yield
-    except BadRequest:
-        raise
-    except ValueError as error:
-        said = str(error)
-        if isinstance(body, Language):  # whose items have other numbers than the chat's messages
-            said = re.sub(r"^messages\.[\w.]+: ", "", said)
-        field, code = protocol.blamed_field(said, body), None
-        if "maximum context length is" in said:
-            code, said = TOO_LONG, f"prompt is too long: {said}"  # Claude Code shortens it then
-        elif said.startswith("structured_outputs: ") and field not in (None, "structured_outputs"):
-            # It was made here of that field, and so were the lines of the grammar.
-            said = f"{field}: " + said.partition(": ")[2].splitlines()[0]
-        raise BadRequest(said, field, code=code) from error
-
-
-class EventStream(StreamingResponse):
-    """Ends with an error where the server is ending. (A client that goes away cancels parts of it
-    only.)"""
-
-    async def __call__(self, scope, receive, send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except asyncio.CancelledError:
-            last = event(protocol.error_body(ENDING, 503))
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
-    """The answer, as JSON. If the client goes away before there is one, `work` is cancelled."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_until_gone(http))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        answer = task.result() if task.done() else Response(status_code=GONE)
-        return answer if isinstance(answer, Response) else AsciiResponse(answer)
-    except asyncio.CancelledError as error:  # the client is still there: the server is ending
-        raise EngineDeadError(ENDING) from error
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _wait_until_gone(http: Request) -> None:
-    """The body has been read, so the only message that still comes is the disconnect."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-def load_chat_template(name: str) -> str:
-    """A file, or the template itself. Raises `ValueError`."""
-    if "{" in name:
-        return name
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template must be a file or a template, got {name!r} ({error})"
-                         ) from error

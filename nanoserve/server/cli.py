@@ -25,6 +25,7 @@ import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -32,7 +33,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanoserve.config import EngineConfig
 from nanoserve.llm import BUNDLED_MODEL, LLM
-from nanoserve.server.api import create_app, load_chat_template
+from nanoserve.server.api import create_app
 from nanoserve.server.async_llm import AsyncLLM
 from nanoserve.words.vllm import ROWS, nearest
 
@@ -165,6 +166,17 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
+
+
+def load_chat_template(name: str) -> str:
+    """A file, or the template itself. Raises `ValueError`."""
+    if "{" in name:
+        return name
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template must be a file or a template, got {name!r} ({error})"
+                         ) from error
 
 
 def lora_module(text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What stands in front of every endpoint: keys, a limit for bodies, and one for open requests.
+"""What stands around every endpoint: keys, limits for bodies and open requests, and who is gone.
 
     request ──► key? ──► room? ──► body, up to a limit ──► the application
                 401       429            413
@@ -11,6 +11,10 @@ Room is counted in sequences: one for a request as long as it is open, and one m
 sample once its body says how many it wants (`Ticket.widen`). So a body of 100 prompts with n=10
 takes a thousand places, and gives them back when its answer was sent or its client has gone.
 
+When a client goes away, its request is aborted. The web framework notices this only for a stream;
+for an answer in one message `unless_gone` watches the connection, because a plain endpoint would
+compute to the end.
+
 Invariants: a client's key is compared with all keys, each in constant time, so that the time of an
 answer says nothing about a key. A ticket is given back exactly once, also after an error.
 
@@ -18,35 +22,26 @@ Not known here: models, the engine. Road not taken: middleware of the web framew
 class hides from the application that a client has gone away.
 """
 
+import asyncio
 import hmac
-import json
 import re
+from collections.abc import Awaitable
 from hashlib import sha256
-from typing import Any
 from uuid import uuid4
 
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
-from nanoserve.server.protocol import BadRequest, error_body
+from nanoserve.server.answers import event
+from nanoserve.server.async_llm import EngineDeadError
+from nanoserve.server.errors import AsciiResponse, BadRequest, error_body, error_response
 
-# By status.
-HEADERS = {401: {"www-authenticate": "Bearer"}, 413: {"connection": "close"},
-           429: {"retry-after": "1"}}
+GONE = 499  # nginx's status for a client that has closed the connection
+ENDING = ("the server is told to end, and this request took longer than --drain-seconds: send it "
+          "again")
 PATIENCE = 16  # a body that is too long is read up to so many times the limit
 # Paths that need no key: they show the server's state and its API, but no prompt and no text.
 OPEN_PATHS = {"/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
-
-
-class AsciiResponse(JSONResponse):
-    """JSON in ASCII, which can hold any text, also one that UTF-8 can't encode."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
-
-
-def error_response(message: str, status: int = 400, param: str | None = None,
-                   code: str | None = None) -> AsciiResponse:
-    return AsciiResponse(error_body(message, status, param, code), status, HEADERS.get(status))
 
 
 class Ticket:
@@ -168,3 +163,42 @@ def replay(body: bytes, receive):
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+# -------------------------------------------------- a client that goes away
+
+
+class EventStream(StreamingResponse):
+    """Ends with an error where the server is ending. (A client that goes away cancels parts of it
+    only.)"""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:
+            last = event(error_body(ENDING, 503))
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def unless_gone(http: Request, work: Awaitable[dict]) -> Response:
+    """The answer, as JSON. If the client goes away before there is one, `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_until_gone(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        answer = task.result() if task.done() else Response(status_code=GONE)
+        return answer if isinstance(answer, Response) else AsciiResponse(answer)
+    except asyncio.CancelledError as error:  # the client is still there: the server is ending
+        raise EngineDeadError(ENDING) from error
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_until_gone(http: Request) -> None:
+    """The body has been read, so the only message that still comes is the disconnect."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -24,18 +24,107 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from nanoserve.extras.pooling import PoolingParams
-from nanoserve.server import protocol
 from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
-from nanoserve.server.protocol import as_prompts
+from nanoserve.server.errors import BadRequest
+from nanoserve.server.protocol import Body, Cut, Prompts, as_prompts
 
 Work = Coroutine[Any, Any, dict]
+# A text, or Cohere's {"text": ...}.
+Text = Annotated[str, BeforeValidator(
+    lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
+
+
+class PoolingBody(Body):
+    """What the bodies of a pooling model have in common."""
+
+    use_activation: bool | None = None
+    truncate_prompt_tokens: Cut | None = None
+
+
+class InputBody(PoolingBody):
+    """`POST /classify`. Input is a text or token ids, or a list of either."""
+
+    prompts_in = ("input",)
+    input: Prompts
+
+
+class EmbeddingBody(InputBody):
+    """`POST /v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class TaskBody(EmbeddingBody):
+    """`POST /pooling`: whatever this model makes of a prompt."""
+
+    task: str | None = None
+
+
+class ScoreBody(PoolingBody):
+    """`POST /score`: how well texts go together, one with many or pair by pair."""
+
+    prompts_in = ("text_1", "text_2")
+    text_1: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+        validation_alias=AliasChoices("text_1", "data_1", "queries"))
+    text_2: Text | Annotated[list[Text], Field(min_length=1)] = Field(
+        validation_alias=AliasChoices("text_2", "data_2", "documents", "items"))
+
+
+class RerankBody(PoolingBody):
+    """`POST /rerank`: documents in the order in which they answer a query."""
+
+    prompts_in = ("query", "ranked")
+    query: str
+    documents: Annotated[list[Text], Field(min_length=1)] | None = None
+    texts: Annotated[list[Text], Field(min_length=1)] | None = None  # TEI's, as three further ones
+    top_n: Annotated[int, Field(ge=0)] | None = None  # vLLM's 0: all
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+
+    @property
+    def ranked(self) -> list[str]:
+        return self.documents or self.texts
+
+    @model_validator(mode="after")
+    def check_one_is_given(self) -> "RerankBody":
+        if bool(self.documents) == bool(self.texts):
+            raise BadRequest("give one of documents and texts", "documents")
+        if self.raw_scores:
+            self.use_activation = False
+        if self.truncate:
+            self.truncate_prompt_tokens = -1
+        return self
+
+
+class EmbedBody(PoolingBody):
+    """`POST /v2/embed`: Cohere's embeddings."""
+
+    prompts_in = ("texts",)
+    texts: Annotated[list[str], Field(min_length=1)]
+    input_type: str | None = None
+    embedding_types: list[Literal["float", "base64"]] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        None, validation_alias="output_dimension")
+    truncate: Literal["NONE", "END"] = "END"
+
+    @model_validator(mode="after")
+    def truncate_prompts(self) -> "EmbedBody":
+        self.truncate_prompt_tokens = -1 if self.truncate == "END" else None
+        return self
+
+
+# -------------------------------------------------------------------- endpoints
 
 
 @dataclass
@@ -48,7 +137,7 @@ class Job:
     chat_template: str | None = None
     lora_request: Any = None
 
-    async def prepare(self, prompts: list, task: str | None, body: protocol.PoolingBody,
+    async def prepare(self, prompts: list, task: str | None, body: PoolingBody,
                       prompt_name: str | None = None) -> list:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
         if self.engine.llm.config.runner != "pooling":
@@ -72,7 +161,7 @@ class Job:
         return [found[request.request_id] for request in requests]
 
     async def scores(self, first: list[str], second: list[str],
-                     body: protocol.PoolingBody) -> tuple[list, Coroutine[Any, Any, list[float]]]:
+                     body: PoolingBody) -> tuple[list, Coroutine[Any, Any, list[float]]]:
         """The checked requests, and a coroutine that returns a score for each pair."""
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
@@ -106,12 +195,12 @@ class Job:
                     model=self.model, usage=usage(requests))
 
 
-async def embeddings(job: Job, body: protocol.EmbeddingBody) -> Work:
+async def embeddings(job: Job, body: EmbeddingBody) -> Work:
     return await each(job, body, "embed", lambda vector: dict(
         object="embedding", embedding=encoded(vector, body.encoding_format)))
 
 
-async def embed(job: Job, body: protocol.EmbedBody) -> Work:
+async def embed(job: Job, body: EmbedBody) -> Work:
     """Cohere's. Its kinds of input are the prompts that a model has been trained with."""
     kind = (body.input_type or "").removeprefix("search_")
     pooler = job.engine.llm.runner.pooler
@@ -130,12 +219,12 @@ async def embed(job: Job, body: protocol.EmbedBody) -> Work:
     return work()
 
 
-async def task(job: Job, body: protocol.TaskBody) -> Work:
+async def task(job: Job, body: TaskBody) -> Work:
     return await each(job, body, body.task, lambda vector: dict(
         object="pooling", data=encoded(vector, body.encoding_format)))
 
 
-async def classify(job: Job, body: protocol.InputBody) -> Work:
+async def classify(job: Job, body: InputBody) -> Work:
     def named(probs: torch.Tensor) -> dict:
         label = job.engine.llm.runner.pooler.labels.get(str(probs.argmax().item()))
         return dict(label=label, probs=probs.tolist(), num_classes=len(probs))
@@ -143,18 +232,18 @@ async def classify(job: Job, body: protocol.InputBody) -> Work:
     return await each(job, body, "classify", named)
 
 
-async def each(job: Job, body: protocol.InputBody, task: str | None, show: Callable) -> Work:
+async def each(job: Job, body: InputBody, task: str | None, show: Callable) -> Work:
     """`show` makes an object of each input's vector."""
     requests = await job.prepare(as_prompts(body.input), task, body)
     return job.answer("pool", requests, job.vectors(requests), show)
 
 
-async def score(job: Job, body: protocol.ScoreBody) -> Work:
+async def score(job: Job, body: ScoreBody) -> Work:
     requests, scores = await job.scores(as_prompts(body.text_1), as_prompts(body.text_2), body)
     return job.answer("score", requests, scores, lambda value: dict(object="score", score=value))
 
 
-async def rerank(job: Job, body: protocol.RerankBody) -> Work:
+async def rerank(job: Job, body: RerankBody) -> Work:
     requests, scores = await job.scores([body.query], body.ranked, body)
 
     async def work() -> dict | list:
@@ -184,8 +273,8 @@ def encoded(vector: torch.Tensor, kind: str | None) -> list | str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector.tolist())).decode()
 
 
-SCORE, RERANK = (protocol.ScoreBody, score), (protocol.RerankBody, rerank)
-ENDPOINTS = {"/v1/embeddings": (protocol.EmbeddingBody, embeddings),
-             "/v2/embed": (protocol.EmbedBody, embed), "/classify": (protocol.InputBody, classify),
-             "/pooling": (protocol.TaskBody, task), "/score": SCORE, "/v1/score": SCORE,
+SCORE, RERANK = (ScoreBody, score), (RerankBody, rerank)
+ENDPOINTS = {"/v1/embeddings": (EmbeddingBody, embeddings),
+             "/v2/embed": (EmbedBody, embed), "/classify": (InputBody, classify),
+             "/pooling": (TaskBody, task), "/score": SCORE, "/v1/score": SCORE,
              "/rerank": RERANK, "/v1/rerank": RERANK, "/v2/rerank": RERANK}

@@ -23,22 +23,13 @@ what OpenAI serves and not what this server does.
 """
 
 import json
-import re
 from dataclasses import fields, replace
-from email import message_from_bytes, message_from_string
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.server.errors import BadRequest
 from nanoserve.words import vllm
 
 MAX_TOOLS, MAX_SCHEMAS = 128, 200_000  # OpenAI's number; characters of all schemas together
@@ -54,9 +45,6 @@ NOT_FOR_TEMPLATES = {"conversation", "tools", "documents", "chat_template", "tok
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Prompts = str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many stay; -1: what fits
-# A text, or Cohere's {"text": ...}.
-Text = Annotated[str, BeforeValidator(
-    lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
 Salt = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -66,15 +54,6 @@ def as_prompts(prompts: Any) -> list:
     """A text, or token ids, alone is a list of one."""
     many = isinstance(prompts, list) and not isinstance(prompts[0], int)
     return prompts if many else [prompts]
-
-
-class BadRequest(ValueError):
-    """Something that the client can change. param: the field, if one is to blame."""
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400,
-                 code: str | None = None):
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
 
 
 class Fields(BaseModel):
@@ -151,6 +130,7 @@ class GenerationBody(Controls):
         given = {one.name: value for one in SERVED
                  if (value := getattr(self, one.name)) is not None}
         given["logprobs"] = self.num_logprobs  # how many of the likeliest; None: no logprobs
+        given["prompt_logprobs"] = self.num_prompt_logprobs
         if (limit := self.limit()) is not None:
             given["max_tokens"] = limit
         if self.response_format is not None:
@@ -168,6 +148,10 @@ class GenerationBody(Controls):
         return asked or self.structured_outputs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
     def num_samples(self) -> int:
         """How many each prompt gets."""
         return self.n or 1
@@ -181,9 +165,9 @@ class GenerationBody(Controls):
         if self.include_usage and not self.stream:
             raise BadRequest("stream_options has a meaning only with stream=true: leave it out",
                              "stream_options")
-        if self.stream and self.prompt_logprobs is not None:
-            raise BadRequest("prompt_logprobs come with a whole answer only: use stream=false",
-                             "prompt_logprobs")
+        if self.stream and self.num_prompt_logprobs is not None:
+            raise BadRequest("logprobs of a prompt come with a whole answer only: use stream=false",
+                             "echo" if self.prompt_logprobs is None else "prompt_logprobs")
         return self
 
 
@@ -208,44 +192,10 @@ class CompletionBody(GenerationBody):
         return 1 if self.only_echo else super().limit()
 
     @property
-    def scores_prompt(self) -> bool:
-        return bool(self.echo) and self.logprobs is not None
-
-    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        params = super().sampling_params(defaults)
-        scored = self.scores_prompt and self.prompt_logprobs is None
-        return replace(params, prompt_logprobs=self.logprobs) if scored else params
-
-
-class TranscriptionBody(CompletionBody):
-    """`POST /v1/audio/transcriptions`, a form: what is said in a WAV file (docs/vision.md)."""
-
-    prompts_in = ()
-    file: bytes
-    prompt: str | None = None  # a hint
-    language: str | None = None
-    temperature: float = 0.0
-    response_format: Literal["json", "text"] = "json"
-
-    def form(self) -> Any:
-        return self.structured_outputs
-
-
-def form_fields(kind: str, body: bytes) -> dict[str, bytes | str]:
-    """The fields of multipart/form-data (RFC 7578), of which files are bytes. kind: the request's
-    Content-Type. Raises `BadRequest`. The standard library reads the heads alone: its parser goes
-    into parts of parts, and takes a square of time for them."""
-    whole, found = message_from_string(f"Content-Type: {kind}"), {}
-    boundary = whole.get_boundary("").encode(errors="replace")
-    if whole.get_content_type() != "multipart/form-data" or not boundary:
-        raise BadRequest(f"the body was not read, because its Content-Type is {kind:.80}: send a "
-                         "form, multipart/form-data", None, 415)
-    for part in (b"\r\n" + body).split(b"\r\n--" + boundary)[1:-1]:
-        head, _, data = part.partition(b"\r\n\r\n")
-        told = message_from_bytes(head.strip())
-        name = str(told.get_param("name", header="content-disposition"))
-        found[name] = data if told.get_filename() else data.decode(errors="replace")
-    return found
+    def num_prompt_logprobs(self) -> int | None:
+        """What is echoed has logprobs, too."""
+        is_scored = self.echo and self.prompt_logprobs is None
+        return self.logprobs if is_scored else self.prompt_logprobs
 
 
 class Function(BaseModel):
@@ -367,141 +317,3 @@ class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     tokens: TokenIds
-
-
-class PoolingBody(Body):
-    """What the bodies of a pooling model have in common."""
-
-    use_activation: bool | None = None
-    truncate_prompt_tokens: Cut | None = None
-
-
-class InputBody(PoolingBody):
-    """`POST /classify`. Input is a text or token ids, or a list of either."""
-
-    prompts_in = ("input",)
-    input: Prompts
-
-
-class EmbeddingBody(InputBody):
-    """`POST /v1/embeddings`."""
-
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-
-
-class TaskBody(EmbeddingBody):
-    """`POST /pooling`: whatever this model makes of a prompt."""
-
-    task: str | None = None
-
-
-class ScoreBody(PoolingBody):
-    """`POST /score`: how well texts go together, one with many or pair by pair."""
-
-    prompts_in = ("text_1", "text_2")
-    text_1: Text | Annotated[list[Text], Field(min_length=1)] = Field(
-        validation_alias=AliasChoices("text_1", "data_1", "queries"))
-    text_2: Text | Annotated[list[Text], Field(min_length=1)] = Field(
-        validation_alias=AliasChoices("text_2", "data_2", "documents", "items"))
-
-
-class RerankBody(PoolingBody):
-    """`POST /rerank`: documents in the order in which they answer a query."""
-
-    prompts_in = ("query", "ranked")
-    query: str
-    documents: Annotated[list[Text], Field(min_length=1)] | None = None
-    texts: Annotated[list[Text], Field(min_length=1)] | None = None  # TEI's, as three further ones
-    top_n: Annotated[int, Field(ge=0)] | None = None  # vLLM's 0: all
-    return_documents: bool | None = None
-    return_text: bool | None = None
-    raw_scores: bool | None = None
-    truncate: bool | None = None
-
-    @property
-    def ranked(self) -> list[str]:
-        return self.documents or self.texts
-
-    @model_validator(mode="after")
-    def check_one_is_given(self) -> "RerankBody":
-        if bool(self.documents) == bool(self.texts):
-            raise BadRequest("give one of documents and texts", "documents")
-        if self.raw_scores:
-            self.use_activation = False
-        if self.truncate:
-            self.truncate_prompt_tokens = -1
-        return self
-
-
-class EmbedBody(PoolingBody):
-    """`POST /v2/embed`: Cohere's embeddings."""
-
-    prompts_in = ("texts",)
-    texts: Annotated[list[str], Field(min_length=1)]
-    input_type: str | None = None
-    embedding_types: list[Literal["float", "base64"]] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        None, validation_alias="output_dimension")
-    truncate: Literal["NONE", "END"] = "END"
-
-    @model_validator(mode="after")
-    def truncate_prompts(self) -> "EmbedBody":
-        self.truncate_prompt_tokens = -1 if self.truncate == "END" else None
-        return self
-
-
-# --------------------------------------------------------------------- errors
-
-
-KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-         429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # by status
-
-
-def error_body(message: str, status: int = 400, param: str | None = None,
-               code: str | None = None) -> dict:
-    """OpenAI's error object. Its kinds and the outer type are Anthropic's: it is one of theirs."""
-    return {"type": "error", "error": {"message": message, "type": KINDS.get(
-        status, "invalid_request_error"), "param": param, "code": code}}
-
-
-FORMS = "response_format", "text", "output_config", "output_format"  # in three languages
-
-
-def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
-    """What pydantic says of the first wrong field, and the field's path. Of a union it says what is
-    wrong with each arm, by a name that is in no body: told is of the arm that fits the longest."""
-    field = errors[0]["loc"][:1]
-    path, error = max(((_place(error, body), error) for error in errors
-                       if error["loc"][:1] == field), key=lambda one: (
-        len(one[0]), [part for part in one[1]["loc"] if isinstance(part, int)],
-        not one[1]["type"].endswith("_type")))
-    return f"{'.'.join(path) or 'the body'}: {error['msg']}", path
-
-
-def _place(error: dict, body: Any) -> list[str]:
-    """Its location, without names of arms: ("stop", "list[str]", 0) is ["stop", "0"]."""
-    found = []
-    for part in error["loc"]:
-        if isinstance(part, int) if isinstance(body, list) else isinstance(body, dict) and (
-                part in body or error["type"] == "missing" and part == error["loc"][-1]):
-            found.append(str(part))
-            body = body[part] if isinstance(body, list) else body.get(part)
-    return found
-
-
-def blamed_field(message: str, body: Body) -> str | None:
-    """The field with which an error message begins. If the message is about the prompt: the field
-    of this body that holds the prompt."""
-    first = re.match(r"\w*", message)[0]
-    if first == "structured_outputs" and not getattr(body, first, None):  # made of another field
-        line = re.search(r"\bat (\d+)\(", message)  # of the grammar, whose rules have names
-        is_tool = line and re.search(rf"^ *{line[1]} \| tool", message, re.MULTILINE)
-        return next((name for name in (("tools", *FORMS) if is_tool else (*FORMS, "tools"))
-                     if getattr(body, name, None)), None)
-    if first in type(body).model_fields:
-        return first
-    if re.search(r"\b(prompt|conversation|message|image)\b", message):
-        return next((name for name in ("prompt", "messages", "input")
-                     if name in body.model_fields_set), None)
-    return None

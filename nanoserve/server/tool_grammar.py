@@ -25,7 +25,8 @@ from typing import Any
 
 from nanoserve.config import SamplingParams
 from nanoserve.llm import EXTRAS, LLM
-from nanoserve.server.protocol import BadRequest, ChatBody
+from nanoserve.server.errors import BadRequest
+from nanoserve.server.protocol import ChatBody
 from nanoserve.server.tool_format import derive
 from nanoserve.server.tools import ID, ID_PART, NAME, Format, Reader, kinds_of, resolve
 

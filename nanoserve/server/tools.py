@@ -14,6 +14,8 @@ Not known here: HTTP, the template, and the grammars that keep a model to the fo
 import ast
 import json
 import re
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonprefix
@@ -133,6 +135,7 @@ class Reader:
         if form.header and form.header in prompt:  # the prompt may have begun the turn
             self.feed(prompt.rpartition(form.header)[2])
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
+        self.places = {form.think: (0, 0)} if self.state == "thinks" else {}  # see `_place`
 
     def feed(self, text: str, ended: str | None = None) -> Piece:
         """What is new. ended: the text's `finish_reason`; nothing is held back then."""
@@ -210,6 +213,24 @@ class Reader:
         if not (self.one and self.num_calls):
             piece.calls.append(call)
             self.num_calls += 1
+
+    def count_thought(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
+        """How many of the text's tokens so far are a thought; marks around it don't count."""
+        thinks = self.state == "thinks"
+        if self.may_think and not thinks or not self.form.thought:
+            return 0
+        end = len(token_ids) if thinks else self._place(self.form.thought, token_ids, decode)[0]
+        return end - self._place(self.form.think, token_ids, decode)[1]
+
+    def _place(self, mark: str, token_ids: list[int], decode: Callable) -> tuple[int, int]:
+        """The first tokens that hold a mark, from the first to behind the last one: (5, 7) for
+        "</", "think>" behind five others. It is in the text, and looked for once."""
+        if mark not in self.places:
+            end = 1 + bisect_left(range(len(token_ids) - 1), True, key=lambda last: (
+                mark in decode(token_ids[:last + 1])))
+            self.places[mark] = next((start for start in range(end - 1, 0, -1) if mark in decode(
+                token_ids[start:end])), 0), end
+        return self.places[mark]
 
     # ------------------------------------------------------------- one call
 

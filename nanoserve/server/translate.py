@@ -15,16 +15,16 @@ over the engine, as in vLLM; the two would have to learn each new field of a cha
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
-from nanoserve.server.answers import DONE
-from nanoserve.server.protocol import BadRequest, Body, ChatBody, Salt, wrong_shape
+from nanoserve.server.errors import BadRequest
+from nanoserve.server.protocol import Body, Salt
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
@@ -57,20 +57,13 @@ class Language(Body):
     top_p: float | None = None
     cache_salt: Salt | None = None
 
-    def chat(self) -> ChatBody:
-        """Raises `ValueError`."""
+    def chat(self) -> dict:
+        """The fields of a `ChatBody`. Raises `BadRequest`."""
         options = dict(include_usage=True, continuous_usage_stats=True) if self.stream else None
         try:
-            data = dict(self.as_chat(), model=self.model, temperature=self.temperature,
-                        top_p=self.top_p, stream=self.stream, stream_options=options,
-                        cache_salt=self.cache_salt)
-            return ChatBody(**data)
-        except ValidationError as error:
-            first, *_ = error.errors()
-            if isinstance(told := first.get("ctx", {}).get("error"), BadRequest):
-                raise told from error
-            said, path = wrong_shape(error.errors(), data)
-            raise BadRequest(said, path[0] if path else None) from error
+            return self.as_chat() | dict(
+                model=self.model, temperature=self.temperature, top_p=self.top_p,
+                stream=self.stream, stream_options=options, cache_salt=self.cache_salt)
         except (AttributeError, KeyError, TypeError) as error:
             raise BadRequest("a part of the body has another shape than it must have: "
                              f"{error!s:.200}") from error
@@ -80,7 +73,7 @@ class Language(Body):
         [choice] = chat["choices"]
         return self.whole(uuid4().hex, chat, parts_of(choice["message"]), choice)
 
-    async def events(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
         """The events of a chat's pieces."""
         number = 0
         async for told in self._told(pieces):
@@ -89,12 +82,10 @@ class Language(Body):
             number += 1
             yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
 
-    async def _told(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[dict]:
+    async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[dict]:
         name, parts, chat, last = uuid4().hex, [], {}, {}
         async for piece in pieces:
-            if piece == DONE:
-                break
-            is_first, chat = not chat, json.loads(piece.removeprefix(b"data: "))
+            is_first, chat = not chat, piece
             if "error" in chat:
                 yield chat | dict(message=chat["error"]["message"])
                 return
@@ -120,13 +111,16 @@ class Language(Body):
         yield from self.grown(len(parts) - 1, parts[-1], part.text)
 
 
-def join(messages: list[dict], turn: dict) -> None:
-    """Append a turn. Several items of an assistant in a row are one turn, and are put together."""
-    if messages and turn["role"] == "assistant" == messages[-1]["role"]:
-        for key in turn.keys() - {"role"}:
-            messages[-1][key] = messages[-1].get(key, type(turn[key])()) + turn[key]
-    else:
-        messages.append(turn)
+def joined(turns: Iterable[dict]) -> list[dict]:
+    """A chat's messages. Several items of an assistant in a row are one, and are put together."""
+    found: list[dict] = []
+    for turn in turns:
+        if found and turn["role"] == "assistant" == found[-1]["role"]:
+            for key in turn.keys() - {"role"}:
+                found[-1][key] = found[-1].get(key, type(turn[key])()) + turn[key]
+        else:
+            found.append(turn)
+    return found
 
 
 def texts(content: Any) -> Any:
@@ -200,7 +194,7 @@ class ResponsesBody(Language):
             choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
         effort = (self.reasoning or {}).get("effort")
         return dict(
-            messages=self._messages(), parallel_tool_calls=self.parallel_tool_calls,
+            messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
             tools=[tool(one.get("type", "function") == "function", one, "parameters")
                    for one, _ in self._functions()],
             tool_choice=choice, max_completion_tokens=self.max_output_tokens,
@@ -213,10 +207,9 @@ class ResponsesBody(Language):
                 for one in (group.get("tools", ()) if group.get("type") == "namespace"
                             else [group])]
 
-    def _messages(self) -> list[dict]:
-        found: list[dict] = []
+    def turns(self) -> Iterator[dict]:
         if self.instructions:
-            found.append(dict(role="system", content=self.instructions))
+            yield dict(role="system", content=self.instructions)
         items = self.input
         for item in [dict(role="user", content=items)] if isinstance(items, str) else items:
             kind = item.get("type", "message")
@@ -224,25 +217,24 @@ class ResponsesBody(Language):
                 raise BadRequest(f"input: an item of type {kind!r} needs {field}, got {item!r:.80}",
                                  "input")
             if kind == "message":
-                join(found, dict(role=item.get("role"), content=texts(item.get("content"))))
+                yield dict(role=item.get("role"), content=texts(item.get("content")))
             elif kind == "function_call":
-                join(found, dict(role="assistant", content=[], tool_calls=called(
-                    item.get("call_id"), item.get("name"), item.get("arguments"))))
+                yield dict(role="assistant", content=[], tool_calls=called(
+                    item.get("call_id"), item.get("name"), item.get("arguments")))
             elif kind == "function_call_output":
-                found.append(dict(role="tool", tool_call_id=item.get("call_id"),
-                                  content=texts(item.get("output"))))
+                yield dict(role="tool", tool_call_id=item.get("call_id"),
+                           content=texts(item.get("output")))
             elif kind == "reasoning":
                 thought = texts(item.get("content")) or texts(item.get("summary"))
                 if not all(isinstance(one, dict) and isinstance(one.get("text", ""), str)
                            for one in thought):
                     raise BadRequest("input: the content and the summary of reasoning are texts, "
                                      f"got {thought!r:.80}", "input")
-                join(found, dict(role="assistant", content=[], reasoning_content="".join(
-                    one.get("text", "") for one in thought)))
+                yield dict(role="assistant", content=[], reasoning_content="".join(
+                    one.get("text", "") for one in thought))
             else:
                 raise BadRequest(f"input: an item of type {kind!r:.80} is not supported, because "
                                  "nothing is kept or hosted here: send its text", "input")
-        return found
 
     # ------------------------------------------------------------ its answer
 
@@ -261,8 +253,9 @@ class ResponsesBody(Language):
             text=self.text or dict(format=dict(type="text")), reasoning=self.reasoning,
             usage=usage and dict(
                 input_tokens=usage["prompt_tokens"], output_tokens=usage["completion_tokens"],
-                total_tokens=usage["total_tokens"], output_tokens_details=dict(reasoning_tokens=0),
-                input_tokens_details=usage["prompt_tokens_details"]))
+                total_tokens=usage["total_tokens"],
+                input_tokens_details=usage["prompt_tokens_details"],
+                output_tokens_details=usage["completion_tokens_details"]))
 
     def _item(self, part: Part, status: str = "completed") -> dict:
         if part.kind == "call":
@@ -347,7 +340,7 @@ class CountBody(Language):
         if choice and str(choice.get("type")) not in found:
             raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
         return dict(
-            messages=self._messages(), tool_choice=found.get(choice.get("type")),
+            messages=joined(self.turns()), tool_choice=found.get(choice.get("type")),
             tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
                    for one in self.tools or ()],
             response_format=form_of("output_config", (self.output_config or {}).get(
@@ -355,27 +348,26 @@ class CountBody(Language):
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
             chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
 
-    def _messages(self) -> list[dict]:
-        found = [dict(role="system", content=texts(self.system))] if self.system else []
+    def turns(self) -> Iterator[dict]:
+        if self.system:
+            yield dict(role="system", content=texts(self.system))
         for message in self.messages:
             role, rest = message["role"], []
             for block in texts(message["content"]):
                 kind = block.get("type")
                 if kind == "tool_result":
-                    found.append(dict(role="tool", tool_call_id=block.get("tool_use_id"),
-                                      content=texts(block.get("content"))))
+                    yield dict(role="tool", tool_call_id=block.get("tool_use_id"),
+                               content=texts(block.get("content")))
                 elif kind == "tool_use":
-                    join(found, dict(role=role, content=rest, tool_calls=called(
-                        block.get("id"), block.get("name"), block.get("input"))))
+                    yield dict(role=role, content=rest, tool_calls=called(
+                        block.get("id"), block.get("name"), block.get("input")))
                     rest = []
                 elif kind == "thinking":
-                    join(found, dict(role=role, content=[], reasoning_content=block.get(
-                        "thinking")))
+                    yield dict(role=role, content=[], reasoning_content=block.get("thinking"))
                 elif kind != "redacted_thinking":
                     rest.append(block)
             if rest:
-                join(found, dict(role=role, content=rest))
-        return found
+                yield dict(role=role, content=rest)
 
 
 class MessagesBody(CountBody):

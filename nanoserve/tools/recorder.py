@@ -298,12 +298,13 @@ class Trace:
             state.clear()
 
     def stream(self) -> dict:
-        """The whole stream. The last frame is no step: it has what happened after the last one."""
+        """All of it, as it is now. The last frame is no step: it has what happened after it."""
         self._look_at_images()
         tail = {"i": -1, "t": self._now(), "d": 0} | self.frame
         for block_id, findable in self.findable.items():
             tail.setdefault("k" if findable else "e", []).append(block_id)
-        return dict(meta=self.meta, requests=self.requests, frames=[*self.frames, tail])
+        return dict(meta=dict(self.meta), requests=list(self.requests),
+                    frames=[*self.frames, tail])
 
     # ------------------------------------------------------------- the files
 

@@ -10,8 +10,8 @@ import pytest
 from serving import NAME, send
 
 from nanoserve import SamplingParams
-from nanoserve.server.api import EventStream, unless_gone
 from nanoserve.server.async_llm import EngineDeadError
+from nanoserve.server.guard import EventStream, unless_gone
 
 PROMPT = "Once upon a time"
 CHAT = [{"role": "user", "content": "Tell me a story."}]

@@ -153,7 +153,9 @@ def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
     from test_tools import FORMATS
 
     from nanoserve.server.tools import Reader
-    request = SimpleNamespace(request_id="0", prompt_token_ids=[1], prompt="")
+    request = SimpleNamespace(
+        request_id="0", prompt_token_ids=[1], prompt="",
+        tokenizer=SimpleNamespace(decode=lambda ids: "".join(words[i] for i in ids)))
     answer = ChatAnswer(body, [request], "model", "id")
     answer.readers = [Reader(FORMATS[template], body.schemas(), "", body.parallel_tool_calls is
                              False) for _ in range(body.num_samples)]
@@ -161,14 +163,14 @@ def told(body: ChatBody, template: str, words: list[str], ended: str = "stop",
     async def outputs():
         for i, word in enumerate(words if body.stream else ["".join(words)]):
             last = i == len(words) - 1 or not body.stream
+            token_ids = [i] if body.stream else list(range(len(words)))
             yield RequestOutput("0", "", [1], None, [CompletionOutput(
-                0, word, [i], finish_reason=ended if last else None,
+                0, word, token_ids, finish_reason=ended if last else None,
                 stop_reason=stopped if last else None)], last)
 
-    async def events():
-        return [json.loads(piece[6:]) async for piece in answer.pieces(outputs())
-                if b"[DONE]" not in piece]
-    return asyncio.run(events() if body.stream else answer.whole(outputs()))
+    async def pieces():
+        return [piece async for piece in answer.pieces(outputs())]
+    return asyncio.run(pieces() if body.stream else answer.whole(outputs()))
 
 
 WORDS = list("I will look.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
@@ -196,6 +198,22 @@ def test_thought_answer_and_calls_of_one_text(stream):
     assert [(call["function"]["name"], json.loads(call["function"]["arguments"]))
             for call in calls] == CALLS
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("template", "words", "count"), [
+    ("Qwen3.5", ["It ", "asks", ".\n", "</thi", "nk>", "\n", "Yes"], 3),  # begun by the prompt
+    ("Qwen3", ["<think>", "\n", "It ", "asks", "</think>", "Yes", "."], 3),
+    ("Qwen3", ["<th", "ink>", "It ", "asks"], 2), ("Qwen3", ["Yes", "."], 0),
+    ("Qwen3.5", ["</think>", "Yes"], 0), ("Qwen2.5", ["Yes", "."], 0)])
+def test_the_tokens_of_a_thought_are_counted(template, words, count, stream):
+    """Each word is a token here; marks are no thought."""
+    options = dict(include_usage=True, continuous_usage_stats=True) if stream else None
+    body = ChatBody(messages=CHAT, stream=stream, stream_options=options)
+    got = told(body, template, words, "length")
+    usage = got[-1]["usage"] if stream else got["usage"]
+    assert usage["completion_tokens"] == len(words)
+    assert usage["completion_tokens_details"] == dict(reasoning_tokens=count)
 
 
 def test_a_thought_may_be_left_out_and_may_never_end():

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("pydantic")
 
 from nanoserve.server import guard as module  # noqa: E402
+from nanoserve.server.errors import BadRequest  # noqa: E402
 from nanoserve.server.guard import OPEN_PATHS, Guard  # noqa: E402
-from nanoserve.server.protocol import BadRequest  # noqa: E402
 
 
 class Echo:

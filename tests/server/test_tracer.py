@@ -31,17 +31,29 @@ def test_a_full_recording_makes_room_when_the_engine_is_idle(qwen3, monkeypatch)
     monkeypatch.setattr(recorder, "MAX_STEPS", 4)
     with make(qwen3) as llm:
         watching = Tracer(llm)
-        first = watching.recording
         run(llm, ["one"], greedy(3))
-        assert not first.closed
+        assert not watching.closed
         run(llm, ["two"], greedy(9))
-        assert first.closed and watching.recording is first
+        assert watching.closed and len(watching.frames) == 4
         run(llm, ["three"], greedy(2))
-        second = watching.recording
-        assert second is not first and not second.closed
-        assert [len(first.frames), len(second.frames)] == [4, 2]
+        assert not watching.closed and len(watching.frames) == 2
         assert watching.stream()["requests"][0][1] == 5
-        assert not watching.running
+        llm.scheduler.check()
+
+
+def test_a_full_recording_does_not_begin_anew_while_somebody_runs(qwen3, monkeypatch):
+    """It would not know the blocks of those who run."""
+    monkeypatch.setattr(recorder, "MAX_STEPS", 2)
+    with make(qwen3) as llm:
+        watching = Tracer(llm)
+        llm.add_request("first", "one", greedy(9))
+        for _ in range(4):
+            llm.step()
+        llm.add_request("second", "two", greedy(2))
+        assert watching.closed and len(llm.scheduler.running) == 1
+        while llm.has_unfinished_requests():
+            llm.step()
+        assert watching.closed and len(watching.frames) == 2
 
 
 def test_it_stops_no_request_when_it_is_full(qwen3, monkeypatch):
