@@ -297,7 +297,7 @@ def summary(metrics: list[RequestStateStats], seconds: float) -> str:
     num_prompt = sum(m.num_prompt_tokens for m in metrics)
     num_cached = sum(m.num_cached_tokens for m in metrics)
     num_out = sum(m.num_generation_tokens for m in metrics)
-    parts = [f"{_count(len(metrics), 'request')} in {seconds:.2f} s"]
+    parts = [f"{many(len(metrics), 'request')} in {seconds:.2f} s"]
     if ttft:
         parts.append(f"TTFT mean {_time(sum(ttft) / len(ttft))}, p99 {_time(percentile(ttft, 99))}")
     if spans:
@@ -306,7 +306,7 @@ def summary(metrics: list[RequestStateStats], seconds: float) -> str:
     parts.append(f"{num_out / max(seconds, 1e-9):,.0f} output tok/s")
     parts.append(f"prefix hits {num_cached / max(num_prompt, 1):.0%} of {num_prompt:,} prompt "
                  "tokens")
-    parts.append(_count(sum(m.num_preemptions for m in metrics), "preemption"))
+    parts.append(many(sum(m.num_preemptions for m in metrics), "preemption"))
     return " | ".join(parts)
 
 
@@ -315,7 +315,8 @@ def percentile(ordered: list[float], percent: int) -> float:
     return ordered[ceil(percent * len(ordered) / 100) - 1]
 
 
-def _count(count: int, noun: str) -> str:
+def many(count: int, noun: str) -> str:
+    """ "1 block", "2 blocks"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

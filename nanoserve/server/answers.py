@@ -53,11 +53,10 @@ class Answer:
     whole_name = piece_name = prefix = ""
 
     def __post_init__(self):
-        self.num_cached: dict[str, int] = {}  # prompt tokens of a request that the cache had
+        self.latest: dict[str, RequestOutput] = {}  # of each request
         self.num_output = 0
         self.first = {request.request_id: index * self.body.num_samples
                       for index, request in enumerate(self.requests)}
-        self.scored: dict[str, list] = {}  # prompt logprobs of a whole answer's requests
 
     def head(self, name: str) -> dict:
         return dict(id=self.id, object=name, created=self.created, model=self.model)
@@ -66,27 +65,23 @@ class Answer:
         """As of now. A prompt counts once, however many samples it has; in a stream a DELTA has
         only new tokens, so they are counted as they come."""
         num_prompt = sum(len(request.prompt_token_ids) for request in self.requests)
+        num_cached = sum(output.num_cached_tokens or 0 for output in self.latest.values())
         return dict(prompt_tokens=num_prompt, completion_tokens=self.num_output,
                     total_tokens=num_prompt + self.num_output,
-                    prompt_tokens_details=dict(cached_tokens=sum(self.num_cached.values())))
+                    prompt_tokens_details=dict(cached_tokens=num_cached))
 
     def _take(self, output: RequestOutput) -> None:
-        """Count it."""
-        self.num_cached[output.request_id] = output.num_cached_tokens or 0
+        self.latest[output.request_id] = output
         self.num_output += sum(len(sample.token_ids) for sample in output.outputs)
-        self.scored[output.request_id] = output.prompt_logprobs or []
 
     async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
         """All of it, when all requests have ended (their outputs are FINAL_ONLY)."""
-        ended = {}
         async for output in outputs:
             self._take(output)
-            ended[output.request_id] = output
         choices = [self.choice(self.first[request.request_id] + sample.index, request, sample)
                    for request in self.requests
-                   for sample in ended[request.request_id].outputs]
-        return self.head(self.whole_name) | dict(choices=choices, usage=self.usage(),
-                                                 **self.beside_choices())
+                   for sample in self.latest[request.request_id].outputs]
+        return self.head(self.whole_name) | dict(choices=choices, usage=self.usage())
 
     async def pieces(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[dict]:
         """One for each choice that has news (outputs are DELTA)."""
@@ -127,10 +122,6 @@ class Answer:
         """What a stream begins with, before any token is known."""
         return []
 
-    def beside_choices(self) -> dict:
-        """What stands beside the choices of a whole answer."""
-        return {}
-
     def choice(self, index: int, request: Request, sample: CompletionOutput) -> dict:
         raise NotImplementedError
 
@@ -152,7 +143,7 @@ class Answer:
             found["prompt_logprobs"] = [
                 entries and {str(token_id): vars(entry) | dict(logprob=clamp(entry))
                              for token_id, entry in entries.items()}
-                for entries in self.scored[request.request_id]]
+                for entries in self.latest[request.request_id].prompt_logprobs or ()]
         return found
 
     def name(self, token_id: int, entry: Logprob) -> str:
@@ -190,7 +181,7 @@ class CompletionAnswer(Answer):
             if self.body.echo:
                 text = request.prompt + text
                 if logprobs is not None:
-                    of_prompt = self.scored[request.request_id]
+                    of_prompt = self.latest[request.request_id].prompt_logprobs or []
                     token_ids = request.prompt_token_ids[:len(of_prompt)] + token_ids
                     logprobs = of_prompt + logprobs
         return dict(index=index, text=text, logprobs=self._logprobs(index, token_ids, logprobs),
@@ -249,6 +240,9 @@ class ChatAnswer(Answer):
             self.readers, self.written, strict=True) if reader)
         return super().usage() | dict(completion_tokens_details=dict(reasoning_tokens=count))
 
+    async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
+        return await super().whole(outputs) | self.of_prompt(self.requests[0])
+
     def choice(self, index, request, sample) -> dict:
         message = dict(role="assistant", refusal=None) | self._parts(index, sample)
         return dict(index=index, message=message, logprobs=self._logprobs(sample),
@@ -279,10 +273,6 @@ class ChatAnswer(Answer):
         is_cut = isinstance(sample.stop_reason, str) and reader and reader.state == "calls"
         has_called = reader and reader.num_calls and not is_cut
         return "tool_calls" if has_called and reason == "stop" else reason
-
-    def beside_choices(self) -> dict:
-        [request] = self.requests
-        return self.of_prompt(request)
 
     def openings(self) -> list[dict]:
         """The role of every choice, sent before its first token."""

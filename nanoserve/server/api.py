@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 
 import nanoserve
@@ -55,11 +55,12 @@ from nanoserve.server.protocol import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    TranscriptionBody,
     as_prompts,
+    form_fields,
 )
 from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer
-from nanoserve.server.transcriptions import TranscriptionBody, form_fields
 from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
 from nanoserve.tools.recorder import page
 
@@ -120,7 +121,14 @@ class Server:
 
     async def transcribe(self, body: TranscriptionBody) -> Awaitable[dict | Response]:
         """What is said, by a model that hears."""
-        return self._whole(await self._answer(body), partial(body.shown, self.llm.inputs))
+        if body.stream:
+            raise BadRequest("a transcription comes in one piece: leave stream out", "stream")
+        return self._whole(await self._answer(body), partial(self._transcribed, body))
+
+    def _transcribed(self, body: TranscriptionBody, answer: dict) -> dict | Response:
+        text = answer["choices"][0]["text"]
+        text = getattr(self.llm.inputs.processor, "extract_transcription", str)(text)
+        return dict(text=text) if body.response_format == "json" else PlainTextResponse(text)
 
     async def _answer(self, body: GenerationBody) -> Answer:
         """One that can begin: its requests are checked. Raises `ValueError`."""
@@ -145,7 +153,10 @@ class Server:
             prompt = self._render(body)
             params = self.turns.params(body, params, prompt["prompt"])
         if isinstance(body, TranscriptionBody):
-            prompt = body.prompt_for(self.llm.inputs)
+            if not hasattr(self.llm.inputs, "transcription"):
+                raise BadRequest("this model does not hear: start one that does with "
+                                 "--limit-mm-per-prompt '{\"audio\": 1}'", "model")
+            prompt = self.llm.inputs.transcription(body.file, body.language, body.prompt)
         if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
             text, ids = self._read(prompt, body)
             if (count := body.truncate_prompt_tokens) is not None:

@@ -20,6 +20,7 @@ pages, tables, torch. Road not taken: sentences made by the scheduler, in its ho
 
 from dataclasses import dataclass, field
 
+from nanoserve.frontend.metrics import many
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
 
@@ -46,11 +47,6 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
         waits.next_in_line = line[0]
         waits.of[line[0]] = _of_next_in_line(scheduler, step, line[0])
     return waits
-
-
-def many(count: int, noun: str) -> str:
-    """ "1 block", "2 blocks"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, str]) -> None:

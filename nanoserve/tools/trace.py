@@ -5,6 +5,7 @@
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --html run.html
     python -m nanoserve trace --csv arrivals.csv --blocks 4096 --policy shortest
     python -m nanoserve trace --compare static
+    python -m nanoserve trace --compare before.html after.html
 
 The decisions are the engine's own; only the tokens are made up, because no decision depends on what
 a token is. It needs neither torch nor a model, so it is the quickest way to see what a change to
@@ -22,7 +23,9 @@ line, are passed over). A cell of the table is what a request gets in that step:
     preempted gave its blocks back, will recompute
     ·         waits
 
-Below the step stands why: a line for each request that waits or was preempted.
+Below the step stands why: a line for each request that waits or was preempted. With `--compare` two
+runs are told apart instead: what chunks, the prefix cache, continuous batching or a policy bring.
+All figures are counted from the frames (recorder.py); tokens computed again count again.
 
 The clock is simulated: a step takes `--step-ms`, and `--token-us` more for each token in it. That
 is the shape of a real step (weights are read once, arithmetic grows with the tokens), not its size.
@@ -30,6 +33,7 @@ is the shape of a real step (weights are read once, arithmetic grows with the to
 
 import argparse
 import csv
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
@@ -37,16 +41,20 @@ from pathlib import Path
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
 from nanoserve.frontend.command import command
-from nanoserve.frontend.metrics import EngineMetrics, summary
+from nanoserve.frontend.metrics import EngineMetrics, percentile, summary
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
-from nanoserve.tools.compare import VARIANTS, read_pages, tell_apart
 from nanoserve.tools.reasons import explain, lost_blocks
-from nanoserve.tools.recorder import Trace
+from nanoserve.tools.recorder import Trace, rows
 
 DEMO = ["10:5:8", "12:5:8", "14:3"]  # A and B share 8 tokens, C is on its own
 WIDEST_TABLE = 12  # requests; more have no table, only a summary
+VARIANTS: dict[str, dict] = {  # what the second simulation gets
+    "no-chunks": dict(enable_chunked_prefill=False),
+    "no-prefix-cache": dict(enable_prefix_caching=False),
+    "static": dict(static=True),
+    **{policy: dict(policy=policy) for policy in POLICIES}}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -301,6 +309,47 @@ def _cell(step: Step, seq: Sequence) -> str:
     text = f"{start}" if n == 1 else f"{start}..{start + n}"
     hit = f"hit {start}, " if start and seq in step.admitted else ""
     return hit + text + (" →" if seq in step.sampling else "")
+
+
+# ---------------------------------------------------------- two runs told apart
+
+
+def read_pages(paths: list[str]) -> list[dict]:
+    """The streams of two recorded pages. Raises `ValueError` for anything else."""
+    texts = [Path(path).read_text("utf-8") for path in paths if Path(path).is_file()]
+    found = [text.partition('type="application/json">')[2] for text in texts]
+    if len(paths) != 2 or len(list(filter(None, found))) != 2:
+        raise ValueError(f"--compare {' '.join(paths)}: name one of {', '.join(VARIANTS)}; or two "
+                         "pages of runs, as LLM(trace='run.html') writes them")
+    return [json.loads(text.partition("</script>")[0]) for text in found]
+
+
+def tell_apart(one: dict, other: dict) -> str:
+    """A line for each figure of two streams."""
+    lines = []
+    for (what, a), b in zip(figures(one).items(), figures(other).values(), strict=True):
+        how = ("the same" if a == b else f"{b / a:.1f} times as much" if b >= 2 * a > 0 else
+               f"{abs(b / a - 1):.1%} {'more' if b > a else 'less'}" if a else "more")
+        lines.append(f"{what}: {a:,} and {b:,}, {how}")
+    return "\n".join(lines)
+
+
+def figures(stream: dict) -> dict[str, float]:
+    """What is compared, by the name that a reader sees."""
+    requests, frames, waited = stream["requests"], stream["frames"], {}
+    steps = [(frame, found) for frame, found in zip(frames, rows(frames), strict=True) if found]
+    for frame, found in steps:
+        for request, *_, samples in found:
+            if samples:  # its first token; in ms
+                waited.setdefault(
+                    request, (frame["t"] + frame["d"] - requests[request][2]) / 1e3)
+    ordered = sorted(waited.values()) or [0.0]
+    return {"steps": len(steps),
+            "tokens computed": sum(n for _, found in steps for _, _, n, _ in found),
+            "preemptions": sum(len(frame.get("p", [])) // 2 for frame in frames),
+            "ms to a first token, mean": round(sum(ordered) / len(ordered), 1),
+            "ms to a first token, p99": round(percentile(ordered, 99), 1),
+            "ms until all was done": round(frames[-1]["t"] / 1e3, 1)}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from serving import NAME, Serving  # noqa: E402
 
 from nanoserve import LLM  # noqa: E402
 from nanoserve.server.errors import BadRequest  # noqa: E402
-from nanoserve.server.transcriptions import form_fields  # noqa: E402
+from nanoserve.server.protocol import form_fields  # noqa: E402
 
 sys.path.append(str(Path(__file__).parent.parent / "extras"))
 PATH, MAX_TOKENS = "/v1/audio/transcriptions", 12
