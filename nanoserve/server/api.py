@@ -61,7 +61,8 @@ from nanoserve.server.protocol import (
 )
 from nanoserve.server.tool_grammar import Turns
 from nanoserve.server.tracer import Tracer
-from nanoserve.server.translate import CountBody, Language, MessagesBody, ResponsesBody
+from nanoserve.server.translate import Language, ResponsesBody
+from nanoserve.server.translate_messages import CountBody, MessagesBody
 from nanoserve.tools.recorder import page
 
 MAX_TOLD = 100  # unknown fields that are logged, each once

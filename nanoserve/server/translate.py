@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages`: two more languages for a chat, in which agents speak.
+"""`/v1/responses`, and what it shares with `/v1/messages`: two more languages for a chat.
 
     Responses (OpenAI's agents, Codex)  ─┐                 ┌─ a response of items     , its events
                                          ├─ ChatBody, chat ┤
@@ -16,19 +16,17 @@ over the engine, as in vLLM; the two would have to learn each new field of a cha
 
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 from uuid import uuid4
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic's rule, until Python 3.12
 
 from nanoserve.server.errors import BadRequest
 from nanoserve.server.protocol import Body, Salt
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
-STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 @dataclass
@@ -38,7 +36,8 @@ class Part:
     kind: str
     text: str = ""
     name: str = ""
-    id: str = ""
+    id: str = field(default_factory=lambda: uuid4().hex)
+    index: int = 0  # its place in a stream
 
 
 def parts_of(message: dict) -> list[Part]:
@@ -76,39 +75,36 @@ class Language(Body):
     async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
         """The events of a chat's pieces."""
         number = 0
-        async for told in self._told(pieces):
-            if told["type"].startswith("response."):
-                told["sequence_number"] = number
-            number += 1
-            yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
+        async for several in self._told(pieces):
+            for told in several:
+                if told["type"].startswith("response."):
+                    told["sequence_number"] = number
+                number += 1
+                yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
 
-    async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[dict]:
+    async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[list[dict]]:
+        """A text goes on, or another part begins."""
         name, parts, chat, last = uuid4().hex, [], {}, {}
         async for piece in pieces:
             is_first, chat = not chat, piece
             if "error" in chat:
-                yield chat | dict(message=chat["error"]["message"])
+                yield [chat | dict(message=chat["error"]["message"])]
                 return
-            for told in self.begun(name, chat) if is_first else ():
-                yield told
+            if is_first:
+                yield self.begun(name, chat)
             for choice in chat["choices"]:
                 last = choice if choice["finish_reason"] else last
                 for part in parts_of(choice["delta"]):
-                    for told in self._grow(parts, part):
-                        yield told
-        ended = self.ended(len(parts) - 1, parts[-1]) if parts else []
-        for told in (*ended, *self.over(name, chat, parts, last)):
-            yield told
-
-    def _grow(self, parts: list[Part], part: Part) -> Iterator[dict]:
-        """A text goes on, or another part begins."""
-        if not parts or parts[-1].kind != part.kind or part.kind == "call":
-            if parts:
-                yield from self.ended(len(parts) - 1, parts[-1])
-            parts.append(Part(part.kind, "", part.name, part.id or uuid4().hex))
-            yield from self.opened(len(parts) - 1, parts[-1])
-        parts[-1].text += part.text
-        yield from self.grown(len(parts) - 1, parts[-1], part.text)
+                    if not parts or parts[-1].kind != part.kind or part.kind == "call":
+                        if parts:
+                            yield self.ended(parts[-1])
+                        parts.append(replace(part, text="", index=len(parts)))
+                        yield self.opened(parts[-1])
+                    parts[-1].text += part.text
+                    yield self.grown(parts[-1], part.text)
+        if parts:
+            yield self.ended(parts[-1])
+        yield self.over(name, chat, parts, last)
 
 
 def joined(turns: Iterable[dict]) -> list[dict]:
@@ -258,17 +254,17 @@ class ResponsesBody(Language):
                 output_tokens_details=usage["completion_tokens_details"]))
 
     def _item(self, part: Part, status: str = "completed") -> dict:
-        if part.kind == "call":
-            where = {one.get("name"): group for one, group in self._functions() if group}
-            group = dict(namespace=where[part.name]) if part.name in where else {}
-            return dict(type="function_call", id=f"fc_{part.id}", call_id=part.id, name=part.name,
-                        arguments=part.text, status=status, **group)
-        part.id = part.id or uuid4().hex
+        content = [self._content(part)] if part.text else []
         if part.kind == "thought":
             return dict(type="reasoning", id=f"rs_{part.id}", summary=[], status=status,
-                        content=[self._content(part)] if part.text else [])
-        return dict(type="message", id=f"msg_{part.id}", role="assistant", status=status,
-                    content=[self._content(part)] if part.text else [])
+                        content=content)
+        if part.kind == "said":
+            return dict(type="message", id=f"msg_{part.id}", role="assistant", status=status,
+                        content=content)
+        where = {one.get("name"): group for one, group in self._functions() if group}
+        group = dict(namespace=where[part.name]) if part.name in where else {}
+        return dict(type="function_call", id=f"fc_{part.id}", call_id=part.id, name=part.name,
+                    arguments=part.text, status=status, **group)
 
     def _content(self, part: Part) -> dict:
         if part.kind == "thought":
@@ -280,30 +276,32 @@ class ResponsesBody(Language):
         return [dict(type=f"response.{kind}", response=response)
                 for kind in ("created", "in_progress")]
 
-    def _at(self, index: int, one: Part, kind: str, **more) -> dict:
+    def _at(self, one: Part, kind: str, **more) -> dict:
+        """An event of a part that does not hold the whole item."""
         where = {} if one.kind == "call" else dict(content_index=0)
-        return dict(type=f"response.{kind}", output_index=index, **where, **more,
+        if kind.startswith("output_text."):
+            where["logprobs"] = []
+        return dict(type=f"response.{kind}", output_index=one.index, **where, **more,
                     item_id=self._item(one)["id"])
 
-    def opened(self, index: int, part: Part) -> list[dict]:
-        told = [dict(type="response.output_item.added", output_index=index,
-                     item=self._item(part, "in_progress"))]
-        if part.kind != "call":
-            told.append(self._at(index, part, "content_part.added", part=self._content(part)))
-        return told
-
-    def grown(self, index: int, part: Part, text: str) -> list[dict]:
-        logprobs = dict(logprobs=[]) if part.kind == "said" else {}
-        return [self._at(index, part, f"{WRITTEN[part.kind]}.delta", delta=text, **logprobs)]
-
-    def ended(self, index: int, part: Part) -> list[dict]:
-        done = f"{WRITTEN[part.kind]}.done"
-        item = dict(type="response.output_item.done", output_index=index, item=self._item(part))
+    def opened(self, part: Part) -> list[dict]:
+        item = dict(type="response.output_item.added", output_index=part.index,
+                    item=self._item(part, "in_progress"))
         if part.kind == "call":
-            return [self._at(index, part, done, arguments=part.text, name=part.name), item]
-        logprobs = dict(logprobs=[]) if part.kind == "said" else {}
-        return [self._at(index, part, done, text=part.text, **logprobs), self._at(
-            index, part, "content_part.done", part=self._content(part)), item]
+            return [item]
+        return [item, self._at(part, "content_part.added", part=self._content(part))]
+
+    def grown(self, part: Part, text: str) -> list[dict]:
+        return [self._at(part, f"{WRITTEN[part.kind]}.delta", delta=text)]
+
+    def ended(self, part: Part) -> list[dict]:
+        done = f"{WRITTEN[part.kind]}.done"
+        item = dict(type="response.output_item.done", output_index=part.index,
+                    item=self._item(part))
+        if part.kind == "call":
+            return [self._at(part, done, arguments=part.text, name=part.name), item]
+        return [self._at(part, done, text=part.text),
+                self._at(part, "content_part.done", part=self._content(part)), item]
 
     def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
         response = self.whole(name, chat, parts, choice)
@@ -311,125 +309,3 @@ class ResponsesBody(Language):
 
 
 WRITTEN = dict(thought="reasoning_text", said="output_text", call="function_call_arguments")
-
-
-# --------------------------------------------------------------------- Messages
-
-
-class Turn(TypedDict):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
-
-
-class CountBody(Language):
-    """`POST /v1/messages/count_tokens`: how many tokens the prompt would have."""
-
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: dict[str, Any] | None = None  # its older place
-
-    def as_chat(self) -> dict:
-        choice = self.tool_choice or {}
-        named = dict(type="function", function=dict(name=choice.get("name")))
-        found = dict(auto="auto", any="required", none="none", tool=named)
-        thinks = dict(enabled=True, disabled=False).get(str((self.thinking or {}).get("type")))
-        if choice and str(choice.get("type")) not in found:
-            raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
-        return dict(
-            messages=joined(self.turns()), tool_choice=found.get(choice.get("type")),
-            tools=[tool(one.get("type") in (None, "custom"), one, "input_schema")
-                   for one in self.tools or ()],
-            response_format=form_of("output_config", (self.output_config or {}).get(
-                "format", self.output_format)),
-            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
-            chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
-
-    def turns(self) -> Iterator[dict]:
-        if self.system:
-            yield dict(role="system", content=texts(self.system))
-        for message in self.messages:
-            role, rest = message["role"], []
-            for block in texts(message["content"]):
-                kind = block.get("type")
-                if kind == "tool_result":
-                    yield dict(role="tool", tool_call_id=block.get("tool_use_id"),
-                               content=texts(block.get("content")))
-                elif kind == "tool_use":
-                    yield dict(role=role, content=rest, tool_calls=called(
-                        block.get("id"), block.get("name"), block.get("input")))
-                    rest = []
-                elif kind == "thinking":
-                    yield dict(role=role, content=[], reasoning_content=block.get("thinking"))
-                elif kind != "redacted_thinking":
-                    rest.append(block)
-            if rest:
-                yield dict(role=role, content=rest)
-
-
-class MessagesBody(CountBody):
-    """`POST /v1/messages`."""
-
-    max_tokens: Annotated[int, Field(ge=1)]
-    top_k: int | None = None
-    stop_sequences: list[str] | None = None
-
-    def as_chat(self) -> dict:
-        return super().as_chat() | dict(max_tokens=self.max_tokens, top_k=self.top_k,
-                                        stop=self.stop_sequences)
-
-    # ------------------------------------------------------------ its answer
-
-    def whole(self, name: str, chat: dict, parts: list[Part], choice: dict) -> dict:
-        return dict(id=f"msg_{name}", type="message", role="assistant", model=chat["model"],
-                    content=[self._block(part) for part in parts], **self._stop(choice),
-                    usage=self._usage(chat))
-
-    def _usage(self, chat: dict) -> dict:
-        usage = chat["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return dict(input_tokens=usage["prompt_tokens"] - cached, cache_read_input_tokens=cached,
-                    cache_creation_input_tokens=0, output_tokens=usage["completion_tokens"])
-
-    def _stop(self, choice: dict) -> dict:
-        reason, stop = choice["finish_reason"], choice["stop_reason"]
-        if reason == "stop" and isinstance(stop, str):
-            return dict(stop_reason="stop_sequence", stop_sequence=stop)
-        return dict(stop_reason=reason and STOPS.get(reason, "end_turn"), stop_sequence=None)
-
-    def _block(self, part: Part, is_empty: bool = False) -> dict:
-        if part.kind == "call":
-            try:
-                given = {} if is_empty else json.loads(part.text)
-            except ValueError:  # cut by max_tokens
-                given = {}
-            return dict(type="tool_use", id=part.id, name=part.name, input=given)
-        if part.kind == "thought":
-            return dict(type="thinking", thinking="" if is_empty else part.text, signature="")
-        return dict(type="text", text="" if is_empty else part.text)
-
-    def begun(self, name: str, chat: dict) -> list[dict]:
-        none = dict(finish_reason=None, stop_reason=None)
-        return [dict(type="message_start", message=self.whole(name, chat, [], none))]
-
-    def opened(self, index: int, part: Part) -> list[dict]:
-        return [dict(type="content_block_start", index=index,
-                     content_block=self._block(part, is_empty=True))]
-
-    def grown(self, index: int, part: Part, text: str) -> list[dict]:
-        kind, key = DELTAS[part.kind]
-        return [dict(type="content_block_delta", index=index, delta={"type": kind, key: text})]
-
-    def ended(self, index: int, part: Part) -> list[dict]:
-        return [dict(type="content_block_stop", index=index)]
-
-    def over(self, name: str, chat: dict, parts: list[Part], choice: dict) -> list[dict]:
-        return [dict(type="message_delta", delta=self._stop(choice), usage=self._usage(chat)),
-                dict(type="message_stop")]
-
-
-DELTAS = dict(thought=("thinking_delta", "thinking"), said=("text_delta", "text"),
-              call=("input_json_delta", "partial_json"))
