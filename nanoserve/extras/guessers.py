@@ -1,8 +1,15 @@
 """Who guesses the next tokens: looked up in texts, or written by a small network (speculative.py).
 
+    ngram         the last few tokens were there before, so what followed them may follow again
+                  (Saxena 2023, "Prompt Lookup Decoding"): a dict look-up, no second network
+    suffix        the same in all texts of the engine, earlier answers too, by longer matches; a
+                  draft is as long as its match (Oliaro et al. 2024, "SuffixDecoding")
+    draft_model   a small network of the same vocabulary, greedily. Its layers are more KV layers of
+                  the same blocks, so chunks, prefix hits and preemption serve both networks
+    eagle3, mtp   a head of one layer reads the model's hidden states (hidden_drafts.py)
+
 A method is a class of the shape of `Guesser`. It is asked for guesses of one sequence (`propose`)
-when a step is scheduled; one that needs the device for it fills them in, for all rows together,
-when the step is about to be launched (`fill`):
+when a step is scheduled; one that needs the device fills them in, for all rows together (`fill`):
 
     schedule ──► propose: [3, 1, 2] or [?, ?, ?] ──► fill: ? by the device ──► launch ──► checked
 
@@ -34,13 +41,10 @@ class Guesser(Protocol):
 
     keys: tuple[str, ...]  # of `speculative_config`, beside `method` and `num_speculative_tokens`
 
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        """Fill into `asked` what was left out. Raises `ValueError` with the remedy."""
-
-    @staticmethod
-    def prepare(asked: dict, plan: Plan) -> Plan:
-        """What it needs of the runner; `asked` is checked."""
+    @classmethod
+    def prepare(cls, asked: dict, plan: Plan) -> Plan:
+        """Fill into `asked` what was left out, and say what the runner needs. Raises `ValueError`
+        with the remedy."""
         return plan
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
@@ -89,15 +93,16 @@ class NgramGuesser(Guesser):
 
     keys = ("prompt_lookup_max", "prompt_lookup_min")
 
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        longest, shortest = (asked.get(key) for key in NgramGuesser.keys)
+    @classmethod
+    def prepare(cls, asked: dict, plan: Plan) -> Plan:
+        longest, shortest = (asked.get(key) for key in cls.keys)
         longest = longest or shortest or DEFAULT_LOOKUP  # one given is both
         shortest = shortest or longest
         if shortest > longest:
             raise ValueError(f"speculative_config: prompt_lookup_min={shortest} is above "
                              f"prompt_lookup_max={longest}: lower the first or raise the second")
         asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
+        return plan
 
     def __init__(self, asked: dict, engine: LLMEngine | None = None):
         self.asked, self.num_drafts = asked, asked["num_speculative_tokens"]
@@ -146,9 +151,10 @@ class SuffixGuesser(NgramGuesser):
 
     keys = ()
 
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
+    @classmethod
+    def prepare(cls, asked: dict, plan: Plan) -> Plan:
         """Nothing can be left out."""
+        return plan
 
     def __init__(self, asked: dict, engine: LLMEngine | None = None):
         super().__init__(asked, engine)
@@ -172,8 +178,8 @@ class ModelGuesser(Guesser):
 
     keys = ("model",)
 
-    @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
+    @classmethod
+    def prepare(cls, asked: dict, plan: Plan) -> Plan:
         """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
         config, tokenizer, vocab_size = plan.config, plan.tokenizer, plan.model_config.vocab_size
         if asked.get("model") is None:
@@ -206,6 +212,7 @@ class ModelGuesser(Guesser):
         if draft.max_position_embeddings < config.max_model_len:
             say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind "
                 "them its guesses will be worse")
+        return plan
 
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts = asked["num_speculative_tokens"]

@@ -9,24 +9,18 @@ At position t it sees the model's states there and the token behind, and guesses
     token behind      x1    x2    x3    x4  ┴──► head ──► g3 ──► d5   the first draft
                                           its own:  g3, d5 ──► g4 ──► d6   the second
 
-The head is network 1 of the engine. Its layer is one more KV layer of the same blocks, so chunks,
-prefix hits and preemption need no case of their own. It is run when the next step is planned, once
-for all tokens that the last step has computed, and then once for each further draft.
-
-The model's states are found by their tokens' slots (hidden_taps.py), the head's own lie at
-`Sequence.row`.
-
-Some checkpoints bring such a head for themselves (`OwnHead`): it reads the last layer's states. One
-for a network of transformers' is in hidden_drafts_foreign.py.
+The head is network 1 of the engine, with one more KV layer in the same blocks, so chunks, prefix
+hits and preemption need no case of their own. It is run when the next step is planned, once for all
+tokens that the last step has computed, and then once for each further draft. Some checkpoints bring
+such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_foreign.py).
 
 Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer;
 in a block that others find, the last token's KV saw the token that was behind it then, so a draft
-there may be worse; no CUDA graphs. Not known here: how drafts are checked. Road not taken: trees of
-drafts, which a step would check with a mask of their own.
+there may be worse; no CUDA graphs. Road not taken: trees of drafts, with a mask of their own.
 """
 
 import re
-import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +35,7 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extras.guessers import UNKNOWN, Guesser, write_drafts
-from nanoserve.extras.hidden_taps import LastTap, States, Taps
+from nanoserve.extras.hidden_taps import Head, LastTap, LayerTaps, States
 from nanoserve.frontend.metrics import Observer
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
@@ -82,17 +76,15 @@ class HeadLayer(nn.Module):
         return self.mlp(normed) + residual
 
 
-class Head(nn.Module):
-    """The network that guesses. Names are the checkpoints'. model: whose states it reads; num_rows:
-    of `Sequence.row`."""
+class EagleHead(Head):
+    """Names are the checkpoints'. model: whose states it reads."""
 
     def __init__(self, entries: dict, num_rows: int, model: ModelConfig, on: Placement):
-        super().__init__()
-        config = self.config = config_of(entries)
-        self.left_out, self.most_rows, self.ranks = 0, 2 ** 31, on.ranks
-        _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
-        self.kv_shapes = [(kv_heads.size, config.head_dim)]
-        self.layers = tapped(entries, model.num_hidden_layers)
+        # Its layer is Llama's, whatever the model is.
+        config = ModelConfig.from_dict(entries | dict(
+            architectures=["LlamaForCausalLM"], tie_word_embeddings=False))
+        super().__init__(config, num_rows, on)
+        self.ranks, self.layers = on.ranks, tapped(entries, model.num_hidden_layers)
         self.fc = on.linear(len(self.layers) * model.hidden_size, {"fc": config.hidden_size},
                             False, on)
         self.midlayer = HeadLayer(config, on, bool(entries.get("norm_before_residual")))
@@ -101,75 +93,64 @@ class Head(nn.Module):
         self.lm_head = on.linear(config.hidden_size, {"lm_head": on.ranks.share(self.size)}, False,
                                  on)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
-        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
         self.targets = torch.arange(self.size, device=on.device)  # the model's ids of its tokens
 
-    def join(self, model: Decoder) -> None:
-        """From now on read this network's states, and look tokens up in its embedding."""
-        self.taps, self.embed = Taps(model, self.layers), weakref.WeakMethod(model.embed)
+    def tap(self, model: Decoder) -> LayerTaps:
+        return LayerTaps(model, self.layers)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> States:
-        """The first drafts of a step read the model's states, further ones the head's own; their
-        input is not yet known to the host, which tells the two apart."""
-        states = self.own[batch.sample_rows] if batch.num_unknown else self.fc(
-            self.taps.at(batch.slot_mapping))
-        out = self.midlayer(self.embed()(input_ids), states, self.rotary(positions), kv_cache[0],
-                            batch, wanted)
-        self.own[batch.sample_rows] = out
-        return self.norm(out)
+    def read(self, states: States) -> States:
+        return self.fc(states)
+
+    def guess(self, embedded: States, states: States, positions: torch.Tensor, kv_cache: KVCache,
+              batch: Batch, wanted: torch.Tensor) -> States:
+        return self.midlayer(embedded, states, self.rotary(positions), kv_cache[0], batch, wanted)
 
     def compute_logits(self, hidden: States) -> torch.Tensor | None:
         """Over the model's vocabulary. A head knows the frequent tokens alone."""
-        logits = self.ranks.gather(self.lm_head(hidden), self.size)
+        logits = self.ranks.gather(self.lm_head(self.norm(hidden)), self.size)
         if logits is None or self.size == self.config.vocab_size:
             return logits
         every = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return every.index_copy_(1, self.targets, logits)
 
+    def renamed(self, tensors: Tensors) -> Tensors:
+        """Its tensors by one name; the map of its vocabulary goes to `targets`. The embedding is
+        the model's, of which a head may bring a copy."""
+        for file, name, tensor in tensors:
+            if name == "d2t":  # how much larger the model's id is
+                self.targets += tensor.to(self.targets)
+            elif name != "t2d" and "embed_tokens." not in name:
+                yield file, name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
 
-class OwnHead(nn.Module):
+
+class OwnHead(Head):
     """The head that a checkpoint brings for itself, as MiMo has it ("multi-token prediction"): one
     more decoder layer, which reads the stream behind the last one and ends in the model's LM head.
     Its second draft reads what the LM head read for the first."""
 
-    def __init__(self, num_rows: int, config: ModelConfig, on: Placement):
-        super().__init__()
-        self.config, self.left_out, self.most_rows = config, 0, 2 ** 31
-        _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
-        self.kv_shapes = [(kv_heads.size, config.head_dim)]
+    def __init__(self, config: ModelConfig, num_rows: int, on: Placement):
+        super().__init__(config, num_rows, on)
         self.token_layernorm, self.hidden_layernorm, self.final_layernorm = (
             RMSNorm(config.hidden_size, config.rms_norm_eps, on) for _ in range(3))
         self.input_proj = on.linear(2 * config.hidden_size, {"input_proj": config.hidden_size},
                                     False, on)
         self.block = DecoderLayer(config, 0, on, False)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, on.device)
-        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
 
-    def join(self, model: Decoder) -> None:
-        self.taps, self.embed = LastTap(model), weakref.WeakMethod(model.embed)
-        self.logits = weakref.WeakMethod(model.compute_logits)
+    def tap(self, model: Decoder) -> LastTap:
+        return LastTap(model)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> States:
-        """As `Head.forward`."""
-        states = (self.own[batch.sample_rows] if batch.num_unknown
-                  else self.taps.at(batch.slot_mapping))
-        both = torch.cat((self.hidden_layernorm(states),
-                          self.token_layernorm(self.embed()(input_ids))), -1)
+    def guess(self, embedded: States, states: States, positions: torch.Tensor, kv_cache: KVCache,
+              batch: Batch, wanted: torch.Tensor) -> States:
+        both = torch.cat((self.hidden_layernorm(states), self.token_layernorm(embedded)), -1)
         stream = self.block(self.input_proj(both), None, self.rotary(positions), kv_cache[0],
                             batch, wanted)
-        out = self.own[batch.sample_rows] = self.final_layernorm.add(*stream)[0]
-        return out
+        return self.final_layernorm.add(*stream)[0]
 
-    def compute_logits(self, hidden: States) -> torch.Tensor | None:
-        return self.logits()(hidden)
-
-
-def config_of(entries: dict) -> ModelConfig:
-    """A head's layer is Llama's, whatever the model is."""
-    return ModelConfig.from_dict(entries | {"architectures": ["LlamaForCausalLM"],
-                                            "tie_word_embeddings": False})
+    def renamed(self, tensors: Tensors) -> Tensors:
+        for file, name, tensor in tensors:
+            if name.startswith(OWN):
+                yield file, re.sub(BLOCK, "block.", name.removeprefix(OWN)), tensor
 
 
 def tapped(entries: dict, num_layers: int) -> list[int]:
@@ -179,39 +160,16 @@ def tapped(entries: dict, num_layers: int) -> list[int]:
                   or (2, num_layers // 2, num_layers - 3))
 
 
-def make_head(config: EngineConfig, entries: dict, model: ModelConfig, folder: Path,
+def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Path,
               on: Placement) -> Head:
-    """With its weights. The embedding is the model's, of which a head may bring a copy."""
-    head = Head(entries, config.max_num_seqs, model, on)
+    """With the weights in a folder: a head's own, or the model's, beside whose layers it lies."""
+    head = new(on=on)
     if config.load_format == "dummy":
         load_dummy_weights(head, config.seed)
     else:
-        load_weights(head, head.config, folder, False, ("t2d", "embed_tokens."),
-                     tensors=read_head(head, folder, config.load_format))
+        load_weights(head, head.config, folder, False,
+                     tensors=head.renamed(stored_tensors(folder, config.load_format)))
     return head
-
-
-def make_own_head(config: EngineConfig, model: ModelConfig, folder: Path,
-                  on: Placement) -> OwnHead:
-    """Of the model's own files, which have it beside the layers."""
-    head = OwnHead(config.max_num_seqs, model, on)
-    if config.load_format == "dummy":
-        load_dummy_weights(head, config.seed)
-        return head
-    load_weights(head, model, folder, False, tensors=(
-        (file, re.sub(BLOCK, "block.", name.removeprefix(OWN)), tensor)
-        for file, name, tensor in stored_tensors(folder, config.load_format)
-        if name.startswith(OWN)))
-    return head
-
-
-def read_head(head: Head, folder: Path, load_format: str) -> Tensors:
-    """Its tensors by one name; the map of its vocabulary goes to `targets`."""
-    for file, name, tensor in stored_tensors(folder, load_format):
-        if name == "d2t":  # how much larger the model's id is
-            head.targets += tensor.to(head.targets)
-        else:
-            yield file, name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
 
 
 # ----------------------------------------------------------------- who guesses
@@ -222,9 +180,15 @@ class HiddenGuesser(Guesser, Observer):
 
     keys = ("model",)
 
+    @classmethod
+    def prepare(cls, asked: dict, plan: Plan) -> Plan:
+        make = cls.find_head(asked, plan)
+        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
+        return replace(plan, config=config, parts=replace(plan.parts, make_draft=make))
+
     @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
-        """A head belongs to one model: sizes must be as it was trained."""
+    def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
+        """What makes it. A head belongs to one model: sizes must be as it was trained."""
         model = plan.model_config
         if plan.parts.make_network is not None:
             raise ValueError("speculative_config: method='eagle3' needs a network of our own, and "
@@ -256,13 +220,8 @@ class HiddenGuesser(Guesser, Observer):
                 *range(model.num_hidden_layers)}:
             raise ValueError(f"speculative_config: model={name!r} reads layer {min(strange)} of "
                              f"{model.num_hidden_layers}: it was trained for another model")
-
-    @staticmethod
-    def prepare(asked: dict, plan: Plan) -> Plan:
-        entries = read_json(Path(asked["model"]) / "config.json")
-        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
-        return replace(plan, config=config, parts=replace(
-            plan.parts, make_draft=partial(make_head, config, entries, plan.model_config)))
+        return partial(make_head, plan.config, partial(
+            EagleHead, entries, plan.config.max_num_seqs, model))
 
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts, self.runner = asked["num_speculative_tokens"], engine.runner
@@ -297,10 +256,10 @@ class OwnGuesser(HiddenGuesser):
     keys = ()
 
     @staticmethod
-    def check(asked: dict, plan: Plan) -> None:
+    def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:
         model, folder = plan.model_config, find_model(plan.config.model)
-        known = OURS if plan.parts.make_network is None else FOREIGN
-        if (entry := known.get(model.architecture)) is None:
+        is_ours = plan.parts.make_network is None
+        if (entry := (OURS if is_ours else FOREIGN).get(model.architecture)) is None:
             raise ValueError("speculative_config: method='mtp' reads the heads of "
                              f"{', '.join(OURS | FOREIGN)}, and not that of {model.architecture}: "
                              "choose another method")
@@ -312,12 +271,8 @@ class OwnGuesser(HiddenGuesser):
             raise ValueError("speculative_config: method='mtp' reads no quantised checkpoint: "
                              "choose another method, or the checkpoint without quantization")
         asked["model"] = str(folder)
-
-    @staticmethod
-    def prepare(asked: dict, plan: Plan) -> Plan:
-        config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
-        make = partial(make_own_head, config, plan.model_config)
-        if plan.parts.make_network is not None:
-            from nanoserve.extras.hidden_drafts_foreign import make_foreign_head
-            make = partial(make_foreign_head, config, plan.model_config)
-        return replace(plan, config=config, parts=replace(plan.parts, make_draft=make))
+        if is_ours:
+            return partial(make_head, plan.config, partial(
+                OwnHead, model, plan.config.max_num_seqs))
+        from nanoserve.extras.hidden_drafts_foreign import make_foreign_head
+        return partial(make_foreign_head, plan.config, model)

@@ -28,9 +28,8 @@ from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.extras.foreign import override, read_hf_config
-from nanoserve.extras.foreign_weights import fill, made_up
-from nanoserve.extras.hidden_taps import NormTap, States
-from nanoserve.extras.towers import make_network, text_config_of
+from nanoserve.extras.foreign_weights import fill, text_config_of
+from nanoserve.extras.hidden_taps import Head, NormTap, States
 from nanoserve.extras.transformers_model import TransformersModel
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
@@ -40,31 +39,25 @@ FIRST = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden")  # what is in fron
 VOCAB_SIZE = 4  # of the one-layer network, whose own embedding the trial at load alone reads
 
 
-class ForeignHead(TransformersModel):
-    """The network that guesses. network: of one layer, with `FIRST` beside it."""
+class ForeignHead(Head):
+    """network: of one layer, with `FIRST` beside it."""
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement, num_rows: int):
-        super().__init__(network, config, on)
-        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
+        super().__init__(config, num_rows, on)
+        self.network = TransformersModel(network, config, on)
 
     def join(self, model: TransformersModel) -> None:
-        self.taps, self.model = NormTap(model), weakref.ref(model.layers)
+        self.taps, whole = NormTap(model), model.layers
+        self.embed, self.logits = (weakref.WeakMethod(part.forward) for part in (
+            whole.get_input_embeddings(), whole.get_output_embeddings()))
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
-                batch: Batch, wanted: torch.Tensor) -> States:
-        """As `hidden_drafts.Head.forward`."""
-        states = (self.own[batch.sample_rows] if batch.num_unknown
-                  else self.taps.at(batch.slot_mapping))
-        net, embedded = self.layers, self.model().get_input_embeddings()(input_ids)
+    def guess(self, embedded: States, states: States, positions: torch.Tensor, kv_cache: KVCache,
+              batch: Batch, wanted: torch.Tensor) -> States:
+        net = self.network.layers
         both = torch.cat((net.pre_fc_norm_embedding(embedded), net.pre_fc_norm_hidden(states)), -1)
-        out = net.get_decoder()(
+        return net.get_decoder()(
             inputs_embeds=net.fc(both)[None], position_ids=positions.long()[None], use_cache=False,
-            nanoserve=self.pages(kv_cache, batch)).last_hidden_state[0, wanted]
-        self.own[batch.sample_rows] = out
-        return out
-
-    def compute_logits(self, hidden: States) -> torch.Tensor:
-        return self.model().get_output_embeddings()(hidden)
+            nanoserve=self.network.pages(kv_cache, batch)).last_hidden_state[0, wanted]
 
 
 def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
@@ -86,13 +79,11 @@ def make_foreign_head(asked: EngineConfig, config: ModelConfig, folder: Path,
             elif part != name:
                 yield file, f"model.{part}", tensor
 
-    if asked.load_format == "dummy":
-        network, _ = made_up(lambda: make_network(model_class, text, {}, on.dtype, False), asked)
-    else:
-        network = fill(model_class, text, folder, asked.load_format, on.dtype,
-                       passed_over=r"embed_tokens|lm_head", tensors=tensors())
-        if missing := [name for name in FIRST if f"{name}.weight" not in first]:
-            raise ValueError(f"{folder}: missing tensors: {OWN}{missing[0]}.weight")
+    made_up = asked.load_format == "dummy"
+    network = fill(asked, model_class, text, folder, on.dtype, None if made_up else tensors(),
+                   passed_over=r"embed_tokens|lm_head")
+    if missing := [name for name in FIRST if not made_up and f"{name}.weight" not in first]:
+        raise ValueError(f"{folder}: missing tensors: {OWN}{missing[0]}.weight")
     for name in FIRST:
         module = (copy.deepcopy(network.get_decoder().norm) if "norm" in name else
                   nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False))

@@ -1,32 +1,36 @@
-"""The model's hidden states, kept from one step to the next for a head that reads them.
+"""The model's hidden states, kept from one step to the next, and the head that reads them.
 
 **A state is found by its token's slot.** The states of a step stay on the device with the slots
 where its KV went, on every rank, and the head's tokens have the same slots (hidden_drafts.py). So
-nothing of who was where is sent along. Not known here: what is made of them.
+nothing of who was where is sent along. The head's own states lie at `Sequence.row`.
+
+Not known here: layers of heads, who asks for drafts.
 """
 
+import weakref
 from functools import partial
 
 import torch
 from torch import nn
 
-from nanoserve.model import Decoder, Pair
+from nanoserve.batch import Batch
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.layers import Placement
+from nanoserve.model import Decoder, KVCache, Pair
 
-States = torch.Tensor  # (num_tokens, hidden_size), of one network or several side by side
+States = torch.Tensor  # (num_tokens, hidden_size), of one layer or several side by side
 
 
 class Taps:
-    """The stream in front of some of the model's layers, kept until the next step."""
+    """States of a network's last step, in `streams`. Its kinds say which ones are kept."""
 
-    def __init__(self, model: Decoder, layers: list[int]):
+    def __init__(self, model: nn.Module):
         self.streams: dict[int, States] = {}
         self.slots = torch.empty(0)
-        for i in layers:
-            model.layers[i].register_forward_pre_hook(partial(self.take, i))
+        model.register_forward_pre_hook(self.note)
 
-    def take(self, i: int, layer: nn.Module, args: tuple) -> None:
-        hidden, residual, _, _, batch, *_ = args
-        self.streams[i] = hidden if residual is None else hidden + residual
+    def note(self, model: nn.Module, args: tuple) -> None:
+        _, _, _, batch, *_ = args
         self.slots = batch.slot_mapping.clone()  # whose memory is used again
 
     def at(self, slots: torch.Tensor) -> States:
@@ -36,19 +40,31 @@ class Taps:
         return torch.cat([stream[index] for _, stream in sorted(self.streams.items())], -1)
 
 
+class LayerTaps(Taps):
+    """The stream in front of some layers."""
+
+    def __init__(self, model: Decoder, layers: list[int]):
+        super().__init__(model)
+        for i in layers:
+            model.layers[i].register_forward_pre_hook(partial(self.take, i))
+
+    def take(self, i: int, layer: nn.Module, args: tuple) -> None:
+        hidden, residual, *_ = args
+        self.streams[i] = hidden if residual is None else hidden + residual
+
+
 class LastTap(Taps):
     """The stream behind the last layer, of every token: that layer would skip those that do not
     sample, and so it is told that all are wanted, and the others are left out behind it."""
 
     def __init__(self, model: Decoder):
-        super().__init__(model, [])
+        super().__init__(model)
         model.layers[-1].register_forward_pre_hook(self.want_all)
         model.layers[-1].register_forward_hook(self.keep)
 
     def want_all(self, layer: nn.Module, args: tuple) -> tuple:
-        *others, batch, self.wanted = args
-        self.slots = batch.slot_mapping.clone()
-        return *others, batch, None
+        *others, self.wanted = args
+        return *others, None
 
     def keep(self, layer: nn.Module, args: tuple, stream: Pair) -> Pair:
         self.streams[0] = stream[0] + stream[1]
@@ -61,13 +77,44 @@ class NormTap(Taps):
     """The states behind the last norm of transformers' network."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(model, [])
-        model.register_forward_pre_hook(self.note)
+        super().__init__(model)
         model.layers.get_decoder().norm.register_forward_hook(self.keep)
-
-    def note(self, model: nn.Module, args: tuple) -> None:
-        *_, batch, _ = args
-        self.slots = batch.slot_mapping.clone()  # whose memory is used again
 
     def keep(self, norm: nn.Module, args: tuple, states: torch.Tensor) -> None:
         self.streams[0] = states[0]
+
+
+class Head(nn.Module):
+    """The network that guesses, and what all kinds of it share. config: of its only layer;
+    num_rows: of `Sequence.row`. What has a comment in `Decoder` is the same here."""
+
+    left_out, most_rows = 0, 2 ** 31
+
+    def __init__(self, config: ModelConfig, num_rows: int, on: Placement):
+        super().__init__()
+        self.config = config
+        _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
+        self.kv_shapes = [(kv_heads.size, config.head_dim)]
+        self.own = torch.zeros(num_rows + 1, config.hidden_size, dtype=on.dtype, device=on.device)
+
+    def join(self, model: nn.Module) -> None:
+        """From now on read this network's states, and use its embedding and its LM head."""
+        self.taps, self.embed = self.tap(model), weakref.WeakMethod(model.embed)
+        self.logits = weakref.WeakMethod(model.compute_logits)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
+                batch: Batch, wanted: torch.Tensor) -> States:
+        """The first drafts of a step read the model's states, further ones the head's own; their
+        input is not yet known to the host, which tells the two apart."""
+        states = (self.own[batch.sample_rows] if batch.num_unknown
+                  else self.read(self.taps.at(batch.slot_mapping)))
+        out = self.guess(self.embed()(input_ids), states, positions, kv_cache, batch, wanted)
+        self.own[batch.sample_rows] = out
+        return out
+
+    def read(self, states: States) -> States:
+        """What it makes of the model's states, before it puts an embedding beside them."""
+        return states
+
+    def compute_logits(self, hidden: States) -> torch.Tensor | None:
+        return self.logits()(hidden)

@@ -1,18 +1,9 @@
 """Speculative decoding: guess the next tokens, and let the model check all of them in one step.
 
 A decoding step of one sequence waits for the weights to be read; a few more tokens in it cost next
-to nothing. So a cheap method guesses the next tokens, the *drafts*, and the model computes them
-after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). The methods:
-
-    ngram         the last few tokens were there before, so what followed them may follow again
-                  (Saxena 2023, "Prompt Lookup Decoding"): a dict look-up, no second network
-    suffix        the same in all texts of the engine, earlier answers too, by longer matches; a
-                  draft is as long as its match (Oliaro et al. 2024, "SuffixDecoding")
-    draft_model   a small network of the same vocabulary generates the drafts, greedily. Its layers
-                  are more KV layers of the same blocks, so that chunks, prefix hits and preemption
-                  serve both networks, and the small one needs no counters of its own
-    eagle3        a head of one layer reads the model's hidden states (hidden_drafts.py)
-    mtp           so does the head that the model's checkpoint brings along
+to nothing. So a cheap method (guessers.py, hidden_drafts.py) guesses the next tokens, the *drafts*,
+and the model computes them after the newest token in one step (Leviathan et al. 2023; Chen et al.
+2023):
 
     token_ids   the cat sat on the          drafts   mat   and   the
     sampled     after each of them                   mat   and   purr  far
@@ -20,9 +11,8 @@ after the newest token in one step (Leviathan et al. 2023; Chen et al. 2023). Th
 
 Invariant: **not one token changes, drawn ones included.** The number that decides a token is a
 function of seed and position (sampler.py), so the model's token at each position is simply drawn,
-and a draft is right if it equals this token. (Except near-ties: as everywhere, rounding depends on
-the shape of the batch.) Wrong drafts need no roll-back: they never counted as computed, so they are
-in no prefix, and their slots are written again.
+and a draft is right if it equals this token (near-ties excepted, as everywhere). Wrong drafts need
+no roll-back: they never counted as computed, and their slots are written again.
 
 Not known here: layers, the sampler, text. Road not taken: rejection sampling, which accepts a draft
 with probability min(1, p/q) and corrects the rest: the same distribution, another text. As our
@@ -54,9 +44,7 @@ class Speculation(Extra, Observer):
     def prepare(self, plan: Plan) -> Plan:
         """With everything in `speculative_config` filled in, and overlap off."""
         config, asked = plan.config, dict(plan.config.speculative_config)
-        guesser = _choose(config, asked)
-        guesser.check(asked, plan)
-        plan = guesser.prepare(asked, plan)
+        plan = _choose(config, asked).prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step" + (", which then runs without CUDA graphs"
                                 if config.device == "cuda" else ""))
