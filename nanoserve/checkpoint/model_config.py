@@ -100,10 +100,10 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool  # the LM head is the embedding matrix
-    qkv_bias: bool  # biases on the q, k and v projections ...
-    o_bias: bool  # ... and on the output projection: Qwen2 has the first without the second
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm over each head of q and k before RoPE (Qwen3, Gemma 3)
+    qkv_bias: bool = False  # biases on the q, k and v projections ...
+    o_bias: bool = False  # ... and on the output projection: Qwen2 has only the first
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k before RoPE (Qwen3, Gemma 3)
     dtype: str  # the checkpoint's own
     eos_token_ids: tuple[int, ...]  # every one of them ends a sequence
     generation_defaults: dict  # the sampling entries of generation_config.json
@@ -111,19 +111,19 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     # Mixture of experts: which layers have one, and its sizes.
     moe_layers: tuple[bool, ...]
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool  # the chosen experts' weights are made to sum to 1
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False  # the chosen experts' weights are made to sum to 1
     # What Gemma does differently.
     activation: str  # "silu" or "gelu_tanh"
-    norm_offset: bool  # RMSNorm multiplies by 1 + weight
-    scale_embedding: bool  # embeddings times sqrt(hidden_size)
-    post_norms: bool  # a norm behind attention and MLP as well
+    norm_offset: bool = False  # RMSNorm multiplies by 1 + weight
+    scale_embedding: bool = False  # embeddings times sqrt(hidden_size)
+    post_norms: bool = False  # a norm behind attention and MLP as well
     attention_scale: float  # scores are q * k times this
-    attention_softcap: float | None  # scores are squeezed into (-cap, cap)
-    logits_softcap: float | None
-    rope_local: RopeConfig | None  # RoPE of the layers with a window, where it differs
+    attention_softcap: float | None = None  # scores are squeezed into (-cap, cap)
+    logits_softcap: float | None = None
+    rope_local: RopeConfig | None = None  # RoPE of the layers with a window, where it differs
     # How weights are stored where they are quantised, as the file says: extras/quantization.py.
     quantization: dict | None = None
 
@@ -273,8 +273,7 @@ def _read_experts(config: dict, family: dict, sizes: dict[str, Any]) -> dict:
     """Mixtral and transformers 5 say `num_local_experts`, Qwen says `num_experts`."""
     num_layers = sizes["num_hidden_layers"]
     if "num_experts" not in family:
-        return dict(moe_layers=(False,) * num_layers, num_experts=0, num_experts_per_tok=0,
-                    moe_intermediate_size=0, norm_topk_prob=False)
+        return dict(moe_layers=(False,) * num_layers)
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     num_experts = _size(config, name)
     per_token = _size(config, "num_experts_per_tok")

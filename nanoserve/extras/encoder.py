@@ -33,13 +33,19 @@ import transformers
 from torch import nn
 
 from nanoserve.batch import Batch
-from nanoserve.checkpoint.loader import Tensors, stored_tensors
+from nanoserve.checkpoint.loader import stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig, read_json
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import EngineConfig
-from nanoserve.extras.foreign_weights import fill, made_up
 from nanoserve.extras.pooler import Pooler, read_modules
-from nanoserve.extras.transformers_model import TransformersModel, describe, refusal
+from nanoserve.extras.transformers_model import (
+    PAGED,
+    PROBED,
+    TransformersModel,
+    describe,
+    load,
+    refusal,
+)
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
 
@@ -108,13 +114,11 @@ class Encoder(TransformersModel):
 
     looks_ahead = True
 
-    def __init__(self, network: nn.Module, config: ModelConfig, on: Placement, first_position: int,
-                 separator: int | None):
-        check = self_check(network, on)  # before its matrices and its attention are replaced
-        super().__init__(network, config, on, first_position)
+    def __init__(self, first_position: int, separator: int | None, network: nn.Module,
+                 config: ModelConfig, on: Placement, **options):
         self.separator, self.classifies = separator, config.architecture.endswith(CLASSIFIES)
+        super().__init__(network, config, on, first_position, **options)
         self.kv_shapes = [(1, 2)]  # nominal: see the module's docstring
-        self.compare(*check)
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, pages: object,
             **options) -> torch.Tensor:
@@ -144,31 +148,27 @@ class Encoder(TransformersModel):
         return own.clamp(max=1)
 
     @torch.inference_mode()
-    def compare(self, ids: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raises `ValueError` unless our attention, positions and head give what the class gives
-        with its own."""
-        positions = torch.arange(len(ids), device=ids.device)
+    def _probe(self, width: int) -> dict[int, tuple]:
+        """And: with our attention, positions and head the numbers must be those that the class
+        gives with its own."""
+        padding = self.layers.config.pad_token_id  # it has no position in RoBERTa
+        ids = torch.tensor([i for i in range(13) if i != padding][3:], device=self.on.device)
+        self.set_attention("sdpa")
         try:
-            got = self.run(ids, positions, positions, Rows([len(ids)], self.windows))
-            got = class_head(self.layers, got[:1]) if self.classifies else got
-        except Exception as error:
-            raise refusal(self.config.architecture, f"a trial run ended with {error}") from error
-        tolerance = torch.finfo(self.on.dtype).eps ** 0.5
-        if got.shape != expected.shape or not (
-                (got - expected).norm() <= tolerance * expected.norm()):
-            raise refusal(self.config.architecture, "its numbers are others with our attention")
-
-
-@torch.inference_mode()
-def self_check(network: nn.Module, on: Placement) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some token ids, and the class's output for them with its own attention."""
-    padding = network.config.pad_token_id  # it has no position in RoBERTa
-    ids = torch.tensor([i for i in range(13) if i != padding][3:], device=on.device)
-    try:
-        out = network(input_ids=ids[None])
-    except Exception as error:  # sizes that don't fit together, for one
-        raise refusal(type(network).__name__, f"its own run ended with {error}") from error
-    return ids, out.logits if hasattr(out, "logits") else out.last_hidden_state[0]
+            out = self.layers(input_ids=ids[None])
+        except Exception as error:  # sizes that don't fit together, for one
+            raise ValueError(f"its own run ended with {error}") from error
+        expected = out.logits if self.classifies else out.last_hidden_state[0]
+        self.set_attention(PROBED)
+        layers = super()._probe(width)
+        self.set_attention(PAGED)
+        windows = [window for *_, window in layers.values()]
+        everyone = torch.arange(len(ids), device=ids.device)
+        got = self.run(ids, everyone, everyone, Rows([len(ids)], windows))
+        got = class_head(self.layers, got[:1]) if self.classifies else got
+        if got.shape != expected.shape or not self.are_close([expected], [got]):
+            raise ValueError("its numbers are others with our attention")
+        return layers
 
 
 def class_head(network: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -221,8 +221,9 @@ def read_encoder(asked: EngineConfig, folder: Path, architecture: str,
         separator = tokenizer and find_separator(architecture, hf_config.model_type, tokenizer)
     asked = replace(asked, runner="pooling", enable_prefix_caching=False,
                     enable_chunked_prefill=False)
-    return asked, config, partial(load_encoder, asked, folder, model_class, hf_config, config,
-                                  first, separator)
+    unused = "position_ids$" if classifies else PASSED_OVER
+    return asked, config, partial(load, asked, folder, model_class, hf_config, config,
+                                  make=partial(Encoder, first, separator), passed_over=unused)
 
 
 def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
@@ -240,22 +241,6 @@ def find_separator(architecture: str, kind: str, tokenizer) -> int | None:
     if types != [int(i > first) for i in range(len(ids))]:
         raise refusal(architecture, f"its tokenizer's token types are {types} for {ids}")
     return ids[first]
-
-
-def load_encoder(asked: EngineConfig, folder: Path, model_class: type,
-                 hf_config: transformers.PreTrainedConfig, config: ModelConfig,
-                 first_position: int, separator: int | None, on: Placement,
-                 tensors: Tensors | None = None, trial: bool = False) -> Encoder | None:
-    if asked.load_format == "dummy" and tensors is None:
-        network = made_up(partial(model_class, hf_config), asked)
-    else:
-        passed_over = "$^" if config.architecture.endswith(CLASSIFIES) else PASSED_OVER
-        network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
-                       passed_over + r"|position_ids$", tensors=tensors)
-        if trial:
-            return None
-    network = network.to(on.device, on.dtype).eval().requires_grad_(False)
-    return Encoder(network, config, on, first_position, separator)
 
 
 # -------------------------------------------------------------------- pooling

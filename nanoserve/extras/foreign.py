@@ -33,7 +33,7 @@ from nanoserve.checkpoint.wrappings import text_part
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
-from nanoserve.extras.towers import text_class, text_config_of
+from nanoserve.extras.foreign_weights import text_class, text_config_of
 from nanoserve.extras.transformers_model import (
     describe,
     find_class,

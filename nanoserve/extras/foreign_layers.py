@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoserve import ops
 from nanoserve.checkpoint.loader import translated
+from nanoserve.extras.foreign_weights import towers_of
 from nanoserve.extras.int4_linear import Grouped
-from nanoserve.extras.towers import towers_of
 from nanoserve.frontend.metrics import say
 from nanoserve.layers import Linear, Placement
 from nanoserve.parallel.ranks import Span

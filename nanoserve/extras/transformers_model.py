@@ -1,8 +1,7 @@
 """Any other architecture: the network is transformers', everything around it stays ours.
 
 transformers 5 lets the attention of its models be replaced by name (`AttentionInterface`). More
-than a hundred causal models then hand each layer's queries, keys and values to a function of ours,
-but steps, blocks, chunks, prefix cache, preemption, sampling and drafts stay as they are:
+than a hundred causal models then hand each layer's queries, keys and values to a function of ours:
 
     embedding, projections, norms, RoPE, MLP, LM head        transformers' modules, a batch of 1
       └─ q, k, v of layer i ─► attend ─► norm_rope_store (no norm, angle 0) ─► the cache of layer i
@@ -16,14 +15,10 @@ names its arguments and raises on any other (a trial that swallowed gpt-oss's at
 wrong text in silence). A `Probe` at load runs a few tokens twice, in two orders. It shows that
 attention is called once in each layer; that its mask is causal, or a sliding window, which is read
 from the mask and not from config.json; and that tokens depend on each other through attention only,
-by their positions, without a convolution or a state that rows in one batch would share. (In
-recurrent.py, which builds on this file, each row has a state of its own.)
+by their positions. (In recurrent.py, which builds on this file, each row has a state of its own.)
 
-Matrices, RMS norms and gated MLPs are computed by our operators (foreign_layers.py).
-
-Known limits: one rank, no CUDA graphs; logits of all positions that were asked for are made at
-once; blocks behind a window are kept. Not known here: requests, the queue. Road not taken: files of
-models in here, as in larger engines; `model.py` is for those who want to read one.
+Known limits: one rank, no CUDA graphs; blocks behind a window are kept. Not known here: requests,
+the queue. Road not taken: files of models in here, as in larger engines; `model.py` is to be read.
 """
 
 from collections.abc import Callable
@@ -43,10 +38,9 @@ from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device.memory import return_freed_memory
 from nanoserve.extras.foreign_layers import take_over
-from nanoserve.extras.foreign_weights import fill, made_up
+from nanoserve.extras.foreign_weights import fill, text_config_of
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.latent import keep_latents
-from nanoserve.extras.towers import make_network, text_config_of
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache, Pair
 
@@ -398,11 +392,8 @@ def describe(architecture: str, outer: transformers.PreTrainedConfig,
         dtype=read_dtype({"dtype": outer.dtype or hf_config.dtype or "float32"}),
         eos_token_ids=(), generation_defaults={}, windows=(None,) * layers,
         tie_word_embeddings=bool(getattr(outer, "tie_word_embeddings", False)),
-        moe_layers=(False,) * layers, num_experts=0, num_experts_per_tok=0,
-        moe_intermediate_size=0, norm_topk_prob=False, rms_norm_eps=0.0,
-        rope=RopeConfig(), rope_local=None, qkv_bias=False, o_bias=False, mlp_bias=False,
-        qk_norm=False, activation="", norm_offset=False, scale_embedding=False, post_norms=False,
-        attention_scale=0.0, attention_softcap=None, logits_softcap=None)
+        moe_layers=(False,) * layers, rms_norm_eps=0.0, rope=RopeConfig(), activation="",
+        attention_scale=0.0)
 
 
 def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
@@ -420,20 +411,15 @@ def trained_lengths(hf_config: transformers.PreTrainedConfig) -> list[int]:
 def load(asked: EngineConfig, folder: Path, model_class: type,
          hf_config: transformers.PreTrainedConfig, config: ModelConfig, on: Placement,
          make: Callable[..., TransformersModel] = TransformersModel,
-         tensors: Tensors | None = None, trial: bool = False) -> TransformersModel | None:
-    """The network with its weights on a device. "dummy": transformers' own random weights. tensors:
-    in the place of those in the files. trial: only see whether they fill it."""
+         tensors: Tensors | None = None, trial: bool = False,
+         passed_over: str = "$^") -> TransformersModel | None:
+    """The network with its weights on a device. make: what it becomes. trial: only see whether
+    `tensors` fill it. The others: see `fill`."""
     left_out: list[int] = []
     kept: dict[str, Grouped] = {}
-    if asked.load_format == "dummy" and tensors is None:
-        network, _ = made_up(partial(
-            make_network, model_class, hf_config, {}, on.dtype, config.has_towers), asked)
-    else:
-        network = fill(model_class, hf_config, folder, asked.load_format, on.dtype,
-                       left_out=left_out if config.has_towers else None, kept=kept,
-                       has_towers=config.sees,
-                       assemble=config.quantization and partial(
-                           on.assemble, entry=config.quantization), tensors=tensors)
+    network = fill(asked, model_class, hf_config, folder, on.dtype, tensors, passed_over,
+                   left_out if config.has_towers else None, config.quantization and partial(
+                       on.assemble, entry=config.quantization), kept, config.sees)
     if trial:
         return None
     network = network.to(on.device, on.dtype).eval().requires_grad_(False)
