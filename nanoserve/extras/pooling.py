@@ -10,16 +10,14 @@ hidden states of the positions that were asked for:
     MEAN      (h0 + h1 + h2) + (h3 + h4), over 5    │
     ALL        h0   h1   h2   h3   h4              ─┘   each one by itself
 
-Two things are used that the core has anyway: `Step.sampling`, the sequences that close their gap,
-and `prompt_logprob_positions`, the positions whose hidden states are needed. A pooled sequence gets
+Those positions are `prompt_logprob_positions`, which the core has anyway. A pooled sequence gets
 None instead of a token, and ends there, because the prompt is its maximum length.
 
 Invariants: the same numbers alone, batched or in chunks. A request that needs another position than
-the last never reads the prefix cache, which keeps keys and values but no hidden states. A chunk is
-counted when its step has finished, so a chunk of a dropped step, computed again, counts once.
+the last never reads the prefix cache, which keeps no hidden states. A chunk counts once.
 
-Names are vLLM's (`PoolingParams`, `pooler_config`, `pooling_task`). Not known here: blocks, the
-queue. Road not taken: an engine of its own for encoders, which would repeat what `LLM` does.
+Names are vLLM's (`PoolingParams`, `pooling_task`). Not known here: blocks, the queue. Road not
+taken: an engine of its own for encoders, which would repeat what `LLM` does.
 """
 
 import time
@@ -41,8 +39,8 @@ from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
-from nanoserve.frontend.request import salted
-from nanoserve.sequence import CacheEntry, CoreRequest, Sequence
+from nanoserve.frontend.request import Request, salted
+from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.words import rules
 from nanoserve.words.rules import option
 from nanoserve.words.vllm import takes_vllms_words
@@ -112,28 +110,14 @@ class PoolingRequestOutput:
         return self.outputs is None
 
 
-@dataclass(eq=False)
-class PoolingRequest:
-    """In the place of `request.Request`: one sequence, and what is known of its vector."""
+@dataclass(eq=False, kw_only=True)
+class PoolingRequest(Request):
+    """A request of one sequence, and what is known of its vector; params: `PoolingParams`."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: PoolingParams
-    priority: int
     pooler: Pooler
-    sequences: list[Sequence] = field(default_factory=list)
-    num_read: list[int] = field(default_factory=list)  # as in `Request`: its number of tokens
     num_seen: int = 0  # positions that were taken into account
     seen: list[torch.Tensor] = field(default_factory=list)  # (n, numbers) each
     result: torch.Tensor | None = None
-    stats: RequestStateStats = field(default_factory=lambda: RequestStateStats(
-        arrival_time=time.time()))
-    inbox: list | None = None
-    lora_request: object = None  # this and the next two: as in `Request`
-    adapter_id: int = 0
-    root: CacheEntry | None = None
-    cache_salt: str | None = None
 
     @property
     def pooling_type(self) -> str:
@@ -144,13 +128,10 @@ class PoolingRequest:
         """The engine calls `history.add_prompt` of a request: this one is its own history."""
         return self
 
-    def chain_from(self, root: CacheEntry, adapter_id: int) -> None:
-        self.root, self.adapter_id = root, adapter_id
-
     def start(self, arrival: int, engine_seed: int) -> list[Sequence]:
         ids = self.prompt_token_ids
         core = CoreRequest(self.request_id, GREEDY, arrival, self.priority,
-                           self.stats.arrival_time, max_num_tokens=len(ids),
+                           self.stats.arrival_time, self.max_num_tokens,
                            adapter_id=self.adapter_id, root=salted(self.root, self.cache_salt))
         # Above 0 it also switches off prefix hits: all but LAST need earlier positions.
         num_pooled = {"LAST": 0, "CLS": 1}.get(self.pooling_type, len(ids))
@@ -187,10 +168,6 @@ class PoolingRequest:
     def _finish(self, vectors: torch.Tensor) -> torch.Tensor:
         params = self.params
         return self.pooler.finish(vectors, params.use_activation, params.dimensions).cpu()
-
-    @property
-    def finished(self) -> bool:
-        return all(seq.finish_reason is not None for seq in self.sequences)
 
     def flush(self) -> None:
         """Nothing to do: no text was held back."""
@@ -342,8 +319,9 @@ class PoolingInputs(InputProcessor):
             prompt = self.pooler.begin(prompt, params.prompt_name or self.pooler.default_prompt)
         text, ids = self.read_prompt(prompt)
         ids = self._truncate(ids, params.truncate_prompt_tokens)
-        return PoolingRequest(request_id, text, ids, params, priority, self.pooler,
-                              lora_request=lora_request, cache_salt=salt)
+        return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
+                              frozenset(), [], None, lora_request, salt, pooler=self.pooler,
+                              stats=RequestStateStats(arrival_time=time.time()))
 
     def tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
         """Not yet, where `process` may put another text in front."""
