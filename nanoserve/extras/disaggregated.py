@@ -3,30 +3,27 @@
     python -m nanoserve.extras.disaggregated --prompt "Once upon a time" --max-tokens 40
 
 A long prompt makes steps long, and decoding slows down. So large services compute prompts on
-machines of their own (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise").
-What travels between the two is the prompt's KV. Here it travels through a folder that both engines
-have as `kv_store`, best one in memory:
+machines of their own (Zhong et al. 2024, "DistServe"; Patel et al. 2024, "Splitwise"). What travels
+is the prompt's KV, here through a folder that both engines have as `kv_store`, best in memory:
 
     prompt ──► prefill engine ──blocks──► /dev/shm/... ──blocks──► decode engine ──► text
                 another process            block_store.py           this process
 
 **Invariant: the first engine can only save time.** The second one gets the same request when the
 first has computed it, or has died. It looks for the prompt's blocks as for any prefix, computes
-what it does not find (always the last tokens: fewer than a block), and goes on. There are no
-leases, because the folder owns its copy, and no time-outs: a first engine that hangs is waited for.
+what it does not find, and goes on. There are no leases, because the folder owns its copy, and no
+time-outs: a first engine that hangs is waited for.
 
-Not known here: blocks, keys, devices. Known limits: two copies through host memory take the place
-of one from GPU to GPU; two engines on one CPU share its cores, and only show the idea. Road not
-taken: NIXL and similar libraries, which move blocks between GPUs, and then must agree on who may
-free which block, and when.
+Not known here: blocks, keys, devices. Known limit: two engines on one CPU only show the idea. Road
+not taken: libraries like NIXL, which move blocks between GPUs, and must agree on who frees them.
 """
 
 import argparse
 import json
-import queue
 import subprocess
 import sys
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,6 +33,7 @@ from nanoserve.extras.block_store import BlockStore
 from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import say
 from nanoserve.frontend.outputs import RequestOutput
+from nanoserve.frontend.request import Request
 
 PROMPT = ("Once upon a time, in a village by the sea, there was an old fisherman who told "
           "stories to the children every evening, when the boats had come home. One evening ")
@@ -44,40 +42,36 @@ SHARED_MEMORY = Path("/dev/shm")  # where there is one, the folder needs no disk
 
 
 class Prefiller:
-    """The other process. `done` gets the number of each prompt whose blocks are in the folder, and
-    None when the process has ended. Ctrl-C is not for it: a group of its own doesn't get it."""
+    """The other process, and the thread that asks it for one prompt after the other. Ctrl-C is not
+    for the process: a group of its own doesn't get it."""
 
     def __init__(self, options: dict):
-        self.messages: queue.Queue[str | None] = queue.Queue()
-        self.done: queue.Queue[int | None] = queue.Queue()
-        self.send(options)
         self.process = subprocess.Popen([sys.executable, "-m", MODULE, "--prefill"], text=True,
                                         errors="replace", process_group=0,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for work in (self._write, self._listen):
-            threading.Thread(target=work, daemon=True).start()
+        self.thread, self.num_sent = ThreadPoolExecutor(1), 0
+        self.thread.submit(self._write, options)
 
-    def send(self, message: object) -> None:
-        self.messages.put(json.dumps(message, default=str))
+    def compute(self, token_ids: list[int]) -> Future:
+        """True when the prompt's blocks are in the folder, False if the process has ended."""
+        self.num_sent += 1
+        return self.thread.submit(self._compute, self.num_sent, token_ids)
 
-    def _write(self) -> None:
-        """A pipe has room for a few prompts: who writes more waits until they are computed."""
-        try:
-            while (message := self.messages.get()) is not None:
-                print(message, file=self.process.stdin, flush=True)
-        except OSError:
-            pass  # it has died: `done` says so
+    def _compute(self, number: int, token_ids: list[int]) -> bool:
+        with suppress(OSError):  # it has died
+            self._write([number, token_ids])
+            for line in self.process.stdout:  # others may print there, too
+                if line.strip() == str(number):
+                    return True
+        return False
 
-    def _listen(self) -> None:
-        for line in self.process.stdout:
-            if line.strip().isdecimal():  # others may print there, too
-                self.done.put(int(line))
-        self.done.put(None)
+    def _write(self, message: object) -> None:
+        print(json.dumps(message, default=str), file=self.process.stdin, flush=True)
 
     def close(self) -> None:
         """Kill it: nobody waits for what it computes now, and no file is left half-written."""
         self.process.kill()
-        self.messages.put(None)
+        self.thread.shutdown()  # what it still is to ask for fails at once
         self.process.wait()
 
 
@@ -100,44 +94,37 @@ class Disaggregated:
         self.decoder = LLM(model, **options)  # first: it refuses what both would
         self.prefiller: Prefiller | None = Prefiller(
             dict(options, model=model, **(prefill_options or {})))
-        self.num_sent = 0
 
     def generate(self, prompts: str | list, sampling_params: SamplingParams | list | None = None,
                  ) -> list[RequestOutput]:
         """`LLM.generate`: each prompt is decoded here as soon as it was computed there."""
-        llm = self.decoder
+        llm, inbox = self.decoder, []
         requests = llm.make_requests(prompts, sampling_params)
-        waiting, inbox, results = dict(enumerate(requests, self.num_sent)), [], {}
-        self.num_sent += len(requests)
-        for i, request in waiting.items():
+        waiting: dict[Future, Request] = {}
+        for request in requests:
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
-            if self.prefiller is not None:
-                self.prefiller.send([i, request.prompt_token_ids])
+            if self.prefiller is None:
+                llm.submit(request, inbox)
+            else:
+                waiting[self.prefiller.compute(request.prompt_token_ids)] = request
         try:
             while waiting or llm.has_unfinished_requests():
-                for i in self._computed(waiting, wait=not llm.has_unfinished_requests()):
-                    llm.submit(waiting.pop(i), inbox)
+                for one in list(waiting):  # they end in this order
+                    if llm.has_unfinished_requests() and not one.done():
+                        break
+                    if not one.result() and self.prefiller is not None:
+                        say("the prefill engine has ended: prompts are computed by the one that "
+                            "decodes")
+                        self.prefiller.close()
+                        self.prefiller = None
+                    llm.submit(waiting.pop(one), inbox)
                 llm.step()
             results = {output.request_id: output for output in inbox}
         finally:
+            for future in waiting:
+                future.cancel()
             llm.abort_request([request.request_id for request in requests])
         return [results[request.request_id] for request in requests]
-
-    def _computed(self, waiting: dict, wait: bool) -> list[int]:
-        """Which of those waiting may go on; all of them, if nobody computes them any more."""
-        found: list[int] = []
-        while self.prefiller is not None and waiting:
-            try:
-                number = self.prefiller.done.get(block=wait and not found)
-            except queue.Empty:
-                return found
-            if number is None:
-                say("the prefill engine has ended: prompts are computed by the one that decodes")
-                self.prefiller.close()
-                self.prefiller = None
-            elif number in waiting and number not in found:  # others print numbers, too
-                found.append(number)
-        return list(waiting)
 
     def close(self) -> None:
         """End both. Calling it twice is fine."""

@@ -1,12 +1,10 @@
 """Prefill and decode apart: the first engine can only save time."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from checkpoints import assert_same_text
@@ -80,10 +78,10 @@ def test_a_prefill_engine_where_something_else_is_printed_is_understood(stand_in
 
 def test_the_first_prompt_is_decoded_while_the_others_are_not_even_sent(stand_in):
     """400 KB of prompts are more than a pipe holds. All of them were written before the first was
-    decoded, and by then the other engine had computed nearly all. This one reads no more than two.
-    """
-    with stand_in("options, *two = [sys.stdin.readline() for _ in range(3)]\n"
-                  "print(*[json.loads(one)[0] for one in two], sep='\\n', flush=True)\n"
+    decoded, and by then the other engine had computed nearly all. This one computes two."""
+    with stand_in("sys.stdin.readline()\n"
+                  "for _ in range(2):\n"
+                  "    print(json.loads(sys.stdin.readline())[0], flush=True)\n"
                   "time.sleep(60)") as engines:
         steps, step = [], engines.decoder.step
 
@@ -101,26 +99,26 @@ def test_the_first_prompt_is_decoded_while_the_others_are_not_even_sent(stand_in
     assert process.returncode == -signal.SIGKILL, "it still slept, and nobody waited for that"
 
 
-def test_a_number_of_a_call_that_was_interrupted_means_no_prompt_of_the_next(stand_in):
+def test_what_a_call_that_was_interrupted_asked_for_is_no_answer_for_the_next(stand_in, references):
+    """And a number that a library prints is none. This one answers each prompt late."""
     with stand_in("for line in sys.stdin:\n"
-                  "    if 'model' not in line: print(json.loads(line)[0], flush=True)") as engines:
-        for _ in range(2):
+                  "    if 'model' not in line:\n"
+                  "        number, ids = json.loads(line)\n"
+                  "        time.sleep(0.2)\n"
+                  "        print(99, len(ids), number, sep='\\n', flush=True)") as engines:
+        submit, submitted = engines.decoder.submit, []
+
+        def interrupted(request, inbox):
+            raise InterruptedError
+
+        engines.decoder.submit = interrupted
+        with pytest.raises(InterruptedError):
             engines.generate(PROMPTS, GREEDY)
-        seen, computed = [], engines._computed
-        engines._computed = lambda waiting, wait: (seen.append(list(waiting)),
-                                                   computed(waiting, wait))[1]
-        engines.generate(PROMPTS, GREEDY)
-        assert seen[0] == list(range(12, 18))
-
-
-def test_a_number_that_somebody_else_prints_means_no_prompt():
-    """A library's line of digits, equal to the number of a prompt that was just found: a
-    `KeyError`."""
-    engines, done = SimpleNamespace(prefiller=SimpleNamespace()), queue.Queue()
-    for number in (5, 5, 99, 7):
-        done.put(number)
-    engines.prefiller.done = done
-    assert Disaggregated._computed(engines, {5: "a", 6: "b", 7: "c"}, wait=True) == [5, 7]
+        engines.decoder.submit = lambda request, inbox: (
+            submitted.append((len(request.prompt_token_ids), engines.prefiller.process.poll())),
+            submit(request, inbox))
+        check(references, engines.generate(PROMPTS, GREEDY))
+        assert submitted == [(len(prompt), None) for prompt in PROMPTS], "one by one, in order"
 
 
 def test_the_command_says_what_came_from_where():
