@@ -1,10 +1,8 @@
 """KV blocks in host memory, which a step copies to and from, on every rank.
 
 A *host block* has room for one block's KV over all layers. A step says which blocks are saved to
-which host blocks, and which are loaded. With tensor parallelism each rank has its share of each
-block, in memory of its own. Rank 0 alone knows what is in which host block (`HostBlocks`).
-
-With a folder, the host blocks are one memory that all ranks map, and a file has one host block:
+which host blocks, and which are loaded. Each rank has its share of each block. Rank 0 alone knows
+what is in which (`HostBlocks`). With a folder, they are one memory that all ranks map:
 
     host block 0                          host block 1
     [ rank 0's share | rank 1's share ]   [ rank 0's share | rank 1's share ]   ...
@@ -13,20 +11,18 @@ With a folder, the host blocks are one memory that all ranks map, and a file has
 
 **Invariant: a block is in the store for all ranks or for none.** One checksum covers all shares. A
 rank loads a host block only because a step says so, which rank 0 sends after the last byte was
-written. A host block that a step saves to is written to its file when the step has finished on rank
-0, and that needs all ranks: the network's sums do, or, in a step that only saves, `move` itself.
+written. One that a step saves to is written to its file when the step has finished on rank 0, and
+that needs all ranks: the network's sums do, or, in a step that only saves, `move` itself.
 
 Not known here: what a digest covers, and who looks for it (block_store.py). Known limit: memory
 that ranks share is not page-locked, so with GPUs the host waits for these copies. Road not taken:
-each rank reads and writes files of its own. Then a block can be incomplete, and the ranks must tell
-rank 0 in every step what they have read.
+files for each rank. Then a block can be incomplete, and ranks must tell rank 0 what they have read.
 """
 
 import os
 import secrets
 from collections import Counter as Bag
 from collections import OrderedDict
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -79,19 +75,14 @@ class HostMemory:
         """Queue a step's copies. host: the batch's sections. In `block_moves`, (block, host block)
         saves a block, and (block, -1 - host block) loads one. Saves come first: a load may
         overwrite a block that is saved."""
+        sizes = [cache.shape[1] for cache in self.caches]
         for block_id, host_id in host["block_moves"].reshape(-1, 2).tolist():
-            for cache, there in self._parts(host_id if host_id >= 0 else -1 - host_id):
-                if host_id >= 0:
-                    there.copy_(cache[block_id], non_blocking=True)
-                else:
-                    cache[block_id].copy_(there, non_blocking=True)
+            there = self.own[host_id if host_id >= 0 else -1 - host_id].split(sizes)
+            for here, part in zip([cache[block_id] for cache in self.caches], there, strict=True):
+                to, source = (part, here) if host_id >= 0 else (here, part)
+                to.copy_(source, non_blocking=True)
         if self.is_shared and not len(host["input_ids"]):  # no network runs
             self.ranks.all_reduce(torch.zeros(1, device=self.caches[0].device))
-
-    def _parts(self, host_id: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Each cache, and its part of the host block."""
-        return zip(self.caches, self.own[host_id].split([one.shape[1] for one in self.caches]),
-                   strict=True)
 
 
 class HostBlocks:

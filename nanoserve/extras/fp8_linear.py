@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanoserve.extras.quantized_linear import portions
+from nanoserve.extras.quantized_linear import portions, scaled_rows
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448
@@ -44,10 +44,8 @@ def check_device(device: str) -> None:
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (rows, inputs) -> e4m3 of the same shape, and float32 scales (rows,)."""
-    wide = x.float()
-    scales = wide.abs().amax(1, keepdim=True) / LARGEST
-    scales.clamp_(min=torch.finfo(torch.float32).tiny)  # a row of zeros
-    return (wide / scales).to(E4M3), scales[:, 0]
+    wide, scales = scaled_rows(x, LARGEST)
+    return wide.to(E4M3), scales
 
 
 class Fp8Rows(NamedTuple):

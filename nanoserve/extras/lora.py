@@ -9,22 +9,19 @@ zeros and ones keeps, for each token, the columns of its own adapter:
     mask     a token of adapter 2       [ 0 0 0 0  1 1 1 1  0 0 0 0 ]
              a token without one        [ 0 0 0 0  0 0 0 0  0 0 0 0 ]    y += ((x A^T) * mask) B^T
 
-So one step serves any mixture, and no operator asks which adapters are in it. How the weight itself
-is kept (int8, shared among ranks) does not matter: the product is added to the layer's output, on
-each rank its part of the sum. Rank 0 reads an adapter, and sends it to all ranks before a step.
+So one step serves any mixture. The product is added to the layer's output, however its weight is
+kept, on each rank its part of the sum. Rank 0 reads an adapter, and sends it to all ranks.
 
 **Invariant: an adapter's KV is found by its own requests alone.** A sequence's block keys chain
-from a root, and the root is a hash of the adapter's *content*: never of its name, number or path,
-which may stand for other weights later. A hit also compares the root's identity.
+from a root, a hash of the adapter's *content*: never of its name, number or path, which may stand
+for other weights later. A hit also compares the root's identity.
 
 Not known here: requests' text, the queue, KV bytes. Confessed: the mask is a hidden input of the
-layers, the only one in this project; and the product is computed for all columns, with zeros for
-the other adapters (docs/training.md has its price). Road not taken: kernels that gather each
-token's own adapter (Punica, S-LoRA), which would be one more function in every twin.
+layers, the only one here; and all columns are computed, with zeros for the other adapters. Road not
+taken: kernels that gather each token's adapter (Punica, S-LoRA), one more function in each twin.
 """
 
 import hashlib
-import json
 import math
 import re
 import weakref
@@ -39,6 +36,7 @@ from safetensors.torch import load, save
 
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import translated
+from nanoserve.checkpoint.model_config import read_json
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.request import Request
 from nanoserve.layers import Linear, Placement, beside
@@ -318,11 +316,8 @@ def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, st
 
 def _read_settings(folder: Path) -> dict:
     file = folder / "adapter_config.json"
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} can't be read: {error}") from error
-    if not isinstance(settings, dict) or settings.get("peft_type", "LORA") != "LORA":
+    settings = read_json(file, required=True)
+    if settings.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{file}: peft_type must be LORA")
     for name, nothing in REFUSED.items():
         if settings.get(name, nothing) not in (nothing, None, [], {}):

@@ -105,11 +105,15 @@ def products(kind: type) -> SimpleNamespace:
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight (outputs, inputs) -> int8 of the same shape, and float32 scales (outputs,)."""
-    wide = weight.float()
-    largest = wide.abs().amax(1) if weight.shape[1] else wide.new_zeros(len(weight))
-    scales = largest / LARGEST
-    wide = wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]  # a row of zeros
+    wide, scales = scaled_rows(weight, LARGEST)
     return wide.round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
+
+
+def scaled_rows(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row with its largest number at `largest`, in float32, and what it was divided by."""
+    wide = x.float()
+    scales = wide.abs().amax(1) / largest if x.shape[1] else wide.new_zeros(len(x))
+    return wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], scales
 
 
 def portions(rows: int, columns: int) -> list[slice]:

@@ -5,29 +5,21 @@ fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Net
 hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
 
     states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | ... | drafts of row 0 | ...
-             a step changes its own rows   | where a row begins     | see below
-
-**Drafts** (speculative.py) may be wrong, and a state can't be taken back. So a drafted row leaves
-one state behind its newest token, in its row, and one behind each draft; its next step goes on from
-the last that counts. All of a step's states are read at one place and left at another.
-
+             a step changes its own rows   | where a row begins     | behind each draft, which
+                                                                      may be wrong: the next step
+                                                                      goes on from the right one
 transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
-one object that answers it with the states of some rows, `Rows`, runs all of them: the rows of a
-step that compute one token are one batch, and so are the second tokens of all drafted rows, and so
-on; each chunk is computed by itself.
+one object that answers it with the states of some rows, `Rows`, runs all of them.
 
 Invariant: **a row's state is that of exactly the tokens that its sequence has computed.** KV may be
-written twice, to the same slots; a token that is folded twice changes the text. So a row begins
-with zeros or a snapshot (recurrent_snapshots.py), never with what its last owner left, and
-whoever was in a step that is lost starts anew (`Scheduler.drop_in_flight`). A trial at load takes 9
-tokens at once, and in chunks of 4, 3, 1 and 1 beside another row. Networks whose mixers take no
-state from outside (Mamba 1, Jamba) fail it and are refused.
+written twice; a token that is folded twice changes the text. So a row begins with zeros or a
+snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts anew. A trial at
+load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
+mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 
-Known limits: one rank, no adapters, no second place for blocks; the speed is that of transformers'
-mixers, in plain torch, but for gated delta nets (recurrent_delta.py). Those mixers read their
-weights once for each draft: transformers' scans return their last state alone. Not known here:
-blocks, requests. Road not taken: mixers of our own for each kind of layer, which is what makes
-larger engines fast, and large.
+Known limits: one rank, no adapters, no second place for blocks; the speed of transformers' mixers
+in plain torch, but for gated delta nets (recurrent_delta.py). Not known here: blocks, requests.
+Road not taken: mixers of our own for each kind of layer, which make larger engines fast, and large.
 """
 
 import weakref
@@ -221,16 +213,12 @@ class RecurrentModel(TransformersModel):
         self.copies: Copies | None = None  # of the step to come
         super().__init__(*args, **options)
         self.state_bytes = sum(state.nbytes for state in self.shapes.values())
+        kv_bytes = sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
         self.most_rows, self.num_snapshots = counts or share_memory(
-            config, self.state_bytes, self.token_bytes, free_memory(config, self.on.device))
+            config, self.state_bytes, kv_bytes, free_memory(config, self.on.device))
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
             self.states = self.make_states(
                 self.most_rows * (1 + config.num_drafts) + 1 + self.num_snapshots)
-
-    @property
-    def token_bytes(self) -> int:
-        """Of a token's KV."""
-        return sum(2 * heads * size * self.on.dtype.itemsize for heads, size in self.kv_shapes)
 
     def make_states(self, count: int) -> dict[Key, torch.Tensor]:
         """`count` of them, zeroed. Written here, so that they no longer count as free memory."""

@@ -245,7 +245,7 @@ def test_requests_that_are_refused(voices, tmp_path):
     refused(voices, "voice", "must be a LoRARequest")
     (tmp_path / "adapter_config.json").write_text("{")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no tensors")
-    refused(voices, LoRARequest("no", 1, str(tmp_path)), "can't be read")
+    refused(voices, LoRARequest("no", 1, str(tmp_path)), "adapter_config.json is not valid JSON")
     for fields in (("", 1, "x"), ("x", 0, "x"), ("x", True, "x"), ("x", 1, "")):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*fields)
