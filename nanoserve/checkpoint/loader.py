@@ -1,12 +1,10 @@
 """Weight files to parameters: copy each tensor to its layer, and check that none is missing.
 
 A checkpoint is one `model.safetensors`, or several shards with an index that says which tensor lies
-in which file. Files are read one tensor at a time straight from the page cache, so that loading
-needs the model's size and one tensor, never two models.
-
-Older checkpoints have `pytorch_model.bin` instead, a pickle: a small program that rebuilds objects.
-torch runs the part of that language that makes tensors and refuses everything else, so that no file
-can execute anything here. Where both formats lie in a folder, safetensors is read.
+in which file. A file is mapped, so loading needs the model's size and one tensor, never two models;
+with tensor parallelism each rank copies from each tensor the share that is its own. Older
+checkpoints have `pytorch_model.bin`, a pickle: torch runs the part of that language that makes
+tensors and refuses everything else, so that no file can execute anything here.
 
 A layer says itself which tensors fill it: `tensors(path)` yields their names, each with a function
 that copies what belongs there (layers.py). Names are those that most checkpoints use; the dialects
@@ -16,15 +14,11 @@ of the others are translated here:
     language_model.model.layers.0...               layers.0...       (wrappings, see wrappings.py)
     ...block_sparse_moe.experts.3.w1.weight        ...mlp.experts.3.gate_proj.weight     (Mixtral)
 
-With tensor parallelism each rank reads the same files, and copies from each tensor the share that
-is its own: a file is mapped, so that the rest is never read, and no rank ever holds all weights.
-
 Invariant: **every part of every parameter is written exactly once.** A tensor that has no place, a
 place that gets no tensor, and a tensor that comes twice are errors with names. Engines that skip
 this check answer with random text when a glob finds nothing (nano-vllm #97).
 
-Not known here: devices, what a share is, what the weights are for. Road not taken: pickles without
-that restriction, for the few that need it: such a file can run any program when it is loaded.
+Not known here: devices, what a share is, what the weights are for.
 """
 
 import json

@@ -2,18 +2,16 @@
 
 The prefix cache forgets a block when its memory is needed. Then its KV must be computed again, at
 the price of a prefill. Here such blocks are kept: in `kv_offload_bytes` of host memory
-(block_host.py), and in a folder of files, `kv_store` (block_folder.py), where a new engine, or one
-beside this one, finds them again. Others call it KV offloading and connectors (vLLM), hierarchical
-caching (SGLang), or LMCache.
+(block_host.py), and in a folder of files, `kv_store` (block_folder.py), where other engines find
+them again. Others call it KV offloading (vLLM), hierarchical caching (SGLang), or LMCache.
 
     KV cache ──save: forgotten, or new──► host memory ──a thread writes──► folder
         ▲                                 │  ▲                               │
         └──load: found by its digest──────┘  └──what a queued request needs──┘ block_prefetch.py
 
-**Invariant: a block is used for exactly those tokens that it was computed from.** Between processes
-a parent has no identity. So a block's name here is a *digest*: SHA-256 over the parent's digest and
-the block's tokens. The chain begins with a fingerprint of the weights and of all options that KV
-depends on, then an adapter's content.
+**Invariant: a block is used for exactly those tokens that it was computed from.** Its name here is
+a *digest*: SHA-256 over the parent's digest and the block's tokens. The chain begins with a
+fingerprint of the weights and of all options that KV depends on, then an adapter's content.
 
 All copies between cache and host memory happen inside a step, on its own stream, before anything is
 written: first the saves, then the loads. A load counts when its step has finished. No step waits

@@ -1,31 +1,21 @@
 """Where layers are: on several ranks, one part behind the other, or on disk (layer_disk.py).
 
-Tensor parallelism cuts every matrix, and its ranks add up two sums a layer. Here a rank has whole
-layers instead, a *stage* (Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream"), and
-sends on what the next stage needs, once a step. So a network that is larger than one machine's
-memory runs on two of them, over a plain cable:
+Here a rank has whole layers, a *stage* (Huang et al. 2019, "GPipe"; Narayanan et al. 2019,
+"PipeDream"), and sends on what the next stage needs, once a step. So a network that is larger than
+one machine's memory runs on two of them, over a plain cable:
 
     rank 0     ids ─► embed ─► layers 0..9 ─┐             ┌─► norm ─► head ─► sample ─► tokens
                                             │ stream      │ the stream's rows that sample
     rank 1                                  └─► 10..18 ─┐ │
     rank 2                                              └─► 19..27
 
-With `tensor_parallel_size=n` each stage has n ranks, which share its layers' matrices as ever; rank
-i of a stage sends to rank i of the next.
+With `tensor_parallel_size=n` a stage has n ranks; rank i sends to rank i of the next. **The stream
+ends where it began**: rank 0 samples, because requests are there (penalties, grammars, seeds). It
+computes the head, too, so the plan that is made for the user gives it fewer layers. As many steps
+are in flight as there are stages, of disjoint sequences (`Scheduler`).
 
 Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
 next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
-
-**The stream ends where it began.** Rank 0 has the embedding, the last norm and the head, and
-samples there, where the requests are: penalties, grammars, logprobs and seeds work as with one
-rank, and none of them is sent. The price is that rank 0 computes the head; the plan that is made
-for the user gives it fewer layers for that.
-
-**As many steps are in flight as there are stages**, of disjoint sequences (`Scheduler`), so that no
-stage waits for another. A stage sends and goes on; rank 0 asks for a step's hidden states when the
-engine fetches its tokens.
-
-A plan may change between two steps: `deploy`.
 
 Not known here: the queue, requests, how a rank's death is noticed (parallel/processes.py). Road not
 taken: to sample on the last stage, which would need each row's rules there, and all it counts.

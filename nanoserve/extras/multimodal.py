@@ -2,29 +2,24 @@
 
 A vision-language model (Liu et al. 2023, "LLaVA") is a decoder with a *tower* beside it. The tower
 makes an image into features, one for each placeholder token of the prompt; from there on a feature
-is a token like any other:
+is a token like any other. (A sound is the same with another tower; where this file says image or
+picture, a network that hears has a sound: Chu et al. 2023, "Qwen-Audio".)
 
     prompt     What  is  <image> <image> <image> <image>  ?
     decoder     e     e     f0      f1      f2      f3    e      e: embedding, f: feature
     chunks     └────────────────────────┘└────────────────┘     cut anywhere, through an image, too
 
-The network and its tower are transformers' (transformers_model.py). What this file adds is one hook
-in front of the decoder: it puts the step's features, and the positions of M-RoPE (time, height,
-width; Wang et al. 2024, "Qwen2-VL"), in the place of what is there. Which these are follows from a
-token's index in its sequence alone. So chunks, prefix hits, preemption, overlap, recurrent states
-and drafts need no case of their own.
+Network and tower are transformers' (transformers_model.py). One hook in front of the decoder puts
+in the step's features, and the positions of M-RoPE (Wang et al. 2024, "Qwen2-VL"). Which these are
+follows from a token's index in its sequence alone. So chunks, prefix hits, preemption, overlap,
+recurrent states and drafts need no case of their own.
 
 Invariants. **A block is found only by who shows the same pixels**: in the key of the block with its
-first placeholder, and so in all keys behind it, is an image's content, a hash of all that the tower
-gets (`CoreRequest.contents`). The text before it is shared. **An image is encoded once** while the
-encoder cache holds it, by content: for n samples, chunks, preempted requests, a chat's next turn.
+first placeholder, and so in all keys behind it, is a hash of all that the tower gets
+(`CoreRequest.contents`). **An image is encoded once** while the encoder cache holds it.
 
-A sound (Chu et al. 2023, "Qwen-Audio") is the same with another tower; where this file says image
-or picture, a network that hears has a sound.
-
-Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video. Gemma's
-images are refused, since their tokens see each other, and those of a chunk could not. Road not
-taken: towers and processors of our own for each family, as in larger engines.
+Not known here: how images come in (multimodal_inputs.py). Known limits: one rank; no video; no
+images for Gemma, whose image tokens see each other. Road not taken: towers of our own.
 """
 
 import weakref

@@ -2,8 +2,7 @@
 
 A weight of 4 or 8 bits is a whole number q, and a group of neighbours shares a scale s and perhaps
 a zero point z: w = (q - z) * s. (GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023; FP8, Micikevicius
-et al. 2022.) The formats differ in how they store q, s and z, under which names, and in whether the
-matrix is transposed:
+et al. 2022.) The formats differ in how they store q, s and z, under which names:
 
     quant_method                        q                                 z                   s
     fp8                                 weight, e4m3                                    per block
@@ -13,10 +12,9 @@ matrix is transposed:
     awq                                 qweight, transposed     qzeros, both in its own order
 
 `assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
-one weight in float32 and forgets the rest, so the loader still checks that every weight comes
-exactly once. `quantization="dequantize"` is this file alone, and saves no memory. `"int8"` and
-`"fp8"` round what comes out of here once more (quantized_linear.py, fp8_linear.py). For `"int4"` a
-matrix of 4 bits in groups is handed on as it is (int4_linear.py).
+one weight in float32 and forgets the rest. `quantization="dequantize"` is this file alone, and
+saves no memory. `"int8"` and `"fp8"` round what comes out of here once more (quantized_linear.py,
+fp8_linear.py). For `"int4"` 4 bits in groups are handed on as they are (int4_linear.py).
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
 matrix of which a part is missing. Not known here: layers, shares of ranks. Road not taken: to read

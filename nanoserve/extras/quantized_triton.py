@@ -4,24 +4,18 @@
     4 bits   y[m, n] =  sum over k of x[m, k] * ((q[n, k] - z[n, g]) * s[n, g]) + b[n]
                         where g = k // size is the group of input k
 
-x and y are float32, float16 or bfloat16, sums are float32. A row of 8 bits lies as in `Rows`, one
-of 4 bits as in `GroupedRows`, but that a group's scale and zero point share a word (groups of 32):
+A row of 8 bits lies as in `Rows`, one of 4 bits as in `GroupedRows`, but that a group's scale and
+zero point share a word (groups of 32):
 
     memory    byte 0   byte 1        byte 15 | byte 16          scales   word 0             | word 1
               q1 q0    q3 q2   ...   q31 q30 | q33 q32 ...               28 bits s, 4 bits z | s, z
-              the odd input stands in the high four bits                 s is a float32 without them
 
-One program makes a tile of M rows and N outputs. It walks along the inputs, K at a time, with the
-loads of the next tiles on their way meanwhile. A tile of the weight becomes a matrix of x's dtype
-only between its load and the tensor cores:
+One program makes a tile of M rows and N outputs. It walks along the inputs, K at a time. A tile of
+the weight becomes a matrix of x's dtype only between its load and the tensor cores.
 
-    x       (M, K) ───────────────────────────────────────┐
-    memory  (N, K) or (N, K / 2) bytes ──► (N, K) widened ┴──► total (M, N), float32
-
-Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums have a fixed
-order. Speed: not measured. Confessed: a program reads its outputs' rows from end to end, so 1,024
-outputs are 32 programs, fewer than a GPU has multiprocessors. Road not taken: torch's operators for
-small weights, which want formats of their own, and none of which runs where this is tested.
+Invariant: a launch depends on shapes alone, so a CUDA graph of it stays true; sums are float32 and
+have a fixed order. Speed: not measured. Confessed: 1,024 outputs are 32 programs, fewer than a GPU
+has multiprocessors. Road not taken: torch's operators, which want formats of their own.
 """
 
 from math import gcd

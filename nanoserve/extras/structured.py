@@ -1,31 +1,26 @@
 """Structured output: a grammar says which tokens may come next, and the model chooses among them.
 
 A JSON schema, a regular expression, a list of choices or a Lark grammar is compiled when a request
-is checked, by the library llguidance. From then on it is a parser (Earley's) that reads the output
-and says, before each token, which tokens of the vocabulary can go on with it: a mask, one bit a
-token. All others get a logit of -inf (controls.py), so every text that ends by itself is valid.
+is checked, by the library llguidance. From then on a parser (Earley's) reads the output and says,
+before each token, which tokens of the vocabulary can go on with it: a mask, one bit a token. All
+others get a logit of -inf (controls.py), so every text that ends by itself is valid.
 
     output so far     {"age":
     may come next     ` ` and nothing else, then 0 to 9 and `-`, then digits, `.` and `}`, ...
-    the model         chooses among these; its probabilities are renormalised over them
 
-**Where only one text is possible** (`{"hero": "` at the beginning of an object) the model has
-nothing to choose, so these tokens are proposed as drafts (see speculative.py), and one step checks
-all of them. Two ideas in one: jump-forward decoding (Zheng et al. 2023, "SGLang"), and drafts that
-are always right. The road not taken is to append them without asking the model: another path for
-tokens to get into a sequence.
+**Where only one text is possible** its tokens are proposed as drafts (speculative.py), and one step
+checks all of them: jump-forward decoding (Zheng et al. 2023, "SGLang"). The road not taken is to
+append them without asking the model: another path for tokens to get into a sequence.
 
 Invariant: **what a parser has read follows from the sequence's tokens.** A draft is read to make
 the masks behind it, and then rolled back; after an interruption all tokens are read again.
 
 How a text ends: the parser's vocabulary has a token of its own, END, that the model doesn't have.
 Where END is allowed, so is each EOS, and each of `stop_token_ids`. The request's other constraints
-hold, unless they leave nothing that the grammar allows. `max_tokens`, stop strings and stop tokens
-may cut a text anywhere; `finish_reason` and `stop_reason` say which did.
+hold, unless they leave nothing that the grammar allows; its limits may cut a text anywhere.
 
 Not known here: logits, blocks, steps. Known limit: a text follows the grammar from its first token,
-so a model thinks before it answers (`<think>`) only where the grammar has a place for the thought:
-those of the server have one (server/tool_grammar.py).
+so a model thinks first only where the grammar has a place for it (server/tool_grammar.py).
 """
 
 import json

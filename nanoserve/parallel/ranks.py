@@ -11,14 +11,11 @@ How a weight reaches its rank:
     a step        h ──► gate(h), 3 of 6 ──► down's share of the sum ──► all_reduce ──► h, on all
 
 A matrix cut by rows gives a share of the outputs ("column parallel" in the literature, which writes
-it transposed). One cut by columns takes a share of the inputs and gives a part of each sum ("row
-parallel"). One after the other they need a single `all_reduce` (Shoeybi et al. 2019,
-"Megatron-LM"). Rank 0 schedules and samples. The others repeat: receive the step, run the
-same forward.
+it transposed), one cut by columns a part of each sum ("row parallel"). One after the other they
+need a single `all_reduce` (Shoeybi et al. 2019, "Megatron-LM"). Rank 0 schedules and samples.
 
 Invariants: all ranks call the same collectives in the same order; a rank that fails in between
-says so and never takes part again. A group belongs to its engine and not to the process, so that
-two engines, or an engine and a user's own process group, don't interfere.
+says so and never takes part again. A group belongs to its engine and not to the process.
 
 Not known here: where the ranks come from and how their deaths are noticed (processes.py), layers,
 steps. Road not taken: torch's DTensor, which shares tensors out by itself and hides the idea.
