@@ -135,6 +135,7 @@ class Reader:
         if form.header and form.header in prompt:  # the prompt may have begun the turn
             self.feed(prompt.rpartition(form.header)[2])
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
+        self.thinks_here = self.may_think  # or else the prompt has ended the thought
         self.places = {form.think: (0, 0)} if self.state == "thinks" else {}  # see `_place`
 
     def feed(self, text: str, ended: str | None = None) -> Piece:
@@ -217,7 +218,7 @@ class Reader:
     def count_thought(self, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
         """How many of the text's tokens so far are a thought; marks around it don't count."""
         thinks = self.state == "thinks"
-        if self.may_think and not thinks or not self.form.thought:
+        if not self.thinks_here or self.may_think and not thinks:
             return 0
         end = len(token_ids) if thinks else self._place(self.form.thought, token_ids, decode)[0]
         return end - self._place(self.form.think, token_ids, decode)[1]

@@ -216,6 +216,15 @@ def test_the_tokens_of_a_thought_are_counted(template, words, count, stream):
     assert usage["completion_tokens_details"] == dict(reasoning_tokens=count)
 
 
+def test_a_thought_that_the_prompt_has_ended_has_no_tokens():
+    """As with `enable_thinking: false`: no mark is in the text."""
+    from test_tools import FORMATS
+    form, words = FORMATS["Qwen3"], ["Yes", ".", " Sure"]
+    reader = form.reader({}, form.header + "<think>\n\n</think>\n\n")
+    assert reader.feed("".join(words), "stop").said == "Yes. Sure"
+    assert reader.count_thought([0, 1, 2], lambda ids: "".join(words[i] for i in ids)) == 0
+
+
 def test_a_thought_may_be_left_out_and_may_never_end():
     body = ChatBody(**BODY, include_reasoning=False)
     message = told(body, "Qwen3.5", ["Hm.</think>Yes."])["choices"][0]["message"]
