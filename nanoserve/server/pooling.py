@@ -21,7 +21,7 @@ Not known here: HTTP, how vectors are made (extras/pooling.py). Road not taken: 
 import base64
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -36,7 +36,8 @@ from nanoserve.server.async_llm import AsyncLLM, EngineGenerateError
 from nanoserve.server.errors import BadRequest
 from nanoserve.server.protocol import Body, Cut, Prompts, as_prompts
 
-Work = Coroutine[Any, Any, dict]
+Work = Coroutine[Any, Any, Any]
+Show = Callable[[list, dict], Any]  # vectors and usage to the answer
 # A text, or Cohere's {"text": ...}.
 Text = Annotated[str, BeforeValidator(
     lambda one: one["text"] if isinstance(one, dict) and "text" in one else one)]
@@ -137,8 +138,8 @@ class Job:
     chat_template: str | None = None
     lora_request: Any = None
 
-    async def prepare(self, prompts: list, task: str | None, body: PoolingBody,
-                      prompt_name: str | None = None) -> list:
+    async def run(self, prompts: list, task: str | None, body: PoolingBody, show: Show,
+                  prompt_name: str | None = None) -> Work:
         """Raises `ValueError` if the model is a generator, or does not have this task."""
         if self.engine.llm.config.runner != "pooling":
             raise ValueError("this server generates text (runner='generate'): start one with "
@@ -147,29 +148,31 @@ class Job:
                                use_activation=body.use_activation, prompt_name=prompt_name,
                                truncate_prompt_tokens=body.truncate_prompt_tokens)
         name = uuid4().hex
-        return [await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.lora_request)
-                for i, prompt in enumerate(prompts)]
+        return self._compute([
+            await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.lora_request)
+            for i, prompt in enumerate(prompts)], show)
 
-    async def vectors(self, requests: list) -> list[torch.Tensor]:
-        """Run the requests; returns their vectors in the same order."""
-        found = {}
+    async def _compute(self, requests: list, show: Show) -> Any:
+        found, count = {}, sum(len(request.prompt_token_ids) for request in requests)
         async with aclosing(self.engine.outputs(requests)) as outputs:
             async for output in outputs:
                 if output.outputs is None:
                     raise EngineGenerateError("the request was aborted")
                 found[output.request_id] = output.outputs.data
-        return [found[request.request_id] for request in requests]
+        return show([found[request.request_id] for request in requests],
+                    dict(prompt_tokens=count, total_tokens=count))
 
-    async def scores(self, first: list[str], second: list[str],
-                     body: PoolingBody) -> tuple[list, Coroutine[Any, Any, list[float]]]:
-        """The checked requests, and a coroutine that returns a score for each pair."""
+    async def scores(self, first: list[str], second: list[str], body: PoolingBody,
+                     show: Show) -> Work:
+        """show: gets a score for each pair in the place of vectors."""
         if len(first) not in (1, len(second)):
             raise ValueError(f"text_1 and text_2 have {len(first)} and {len(second)} texts: give "
                              "one text and many, or as many of one kind as of the other")
         pooler, inputs = self.engine.llm.runner.pooler, self.engine.llm.inputs
         if pooler is None or "embed" in pooler.tasks:
-            requests = await self.prepare(first + second, "embed", body)
-            return requests, self._cosines(requests, len(first))
+            return await self.run(first + second, "embed", body, lambda vectors, usage: show(
+                F.cosine_similarity(torch.stack(vectors[:len(first)]),
+                                    torch.stack(vectors[len(first):])).tolist(), usage))
         if "classify" not in pooler.tasks or pooler.num_labels != 1:
             raise ValueError("this model has no scores: they need embeddings, or a classifier with "
                              "one class")
@@ -177,92 +180,69 @@ class Job:
         prompts = await self.engine.tokenize(
             lambda: [inputs.pair(*pair, self.chat_template, body.truncate_prompt_tokens)
                      for pair in pairs])
-        requests = await self.prepare(prompts, "classify", body)
-        return requests, self._classes(requests)
+        return await self.run(prompts, "classify", body, lambda vectors, usage: show(
+            [vector.item() for vector in vectors], usage))
 
-    async def _cosines(self, requests: list, num_first: int) -> list[float]:
-        vectors = torch.stack(await self.vectors(requests))
-        return F.cosine_similarity(vectors[:num_first], vectors[num_first:]).tolist()
-
-    async def _classes(self, requests: list) -> list[float]:
-        return [vector.item() for vector in await self.vectors(requests)]
-
-    async def answer(self, kind: str, requests: list, results: Awaitable[list],
-                     show: Callable[[Any], dict]) -> dict:
-        """`show` makes an object of each result."""
-        data = [dict(index=i) | show(result) for i, result in enumerate(await results)]
-        return dict(id=f"{kind}-{uuid4().hex}", object="list", created=int(time.time()), data=data,
-                    model=self.model, usage=usage(requests))
+    def listed(self, kind: str, show: Callable[[Any], dict]) -> Show:
+        """An answer with what `show` makes of each result."""
+        return lambda results, usage: dict(
+            id=f"{kind}-{uuid4().hex}", object="list", created=int(time.time()), usage=usage,
+            data=[dict(index=i) | show(result) for i, result in enumerate(results)],
+            model=self.model)
 
 
 async def embeddings(job: Job, body: EmbeddingBody) -> Work:
-    return await each(job, body, "embed", lambda vector: dict(
-        object="embedding", embedding=encoded(vector, body.encoding_format)))
+    return await job.run(as_prompts(body.input), "embed", body, job.listed(
+        "embd", lambda vector: dict(
+            object="embedding", embedding=encoded(vector, body.encoding_format))))
 
 
 async def embed(job: Job, body: EmbedBody) -> Work:
     """Cohere's. Its kinds of input are the prompts that a model has been trained with."""
-    kind = (body.input_type or "").removeprefix("search_")
-    pooler = job.engine.llm.runner.pooler
-    requests = await job.prepare(body.texts, "embed", body,
-                                 kind if kind in getattr(pooler, "prompts", {}) else None)
+    name = (body.input_type or "").removeprefix("search_")
+    known = getattr(job.engine.llm.runner.pooler, "prompts", {})
 
-    async def work() -> dict:
-        vectors = await job.vectors(requests)
+    def show(vectors: list[torch.Tensor], usage: dict) -> dict:
         found = {kind: [encoded(vector, kind) for vector in vectors]
                  for kind in body.embedding_types or ["float"]}
         meta = dict(api_version=dict(version="2"),
-                    billed_units=dict(input_tokens=usage(requests)["prompt_tokens"]))
+                    billed_units=dict(input_tokens=usage["prompt_tokens"]))
         return dict(id=uuid4().hex, response_type="embeddings_by_type", embeddings=found,
                     texts=body.texts, meta=meta)
 
-    return work()
+    return await job.run(body.texts, "embed", body, show, name if name in known else None)
 
 
 async def task(job: Job, body: TaskBody) -> Work:
-    return await each(job, body, body.task, lambda vector: dict(
-        object="pooling", data=encoded(vector, body.encoding_format)))
+    return await job.run(as_prompts(body.input), body.task, body, job.listed(
+        "pool", lambda vector: dict(object="pooling", data=encoded(vector, body.encoding_format))))
 
 
 async def classify(job: Job, body: InputBody) -> Work:
-    def named(probs: torch.Tensor) -> dict:
+    def show(probs: torch.Tensor) -> dict:
         label = job.engine.llm.runner.pooler.labels.get(str(probs.argmax().item()))
         return dict(label=label, probs=probs.tolist(), num_classes=len(probs))
 
-    return await each(job, body, "classify", named)
-
-
-async def each(job: Job, body: InputBody, task: str | None, show: Callable) -> Work:
-    """`show` makes an object of each input's vector."""
-    requests = await job.prepare(as_prompts(body.input), task, body)
-    return job.answer("pool", requests, job.vectors(requests), show)
+    return await job.run(as_prompts(body.input), "classify", body, job.listed("classify", show))
 
 
 async def score(job: Job, body: ScoreBody) -> Work:
-    requests, scores = await job.scores(as_prompts(body.text_1), as_prompts(body.text_2), body)
-    return job.answer("score", requests, scores, lambda value: dict(object="score", score=value))
+    return await job.scores(as_prompts(body.text_1), as_prompts(body.text_2), body, job.listed(
+        "score", lambda value: dict(object="score", score=value)))
 
 
 async def rerank(job: Job, body: RerankBody) -> Work:
-    requests, scores = await job.scores([body.query], body.ranked, body)
-
-    async def work() -> dict | list:
-        ranked = sorted(enumerate(await scores), key=lambda one: -one[1])
+    def show(scores: list[float], usage: dict) -> dict | list:
+        ranked = sorted(enumerate(scores), key=lambda one: -one[1])
         if body.texts:  # TEI's
             return [dict(index=i, score=value) | (dict(text=body.texts[i]) if body.return_text
                                                   else {}) for i, value in ranked]
         results = [dict(index=i, relevance_score=value) | (
             {} if body.return_documents is False else dict(document=dict(text=body.documents[i])))
             for i, value in ranked[:body.top_n or None]]
-        return dict(id=f"rerank-{uuid4().hex}", model=job.model, usage=usage(requests),
-                    results=results)
+        return dict(id=f"rerank-{uuid4().hex}", model=job.model, usage=usage, results=results)
 
-    return work()
-
-
-def usage(requests: list) -> dict:
-    count = sum(len(request.prompt_token_ids) for request in requests)
-    return dict(prompt_tokens=count, total_tokens=count)
+    return await job.scores([body.query], body.ranked, body, show)
 
 
 def encoded(vector: torch.Tensor, kind: str | None) -> list | str:
