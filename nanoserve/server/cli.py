@@ -49,7 +49,14 @@ KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a ma
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in a line, not below sixty of usage."""
+    """Says what is wrong in a line, not below sixty of usage. Like vLLM's, it takes --max_model_len
+    for --max-model-len."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = [word.partition("=") for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args([
+            (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+            for name, equals, value in words], namespace)
 
     def error(self, message: str):
         if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):

@@ -40,7 +40,7 @@ MODULES = {"vllm", *(f"vllm.{name}" for name in """
 # Names that are not in `nanoserve` itself: where they are, and what they are called there.
 HOMES = {"EngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
          "AsyncEngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
-         "FlexibleArgumentParser": ("nanoserve.tools.as_vllm", "FlexibleArgumentParser"),
+         "FlexibleArgumentParser": ("nanoserve.server.cli", "Parser"),
          "AsyncLLM": ("nanoserve.server.async_llm", "AsyncLLM"),
          "AsyncLLMEngine": ("nanoserve.server.async_llm", "AsyncLLM"),
          "PromptType": ("nanoserve.frontend.prompts", "Prompt"),
@@ -110,18 +110,6 @@ class EngineArgs(EngineConfig):
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
         from nanoserve.server.cli import engine_options
         return cls(model=args.model, **engine_options(args))
-
-
-class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes --max_model_len for --max-model-len."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            dashed = name.replace("_", "-") if name.startswith("--") else name
-            words.append(dashed + equals + value)
-        return super().parse_known_args(words, namespace)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -80,6 +80,10 @@ def test_an_option_is_never_a_beginning_of_another(capsys):
 
 
 def test_options_come_in_vllms_forms():
+    args = cli.make_parser().parse_args(
+        ["--max_model_len=2k", "--served_model_name", "a_b", "--no-enable_prefix_caching"])
+    assert (args.max_model_len, args.served_model_name) == (2000, ["a_b"])
+    assert not args.enable_prefix_caching
     assert parse("--max-model-len", "2k")["max_model_len"] == 2000
     assert parse("--max-model-len", "2K")["max_model_len"] == 2048
     assert parse("--max-num-batched-tokens", "1.5k")["max_num_batched_tokens"] == 1500
