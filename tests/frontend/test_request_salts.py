@@ -43,6 +43,15 @@ def test_a_store_behind_the_cache_keeps_tenants_apart(qwen3, tmp_path, options):
         assert cached(llm, ["b", None, "a"]) == [0, 0, 32]
 
 
+def test_a_pooled_prompt_is_found_again_only_under_its_own_salt(qwen3):
+    prompts = [{"prompt": LONG} | salt for salt in ({}, dict(cache_salt="a"), {}, dict(
+        cache_salt="a"))]
+    with make(qwen3, runner="pooling", convert="embed") as llm:
+        outs = [llm.embed(prompt, use_tqdm=False)[0] for prompt in prompts]
+    assert [out.num_cached_tokens for out in outs] == [0, 0, 32, 32]
+    assert all(out.outputs.embedding == outs[0].outputs.embedding for out in outs[1:3])
+
+
 def test_roots_are_one_object_for_each_salt_and_adapter_while_somebody_has_them():
     adapter, other = (CacheEntry(b"content", -1, [], None) for _ in range(2))
     roots = [salted(root, salt) for root in (None, adapter, other) for salt in ("a", "b")]
