@@ -170,17 +170,15 @@ class Trace:
                 self._look_at_blocks(seq, lane)
         for seq in self.cruising - step.num_new_tokens.keys():
             self._stop_cruising(seq)
-        self._tell_reasons(step)
-        self._end_frame(step.index)
-
-    def _tell_reasons(self, step: Step) -> None:
-        """Who was preempted has told so already."""
         waits = explain(self.scheduler, step)
         for seq, reason in waits.of.items():
-            if seq not in step.preempted:
+            if seq not in step.preempted:  # who was has told so already
                 self._tell("w", self.lanes[seq].number, reason)
         if waits.next_in_line is not None:
             self._tell("n", self.lanes[waits.next_in_line].number)
+        self.frame_of[step.index] = self._frame(step.index - self.first, -1)
+        self.frames.append(self.frame_of[step.index])
+        self.frame, self.findable, self.is_written = {}, {}, False
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         frame = self.frame_of.pop(step.index, None)
@@ -276,14 +274,12 @@ class Trace:
         self.frame.setdefault(kind, []).extend(values)
         self.is_written = False
 
-    def _end_frame(self, index: int) -> None:
-        for block_id, findable in self.findable.items():
-            self._tell("k" if findable else "e", block_id)
-        self.findable.clear()
-        frame = {"i": index - self.first, "t": self._now(), "d": -1} | self.frame
-        self.frames.append(frame)
-        self.frame_of[index] = frame
-        self.frame, self.is_written = {}, False
+    def _frame(self, index: int, duration: int) -> dict:
+        """What has happened since the last frame, as one."""
+        changed = {kind: [one for one, is_findable in self.findable.items() if is_findable == says]
+                   for kind, says in (("k", True), ("e", False))}
+        return {"i": index, "t": self._now(), "d": duration} | self.frame | {
+            kind: blocks for kind, blocks in changed.items() if blocks}
 
     def _stop(self, note: str) -> None:
         self.meta["note"] = f"{self.meta['note']} {note}".strip()
@@ -300,11 +296,8 @@ class Trace:
     def stream(self) -> dict:
         """All of it, as it is now. The last frame is no step: it has what happened after it."""
         self._look_at_images()
-        tail = {"i": -1, "t": self._now(), "d": 0} | self.frame
-        for block_id, findable in self.findable.items():
-            tail.setdefault("k" if findable else "e", []).append(block_id)
         return dict(meta=dict(self.meta), requests=list(self.requests),
-                    frames=[*self.frames, tail])
+                    frames=[*self.frames, self._frame(-1, 0)])
 
     # ------------------------------------------------------------- the files
 

@@ -35,8 +35,7 @@ class Row(NamedTuple):
     takers: "LLM" (its arguments; the command line, too), "serve" (the server's own options),
     "SamplingParams", "call" (keywords of generate(), embed() and their kin), "prompt" (a dict's
     keys), "pooling" (`PoolerConfig` and `PoolingParams`), "method" (of `LLM`), "import" (a class or
-    a function), "body" (a request to
-    the server, where the fields of SamplingParams stand as well).
+    a function), "body" (a request to the server, where SamplingParams' fields stand as well).
     """
 
     takers: str
