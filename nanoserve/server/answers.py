@@ -113,6 +113,7 @@ class Answer:
 
     async def events(self, pieces: AsyncIterator[dict]) -> AsyncIterator[bytes]:
         """Server-sent ones. Behind an error, which is the last piece then, there is no end."""
+        piece: dict = {}
         async for piece in pieces:
             yield event(piece)
         if "error" not in piece:
