@@ -172,12 +172,12 @@ def test_a_prompt_that_is_refused_costs_nothing(engine):
 
 def test_an_id_in_use_is_refused_and_the_first_request_goes_on(engine):
     async def twice():
-        outputs = engine.generate("Hello", greedy(20), "same")
+        outputs = engine.generate("Hello", greedy(50), "same")
         first = await anext(outputs)
         with pytest.raises(ValueError, match="in use"):
             await last_of(engine, "x", greedy(), "same")
         return [first] + [output async for output in outputs]
-    assert len(asyncio.run(twice())[-1].outputs[0].token_ids) == 20
+    assert len(asyncio.run(twice())[-1].outputs[0].token_ids) == 50
 
 
 def test_abort_ends_a_generator_with_what_there_is(engine):
