@@ -114,6 +114,8 @@ def _tidy(message: dict, where: str) -> dict:
     kept = {key: value for key, value in message.items() if value not in (None, [], {})}
     if function := kept.pop("function_call", None):  # the older form of one call
         kept.setdefault("tool_calls", [{"type": "function", "function": function}])
+    if thought := kept.pop("reasoning", None):  # vLLM's name
+        kept.setdefault("reasoning_content", thought)
     content = kept.pop("content", None)
     if content is None and (role == "assistant" or message.get("content") == []):
         content = kept.pop("refusal", "")

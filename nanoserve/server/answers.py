@@ -258,7 +258,8 @@ class ChatAnswer(Answer):
         piece = reader.feed(sample.text, "length" if is_cut else sample.finish_reason)
         parts: dict = {}
         if piece.thought and self.body.include_reasoning is not False:
-            parts["reasoning_content"] = piece.thought
+            # DeepSeek's name, and vLLM's.
+            parts["reasoning_content"] = parts["reasoning"] = piece.thought
         if piece.calls:
             first = reader.num_calls - len(piece.calls)
             parts["tool_calls"] = [

@@ -262,14 +262,18 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # "none", or OpenAI's "low" to "high"
 
     def template_options(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+        """What the chat template gets beside the messages. As in vLLM an effort asks for thoughts,
+        because there are templates that begin none by themselves."""
+        effort = self.reasoning_effort
+        asked = effort and dict(reasoning_effort=effort, enable_thinking=effort != "none")
         going_on = bool(self.continue_final_message)
         begin = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         shown = dict(tools=tools) if tools and self.tool_choice != "none" else {}
-        return dict(self.chat_template_kwargs or {}, add_generation_prompt=begin,
+        return dict((asked or {}) | (self.chat_template_kwargs or {}), add_generation_prompt=begin,
                     continue_final_message=going_on, **shown)
 
     def schemas(self) -> dict[str, dict]:

@@ -188,14 +188,13 @@ class ResponsesBody(Language):
         choice = self.tool_choice
         if isinstance(choice, dict) and "function" not in choice:
             choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
-        effort = (self.reasoning or {}).get("effort")
         return dict(
             messages=joined(self.turns()), parallel_tool_calls=self.parallel_tool_calls,
             tools=[tool(one.get("type", "function") == "function", one, "parameters")
                    for one, _ in self._functions()],
             tool_choice=choice, max_completion_tokens=self.max_output_tokens,
             response_format=form_of("text", (self.text or {}).get("format")),
-            chat_template_kwargs=dict(reasoning_effort=effort) if effort else None)
+            reasoning_effort=(self.reasoning or {}).get("effort"))
 
     def _functions(self) -> list[tuple[dict, str | None]]:
         """Each with its namespace: Codex shows its tools in groups."""

@@ -58,6 +58,7 @@ class CountBody(Language):
             response_format=form_of("output_config", (self.output_config or {}).get(
                 "format", self.output_format)),
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+            reasoning_effort=(self.output_config or {}).get("effort"),
             chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
 
     def turns(self) -> Iterator[dict]:

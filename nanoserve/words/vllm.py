@@ -198,7 +198,7 @@ TABLE = (
     Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
     Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
         "prompt"),
-    Row("body", "reasoning_effort thinking", "many chat templates take such a setting through "
+    Row("body", "thinking", "many chat templates take such a setting through "
         "chat_template_kwargs", ({"type": "disabled"},)),
     Row("body", "documents", "write them into a message"),
     Row("body", "add_special_tokens", "send token ids", (True,)),
@@ -206,7 +206,7 @@ TABLE = (
     Row("body", "rank_fields", "documents are ranked by their text", (["text"],)),
     Row("body", "echo", "the last message is yours: put it in front of the answer"),
     Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
-    Row("body", "verbosity", "say in the prompt how long the answer is"),
+    Row("body", "verbosity", "say in the prompt how long the answer is", ("medium",)),
     Row("body", "chat_template", "a template is a program, and comes with the server: nanoserve "
         "serve --chat-template FILE"),
 )

@@ -107,6 +107,15 @@ def test_an_answer_comes_back_as_the_client_got_it(name, content, nothing):
         dict(role=role, content=text) for role, text in chat])
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_thought_comes_back_by_either_name(name):
+    """vLLM's answers call it `reasoning`, and templates read DeepSeek's `reasoning_content`."""
+    template = "{% for m in messages %}<{{ m.reasoning_content }}>{{ m.content }}{% endfor %}"
+    sent = dict(role="assistant", content="Hi!") | {name: "Hm."}
+    assert render_messages([sent], lambda given: TOKENIZER.apply_chat_template(
+        given, tokenize=False, chat_template=template)) == "<Hm.>Hi!"
+
+
 @pytest.mark.parametrize(("name", "becomes"), [
     ("chatml", "developer"), ("old llama", "system"), ("mistral", "system")])
 def test_a_developer_is_the_system_where_only_that_is_known(name, becomes):

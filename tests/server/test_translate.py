@@ -10,6 +10,11 @@ from serving import send
 from test_api_tools import CHAT, SCHEMAS, TOOLS
 
 pytest.importorskip("fastapi")
+
+from nanoserve.server.protocol import ChatBody  # noqa: E402
+from nanoserve.server.translate import ResponsesBody  # noqa: E402
+from nanoserve.server.translate_messages import MessagesBody  # noqa: E402
+
 CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 FUNCTIONS = [dict(type="function", **one["function"]) for one in TOOLS]
 BLOCKS = [dict(name=name, input_schema=schema) for name, schema in SCHEMAS.items()]
@@ -137,6 +142,22 @@ def test_forms_and_stop_strings_are_a_chats(server):
     _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1], max_tokens=200, temperature=0,
                                           stop_sequences=["a", "e"]))
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] in ("a", "e")
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("low", True), ("none", False)])
+def test_an_effort_is_a_templates_variable_in_each_language(effort, thinks):
+    asked = dict(effort=effort)
+    for fields in (dict(messages=TOLD, reasoning_effort=effort),
+                   ResponsesBody(input=ASKED, reasoning=asked).chat(),
+                   MessagesBody(messages=TURNS, max_tokens=1, output_config=asked).chat()):
+        options = ChatBody(**fields).template_options()
+        assert (options["reasoning_effort"], options["enable_thinking"]) == (effort, thinks)
+    body = MessagesBody(messages=TURNS, max_tokens=1, output_config=asked,
+                        thinking=dict(type="disabled"))
+    assert ChatBody(**body.chat()).template_options()["enable_thinking"] is False
+    for fields in (dict(messages=TOLD), ResponsesBody(input=ASKED).chat()):
+        options = ChatBody(**fields).template_options()
+        assert not {"reasoning_effort", "enable_thinking"} & options.keys()
 
 
 def test_codex_shows_its_tools_in_groups(server):
