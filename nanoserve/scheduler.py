@@ -14,13 +14,11 @@ blocks back, waits again with all its tokens, and recomputes those that the pref
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
 
-A step takes effect only in `update()`. Until then a sequence merely counts what is in flight. So a
-step can be scheduled while the one before still runs (overlap), and a failed step is dropped by
-zeroing the counts: nothing is rolled back. The device runs steps in order, so a sequence that ends
-gives its blocks back at once: their next owner writes later than any step in flight.
+A step takes effect in `update()`. Until then a sequence merely counts its tokens in flight. So the
+next step can be scheduled while a step runs (overlap), and a failed step is dropped by zeroing the
+counts. The device runs steps in order: blocks that are given back go to their next owner at once.
 
-Not known here: torch, text, devices. Road not taken: preemption by swapping all KV to the host; the
-prefix cache keeps most of a victim's blocks.
+Not known here: torch, text, devices. Road not taken: to swap a victim's KV to the host.
 """
 
 from bisect import bisect_left, insort
@@ -32,7 +30,6 @@ from nanoserve.config import EngineConfig
 from nanoserve.sequence import Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
-FEW = 4  # rows that take as long as one: steps in flight don't share them out
 
 
 class Scheduler:
@@ -57,11 +54,11 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()
         self.num_steps = 0
         # Functions of annexes, and what each of them is asked or told.
-        self.cuts: list[Callable[[Sequence, int, int], int]] = []  # (start, n): how many of the n?
-        self.finders: list[Callable[[Step, Sequence, int], int]] = []  # n hits: more blocks?
-        self.readers: list[Callable[[Sequence], bool]] = []  # are such blocks being read?
+        self.cuts: list[Callable[[Step, Sequence, int, int], int]] = []  # start, n: how many of n?
+        self.finders: list[Callable[[Step, Sequence, int], int]] = []  # n hits: how many more?
+        self.readers: list[Callable[[Sequence], bool]] = []  # are further blocks being read?
         self.proposers: list[Callable[[Sequence, int], list[int]]] = []  # drafts, at most n
-        self.gave_up: list[Callable[[Sequence], bool]] = []  # where a token stops a text
+        self.gave_up: list[Callable[[Sequence], bool]] = []  # does its stop token break a text off?
         self.on_drop: list[Callable[[Step], None]] = []  # a launched step was lost
 
     def has_unfinished(self) -> bool:
@@ -101,80 +98,43 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Give out the budget: a token to each sequence that decodes, the rest to prompts."""
-        step = Step(self.num_steps)
+        step = Step(self.num_steps, budget=self.max_num_batched_tokens)
         self.num_steps += 1
         if self.policy == "priority":
             self._interrupt(step)
-        budget = self._schedule_running(step, self.max_num_batched_tokens)
-        self._schedule_waiting(step, budget)
+        prompts = self._schedule_decodes(step)
+        self._schedule_prompts(step, prompts)
         if self.proposers and not step.preempted:
             self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
         return step
 
-    def _interrupt(self, step: Step) -> None:
-        """Policy "priority": preempt running sequences, the last first, while the first waiting one
-        is earlier in the order and lacks a row or blocks. A sequence that a step in flight still
-        computes gets no share of this step, and the next call preempts it."""
-        while self.running and self.waiting:
-            seq, last = self.waiting[0], self.running[-1]
-            if self.order(last) < self.order(seq):
-                return
-            hits = self.blocks.find_prefix(seq)  # if more is being computed, it would sit out
-            if self._pending(step, seq, len(hits)) or (
-                    self.free_rows and self.blocks.num_needed(hits, seq.num_tokens)
-                    <= self.blocks.num_free_blocks):
-                return
-            if last.num_inflight_tokens:
-                step.stopped = last, "step", 0
-                return
-            self._preempt_last(step, seq)
+    def _schedule_decodes(self, step: Step) -> list[Sequence]:
+        """A token for each running sequence that decodes. This loop is the hot path. The budget
+        covers all of them, because it is at least `max_num_seqs`.
 
-    def _schedule_running(self, step: Step, budget: int) -> int:
-        """Returns the budget that is left. This loop is the hot path of decoding. Prompts get their
-        blocks in it, and their tokens behind it: see `_schedule_prompts`."""
+        Returns the running prompts, whose gap is larger. They get blocks here, and tokens later:
+        whoever lacks blocks takes those of the last in the order, which must not have a share yet.
+        """
         block_size = self.blocks.block_size
-        prompts: dict[Sequence, int] = {}  # and where they go on
+        prompts: list[Sequence] = []
         # The last one may have to make way; and `_make_room` takes victims off the end.
         for seq in self.running[:-1] if step.stopped else self.running:
-            if budget <= 0:
-                step.stopped = seq, "budget", 0
-                break
-            done = seq.num_computed_tokens + seq.num_inflight_tokens  # the gap, spelt out
-            num_new = len(seq.token_ids) + seq.num_unknown_tokens - done
+            done = seq.num_computed_tokens + seq.num_inflight_tokens
+            num_new = len(seq.token_ids) + seq.num_unknown_tokens - done  # the gap
             if seq.num_unknown_tokens and (
                     self.steps_at_once > 1 or seq.request.needs_output_tokens
                     or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
-            if num_new > budget and self.enable_chunked_prefill:
-                num_new = budget
-            end = done + num_new
+            end = done + num_new if num_new <= step.budget else done + step.budget
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
             if num_new > 1:
-                prompts[seq] = done
+                prompts.append(seq)
             elif num_new > 0:  # with k drafts in flight the gap is 1 - k, until they are checked
                 self._add_row(step, seq, done, num_new)
-                budget -= num_new
-        return self._schedule_prompts(step, budget, prompts) if prompts else budget
-
-    def _schedule_prompts(self, step: Step, budget: int, prompts: dict[Sequence, int]) -> int:
-        """What decodes have left goes to running and to waiting prompts, in order: a prompt of
-        3,000 tokens that runs already does not hold up an urgent one that waits."""
-        for seq, done in prompts.items():
-            budget = self._schedule_waiting(step, budget, self.order(seq))
-            num_left = len(seq.token_ids) - done
-            if num_left > budget and not (budget and self.enable_chunked_prefill):
-                step.stopped = seq, "budget", 0
-                break
-            num_new = min(num_left, budget)
-            for cut in self.cuts:
-                num_new = cut(seq, done, num_new)
-            if num_new:
-                self._add_row(step, seq, done, num_new)
-            budget -= num_new
-        return budget
+        return prompts
 
     def _make_room(self, step: Step, seq: Sequence, num_tokens: int) -> bool:
         """Preempt from the tail until `seq` has blocks for `num_tokens`. No new sequence is then
@@ -186,16 +146,14 @@ class Scheduler:
         while not self.blocks.allocate(seq, num_tokens):
             num_missing = self.blocks.num_blocks_for(num_tokens) - len(seq.block_table)
             step.stopped = seq, "blocks", num_missing
-            if self.running[-1].num_inflight_tokens or self._preempt_last(step, seq) is seq:
+            victim = self.running[-1]
+            if victim.num_inflight_tokens:
+                return False
+            step.preempted[victim] = seq
+            self.start_anew(victim)
+            if victim is seq:
                 return False
         return True
-
-    def _preempt_last(self, step: Step, seq: Sequence) -> Sequence:
-        """The last running sequence makes way for `seq`, and starts anew. Returns it."""
-        victim = self.running[-1]
-        self.start_anew(victim)
-        step.preempted[victim] = seq
-        return victim
 
     def start_anew(self, seq: Sequence) -> None:
         """`seq`, which runs and is in no step in flight, waits again with all its tokens."""
@@ -205,75 +163,73 @@ class Scheduler:
         seq.num_preemptions += 1
         insort(self.waiting, seq, key=self.order)
 
-    def _schedule_waiting(self, step: Step, budget: int, before: tuple | None = None) -> int:
-        """Admit in order, up to the key `before`, and stop at the first that doesn't fit: no
-        sequence overtakes it. Returns the budget that is left.
+    def _schedule_prompts(self, step: Step, prompts: list[Sequence]) -> None:
+        """What decodes have left goes to the running `prompts` and to waiting ones, in order: a
+        prompt of 3,000 tokens that runs already does not hold up an urgent one that waits."""
+        while step.budget > 0:
+            place = len(step.sitting_out)  # each of these keeps a row: see `_admit`
+            is_room = step.stopped is None and place < min(len(self.waiting), len(self.free_rows))
+            if is_room and not (
+                    prompts and self.order(prompts[0]) < self.order(self.waiting[place])):
+                self._admit(step, self.waiting[place])
+            elif prompts and self._add_chunk(step, prompts[0]):
+                del prompts[0]
+            else:
+                break
+        if prompts:
+            step.stopped = prompts[0], "budget", 0
+
+    def _add_chunk(self, step: Step, seq: Sequence) -> bool:
+        """The next chunk of a running prompt; False if nothing less than all its tokens will do."""
+        start = seq.num_computed_tokens + seq.num_inflight_tokens
+        num_left = len(seq.token_ids) - start
+        if num_left > step.budget and not self.enable_chunked_prefill:
+            return False
+        num_new = min(num_left, step.budget)
+        for cut in self.cuts:
+            num_new = cut(step, seq, start, num_new)
+        if num_new:
+            self._add_row(step, seq, start, num_new)
+        return True
+
+    def _admit(self, step: Step, seq: Sequence) -> None:
+        """Let the next waiting sequence run, or note what it lacks: then none overtakes it.
 
         One exception: while the next block of `seq` is being computed for another sequence, or
         read from a file, `seq` *sits out* the step, and hits the block later. Those behind it may
         start only if the step holds their whole prompt: they only decode from then on. A sequence
-        that sits out counts against `max_num_seqs`: no step searches a long queue with one prefix.
+        that sits out keeps a free row, so that no step searches a long queue with one prefix.
         """
-        sitting_out, total = step.sitting_out, len(self.running) + len(self.waiting)
-        most = max(FEW, -(-min(total, self.max_num_seqs) // self.steps_at_once))  # a step's part
-        while budget > 0 and step.stopped is None and (
-                len(sitting_out) < min(len(self.waiting), len(self.free_rows))):
-            seq = self.waiting[len(sitting_out)]
-            if before and self.order(seq) > before:
-                break
-            if len(step.num_new_tokens) >= most:
-                step.stopped = seq, "rows", 0
-                break
-            hits = self.blocks.find_prefix(seq)
-            if owner := self._pending(step, seq, len(hits)):
-                sitting_out[seq] = owner
-                continue
-            num_found = sum(find(step, seq, len(hits)) for find in self.finders)
-            # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
-            num_cached = (len(hits) + num_found) * self.blocks.block_size
-            num_left = len(seq.token_ids) - num_cached
-            num_new = min(num_left, budget)
-            if num_new < num_left and (sitting_out or not self.enable_chunked_prefill):
-                step.stopped = seq, "tokens", num_left
-                break
-            for cut in self.cuts:
-                num_new = cut(seq, num_cached, num_new)
-            # There must be room for all its tokens, not only for this chunk: otherwise prompts that
-            # start together would preempt each other, which wastes more than some idle blocks.
-            num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
-            if num_needed > self.blocks.num_free_blocks or not num_new:
-                step.stopped = seq, "blocks" if num_new else "encoder", num_needed
-                break
-            del self.waiting[len(sitting_out)]
-            insort(self.running, seq, key=self.order)
-            step.admitted.append(seq)
-            seq.row = self.free_rows.pop()
-            seq.num_computed_tokens = len(hits) * self.blocks.block_size
-            if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
-                seq.num_cached_tokens = num_cached
-            self.blocks.share(seq, hits)
-            self.blocks.allocate(seq, num_cached + num_new)
-            self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
-            budget -= num_new
-        return budget
-
-    def _add_drafts(self, step: Step) -> None:
-        """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks
-        that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
-        blocks, budget = self.blocks, self.max_num_batched_tokens - step.num_tokens
-        for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
-            num_known = len(seq.token_ids)
-            room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
-            most = min(budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
-            decodes = start == num_known - 1 >= seq.num_prompt_tokens
-            if not decodes or most <= 0:
-                continue
-            if drafts := next(filter(None, (ask(seq, most) for ask in self.proposers)), None):
-                blocks.allocate(seq, num_known + len(drafts))
-                step.drafts[seq] = drafts
-                step.num_new_tokens[seq] += len(drafts)
-                seq.num_inflight_tokens += len(drafts)
-                budget -= len(drafts)
+        hits = self.blocks.find_prefix(seq)
+        if owner := self._pending(step, seq, len(hits)):
+            step.sitting_out[seq] = owner
+            return
+        num_found = sum(find(step, seq, len(hits)) for find in self.finders)
+        # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
+        num_cached = (len(hits) + num_found) * self.blocks.block_size
+        num_left = len(seq.token_ids) - num_cached
+        num_new = min(num_left, step.budget)
+        if num_new < num_left and (step.sitting_out or not self.enable_chunked_prefill):
+            step.stopped = seq, "tokens", num_left
+            return
+        for cut in self.cuts:
+            num_new = cut(step, seq, num_cached, num_new)
+        # There must be room for all its tokens, not only for this chunk: otherwise prompts that
+        # start together would preempt each other, which wastes more than some idle blocks.
+        num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
+        if num_needed > self.blocks.num_free_blocks or not num_new:
+            step.stopped = seq, "blocks" if num_new else "cut", num_needed
+            return
+        del self.waiting[len(step.sitting_out)]
+        insort(self.running, seq, key=self.order)
+        step.admitted.append(seq)
+        seq.row = self.free_rows.pop()
+        seq.num_computed_tokens = len(hits) * self.blocks.block_size
+        if seq.num_cached_tokens is None:  # a hit after a preemption saves nothing
+            seq.num_cached_tokens = num_cached
+        self.blocks.share(seq, hits)
+        self.blocks.allocate(seq, num_cached + num_new)
+        self._add_row(step, seq, num_cached, num_new, num_found * self.blocks.block_size)
 
     def _pending(self, step: Step, seq: Sequence, num_hits: int) -> Sequence | None:
         """For whom a step in flight, or this one, computes the next block of `seq`. It is `seq`
@@ -292,20 +248,55 @@ class Scheduler:
         tokens before (extras/block_store.py). Both are in flight until the step has finished."""
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
-        seq.num_inflight_tokens += num_new
+        step.budget -= num_new
+        seq.num_inflight_tokens += num_new + num_loaded
+        if num_loaded:
+            step.num_loaded[seq] = num_loaded
         if num_new > 1 or num_loaded:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
             keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
             step.pending_keys.update(dict.fromkeys(keys, seq))
-            if num_loaded:
-                step.num_loaded[seq] = num_loaded
-                seq.num_inflight_tokens += num_loaded
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)
         if start + num_new == len(seq.token_ids) + seq.num_unknown_tokens:
             step.sampling.append(seq)  # an unfinished chunk samples nothing
             seq.num_unknown_tokens += 1
+
+    def _add_drafts(self, step: Step) -> None:
+        """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks
+        that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
+        blocks = self.blocks
+        for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
+            num_known = len(seq.token_ids)
+            room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
+            most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
+            decodes = start == num_known - 1 >= seq.num_prompt_tokens
+            if not decodes or most <= 0:
+                continue
+            if drafts := next(filter(None, (ask(seq, most) for ask in self.proposers)), None):
+                blocks.allocate(seq, num_known + len(drafts))
+                step.drafts[seq] = drafts
+                step.num_new_tokens[seq] += len(drafts)
+                seq.num_inflight_tokens += len(drafts)
+                step.budget -= len(drafts)
+
+    def _interrupt(self, step: Step) -> None:
+        """Policy "priority": preempt running sequences, the last first, while the first waiting one
+        is earlier in the order and lacks a row or blocks. A sequence that a step in flight still
+        computes gets no share of this step, and the next call preempts it."""
+        while self.running and self.waiting:
+            seq, last = self.waiting[0], self.running[-1]
+            hits = self.blocks.find_prefix(seq)
+            num_needed = self.blocks.num_needed(hits, seq.num_tokens)
+            fits = self.free_rows and num_needed <= self.blocks.num_free_blocks
+            if self.order(last) < self.order(seq) or fits or self._pending(step, seq, len(hits)):
+                return
+            if last.num_inflight_tokens:
+                step.stopped = last, "step", 0
+                return
+            step.preempted[last] = seq
+            self.start_anew(last)
 
     # ------------------------------------------------------------- results
 

@@ -43,8 +43,8 @@ from nanoserve.config import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class CoreRequest:
-    """What the core knows of a request: a record that its n samples share. The request makes it
-    when it is submitted (`Request.start`)."""
+    """What scheduler, batch and sampler know of a request: its n samples share this record, which
+    `Request.start` makes when the request is submitted."""
 
     request_id: str
     params: SamplingParams
@@ -153,14 +153,15 @@ class Step:
     network: int = 0  # which network computes it; 1 drafts for 0, greedily
     shift: int = 0  # 1: a position's input is the token behind it (extras/hidden_drafts.py)
     prompt_logprob_positions: dict[Sequence, range] = field(default_factory=dict)
+    budget: int = 0  # how many more tokens it may compute
     admitted: list[Sequence] = field(default_factory=list)  # began, or began anew, in this step
     preempted: dict[Sequence, Sequence] = field(default_factory=dict)  # victim: who gets its blocks
     # Waiting sequence: for whom its next block is computed (itself: it is read from a file).
     sitting_out: dict[Sequence, Sequence] = field(default_factory=dict)
     # The first sequence without a share: (who, what it lacks, how much of that it needs). It lacks
-    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "rows" (the step has its
-    # part of all, where several are in flight), "encoder" (the step encodes enough images), or
-    # "step" (it must make way, but a step in flight still computes it). None behind it is admitted.
+    # "blocks", "budget", "tokens" (budget for all of its tokens at once), "cut" (an annexe leaves
+    # it none of them: `Scheduler.cuts`), or "step" (it must make way, but a step in flight still
+    # computes it). None behind it is admitted.
     stopped: tuple[Sequence, str, int] | None = None
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host

@@ -53,7 +53,7 @@ def test_shutdown_from_another_thread_waits_for_the_step(qwen3):
     assert errors == ["this engine was shut down: make a new LLM"]
 
 
-@pytest.mark.parametrize("method", ["_schedule_running", "schedule", "update"])
+@pytest.mark.parametrize("method", ["_schedule_decodes", "schedule", "update"])
 def test_a_stream_that_is_closed_in_the_middle_of_a_step(llm, expected, monkeypatch, method):
     """The garbage collector may do that at any line, in the thread that steps: the lock let it in,
     and aborting took a row away from a step that was being made. It waits for the step's end now;

@@ -411,22 +411,3 @@ def test_the_audit_names_each_kind_of_corruption(corrupt, message):
     corrupt(scheduler, seq)
     with pytest.raises(AssertionError, match=message):
         scheduler.check()
-
-
-@pytest.mark.parametrize("count, shares", [(3, [3, 0]), (4, [4, 0]), (6, [4, 2]), (11, [6, 5])])
-def test_steps_in_flight_share_sequences_out_and_keep_them(count, shares):
-    """Two at a time, of prompts of 2 tokens. Up to 4 rows take as long as one, and stay together. A
-    step gets those whose tokens are known, and so the same ones all along."""
-    scheduler = make(seqs=16, pipeline_parallel_size=2, async_scheduling=True)
-    seqs = [add(scheduler, 2, max_tokens=6) for _ in range(count)]
-    first, second = scheduler.schedule(), scheduler.schedule()
-    assert [len(first.num_new_tokens), len(second.num_new_tokens)] == shares
-    assert not (shares[1] == 0 and scheduler.waiting)
-    flying = [step for step in (first, second) if step.num_new_tokens]
-    while flying:
-        step = flying.pop(0)
-        finish_step(scheduler, step)
-        if left := {seq for seq in step.sampling if seq.finish_reason is None}:
-            flying.append(scheduler.schedule())
-            assert flying[-1].num_new_tokens.keys() == left
-    assert all(seq.token_ids[2:] == alone(seq) for seq in seqs)

@@ -9,7 +9,7 @@ from scheduler_by_hand import add, alone, make, rows, run, run_step
 pytestmark = pytest.mark.floor
 
 
-def chunk(seq, start, num_new):
+def chunk(step, seq, start, num_new):
     end = (start + num_new) // 8 * 8
     return end - start if end > start else num_new
 

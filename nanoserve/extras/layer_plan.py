@@ -43,9 +43,12 @@ from nanoserve.model import Decoder, DecoderLayer, KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence, Step
 
 DEPLOY = -4  # in the place of a step's first length: the plan that is to be followed comes next
 AT_RANK_0 = ("embed_tokens.", "norm.", "lm_head.")  # tensors that no later stage has
+FEW = 4  # rows that take as long as one: steps in flight don't share them out
 
 
 # ------------------------------------------------------------------- the plan
@@ -253,6 +256,9 @@ class LayerPlan(Extra):
     def attach(self, engine: LLMEngine) -> None:
         self.engine = weakref.proxy(engine)  # which holds this object
         self.labels = {"model_name": engine.config.model}
+        if engine.config.steps_at_once > 1:
+            scheduler = weakref.proxy(engine.scheduler)  # which calls it
+            scheduler.cuts.append(partial(share_out_rows, scheduler))
         self.follow(self.plan)
 
     def follow(self, plan: list[Place]) -> None:
@@ -304,6 +310,15 @@ class LayerPlan(Extra):
         return [] if disk is None else [
             Counter("nanoserve:layer_bytes_read", self.labels, disk.num_bytes),
             Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
+
+
+def share_out_rows(scheduler: Scheduler, step: Step, seq: Sequence, start: int,
+                   num_new: int) -> int:
+    """How many of a prompt's tokens a step computes: none if it has its part of all rows, so that
+    the steps in flight are of one size. The prompt is computed in the next one."""
+    total = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_seqs)
+    most = max(FEW, -(-total // scheduler.steps_at_once))
+    return num_new if len(step.num_new_tokens) < most else 0
 
 
 def rebuild(runner: ModelRunner, head: torch.Tensor) -> None:

@@ -369,7 +369,7 @@ class Multimodal(Extra, Observer):
         if shown is not None:
             self.shown.update(dict.fromkeys(sequences, shown))
 
-    def cut(self, seq: Sequence, start: int, count: int) -> int:
+    def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
         """Let a chunk end before the image that would be one too many for this step's tower."""
         shown = self.shown.get(seq, NOTHING)
         for picture, first in zip(shown.pictures, shown.firsts, strict=True):

@@ -81,7 +81,7 @@ class Snapshots(Observer):
             self.branch[seq] = len(hits) * self.blocks.block_size
         return hits[:count]
 
-    def chunk(self, seq: Sequence, start: int, num_new: int) -> int:
+    def chunk(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
         """How many of `num_new` tokens to compute: up to a boundary that gets a snapshot. With
         blocks of 16, a prompt of 40 tokens is computed up to 32, and then to its end. One of 32
         stops at 16, because a hit leaves a token to compute."""

@@ -85,18 +85,17 @@ def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
 def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     """What the sequence lacks at which the step stopped; of the budget, if it didn't stop early."""
     seq, lacks, needed = step.stopped or (None, "budget", 0)
-    drafts = sum(map(len, step.drafts.values()))
-    budget = scheduler.max_num_batched_tokens - step.num_tokens + drafts
-    if lacks == "rows":
-        return "waits for the next step: several are in flight, each with a part of all"
-    if lacks == "encoder":
-        return "waits for the next step: this one encodes enough images of others"
+    if lacks == "cut":
+        return "waits for the next step: " + (
+            "this one encodes enough images of others" if seq.request.contents
+            else "several are in flight, each with a part of all")
     if lacks == "step":
         return f"makes way for {scheduler.waiting[0].name} when its own step ends"
     if lacks == "budget":
         return f"gets no tokens: the budget of {scheduler.max_num_batched_tokens:,} is used up"
     if lacks == "tokens":
         first = next(iter(step.sitting_out), None)
+        budget = step.budget + sum(map(len, step.drafts.values()))
         return f"needs {many(needed, 'token')} at once, {budget} of the budget are left: " + (
             f"it may overtake {first.name} only whole" if first else "enable_chunked_prefill=False")
     free = scheduler.blocks.num_free_blocks

@@ -6,13 +6,16 @@ tests/parallel/test_layer_plan_processes.py has processes.
 
 import json
 import time
+from functools import partial
 
 import pytest
 import torch
+from scheduler_by_hand import add, finish_step, make
+from scheduler_by_hand import alone as by_hand
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.extras.layer_plan import Stage, places, share_out
+from nanoserve.extras.layer_plan import Stage, places, share_out, share_out_rows
 
 SMALL = dict(num_gpu_blocks_override=64, dtype="float32", device="cpu")
 PARAMS = [SamplingParams(temperature=0, max_tokens=14, logprobs=3),
@@ -159,6 +162,26 @@ def test_a_rank_has_its_layers_and_no_others(checkpoints, ranks_in_threads, monk
         assert {name[:8] for name, _ in made[1].named_parameters()} == {"layers.1", "layers.2"}
         assert len(llm.runner.kv_cache) == len(made[0].kv_shapes) == 1
         assert len(made[1].kv_shapes) == 2
+
+
+@pytest.mark.parametrize("count, shares", [(3, [3, 0]), (4, [4, 0]), (6, [4, 2]), (11, [6, 5])])
+def test_steps_in_flight_share_sequences_out_and_keep_them(count, shares):
+    """Two at a time, of prompts of 2 tokens. Up to 4 rows take as long as one, and stay together. A
+    step gets those whose tokens are known, and so the same ones all along."""
+    scheduler = make(seqs=16, pipeline_parallel_size=2, async_scheduling=True)
+    scheduler.cuts.append(partial(share_out_rows, scheduler))
+    seqs = [add(scheduler, 2, max_tokens=6) for _ in range(count)]
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [len(first.num_new_tokens), len(second.num_new_tokens)] == shares
+    assert not (shares[1] == 0 and scheduler.waiting)
+    flying = [step for step in (first, second) if step.num_new_tokens]
+    while flying:
+        step = flying.pop(0)
+        finish_step(scheduler, step)
+        if left := {seq for seq in step.sampling if seq.finish_reason is None}:
+            flying.append(scheduler.schedule())
+            assert flying[-1].num_new_tokens.keys() == left
+    assert all(seq.token_ids[2:] == by_hand(seq) for seq in seqs)
 
 
 @pytest.mark.parametrize("layers, vocabulary, stages, expected", [
