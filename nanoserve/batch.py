@@ -12,15 +12,11 @@ padding, decode rows (one token each) first; `cu_seqlens_q` says where each row 
     block_tables    [ [2, 7, 10]  [3, 5, -]   [16, 17, -] ]           of 4 tokens; - is never read
 
 All of it travels as **one int32 buffer** in persistent memory (pinned where there is a GPU): one
-copy to the device, and with tensor parallelism one broadcast. A header gives the sizes, so that a
-rank which got nothing but the buffer can read it. Floats and 64-bit seeds travel as their bits.
+copy to the device, and with tensor parallelism one broadcast. Floats and 64-bit seeds travel as
+their bits. A header gives the sizes, so a rank needs nothing but the buffer.
 
 With overlap a row's input may not be known yet, because the step before is still sampling it. Its
 id is then -1 - r, with r its `Sequence.row`: the device replaces it by the last sample of r.
-
-A CUDA graph, which records a step of decodes, reads the same addresses every time. So the sections
-come first whose size then depends on the number of rows alone, and a batch can be padded to more
-rows than it has: padding attends to nothing (seq_len 0) and writes nothing (slot -1).
 
 Invariant: no Python loop runs over tokens. Token ids are slices of lists, and what follows from
 them is vectorised numpy. Block tables and sampling parameters are kept from step to step, at index
@@ -62,7 +58,10 @@ class Batch:
     """One step's numbers, as views of the buffer. b rows.
 
     This is **the table of sections**: the buffer's size, writing and reading follow from it. Seeds
-    lead, because a number of 64 bits must begin at an even index.
+    lead, because a number of 64 bits must begin at an even index. In a step of decodes the lengths
+    down to `sample_rows` depend on the number of rows alone, so a CUDA graph finds each section at
+    its old address. A batch is padded to a graph's number of rows: padding attends to nothing
+    (seq_len 0) and writes nothing (slot -1).
     """
 
     seeds: torch.Tensor = section("params", 0, "int64")  # this and the next: see SamplingParams

@@ -1,11 +1,10 @@
 """PagedAttention's memory half: KV memory handed out in blocks, and found again by content.
 
 KV memory is cut into blocks of `block_size` tokens, as an operating system cuts memory into pages
-(Kwon et al. 2023, "Efficient Memory Management for LLM Serving with PagedAttention"). A sequence's
-`block_table` lists its blocks in order, so a sequence can grow without moving and two sequences can
-share a block. Sharing is automatic: a full block's key is a hash that chains its parent's key with
-its own tokens. Once its KV is computed the block is *committed*, that is entered in the cache under
-its key, and a sequence with the same prefix finds it.
+(Kwon et al. 2023, "PagedAttention"). A sequence's `block_table` lists its blocks in order, so it
+can grow without moving, and two sequences can share a block. Sharing is automatic: a full block's
+key is a hash of its parent's key and its own tokens. Once its KV is computed the block is
+*committed*: the cache has it under its key, and a sequence with the same prefix finds it.
 
     tokens   the cat sat on | a mat and then | it fell
     keys     A = h(root,·)  | B = h(A,·)     | (not full: no key)
@@ -16,17 +15,15 @@ its key, and a sequence with the same prefix finds it.
                     └──── last free ──────┘      free, findable ◄──┘ last free
                                                  reused oldest first: the key is forgotten *then*
 
-Invariants (`check()` audits all of them): a block is free or referenced, never both; a reference
-count equals the number of tables that hold the block, and have not released it; the cache names
-only committed blocks; a block that is handed out again has lost its old key *before* its new owner
-can write to it.
+Invariants (`check()` audits all of them): a block is free or referenced, never both; its reference
+count is the number of tables that hold it; the cache names only committed blocks; a block that is
+handed out again has lost its old key *before* its new owner can write to it.
 
 A hash can collide, and a wrong hit is another user's text. So a hit also compares the block's
 tokens and the *identity of its parent's entry*: two different chains can never be taken for one.
 
-Not known here: torch, bytes, devices. A block is a number; who may have how many is the scheduler's
-business. Road not taken: a radix tree over tokens (Zheng et al. 2023, "SGLang"), which matches at
-any token, not only at block boundaries, and needs a tree where this needs a dict.
+Not known here: torch, bytes, devices, who may have how many blocks. Road not taken: a radix tree
+over tokens (Zheng et al. 2023, "SGLang"), which matches at any token, not only between blocks.
 """
 
 from array import array

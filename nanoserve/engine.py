@@ -9,17 +9,17 @@
 With `async_scheduling` a step is launched before the host has read the previous step's tokens
 (overlap depth 1), otherwise after (depth 0). Both give the same tokens.
 
-**Who may call what.** Threads share an engine and take turns, step by step. A signal handler, or
-the garbage collector closing a forgotten stream, may call `abort` and `shutdown` in the middle of a
-step: the work is then posted, and done between two steps (parallel/turns.py).
+Threads share an engine and take turns, step by step. A signal handler, or the garbage collector
+closing a forgotten stream, may call `abort` and `shutdown` in the middle of a step: the work is
+then posted, and done between two steps (parallel/turns.py).
 
 Invariant: a step takes effect in `Scheduler.update()` and not before. So after an error or Ctrl-C
 within a step, every unfinished request can go on or be aborted. Ctrl-C waits for the turn's end,
 except while a step is launched and while its tokens are awaited.
 
-Not known here: checkpoints, devices, how prompts are checked. Optional ideas are *annexes*, which
-all have the shape of `Extra`; nothing here names one. Road not taken: a thread of the engine's own
-that steps by itself, as in a server; a loop can be followed in a debugger.
+Not known here: checkpoints, devices, how prompts are checked, and optional ideas by their names:
+these are *annexes*, all of one shape (`Extra`). Road not taken: a thread of the engine's own that
+steps by itself, as in a server; a loop can be followed in a debugger.
 """
 
 import os
@@ -151,8 +151,8 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has work left, or a result to hand over that nobody has aborted."""
-        return bool(self.requests or self.scheduler.in_flight) or any(
-            not output.aborted for output in self.inbox)
+        return bool(self.requests or self.scheduler.in_flight
+                    or any(not output.aborted for output in self.inbox))
 
     # ---------------------------------------------------------------- the loop
 
@@ -168,9 +168,9 @@ class LLMEngine:
 
     def advance(self) -> None:
         """schedule -> build batch -> forward -> sample -> update, `depth` steps ahead. Only within
-        a turn."""
-        self.check_open()
+        a turn. After an error no request is lost: what was in flight is scheduled again."""
         try:
+            self.check_open()
             step = self.scheduler.schedule()
             for observer in self.observers:
                 observer.scheduled(step)
@@ -187,9 +187,10 @@ class LLMEngine:
             else:
                 assert step.num_new_tokens or step.sitting_out or not self.requests, (
                     f"stuck: nothing can be scheduled for {list(self.requests)}")
-        except BaseException:  # no request is lost: the tokens of these steps are scheduled again
+        except BaseException:
             try:
-                self.runner.synchronize()
+                if self.runner is not None:
+                    self.runner.synchronize()
             finally:
                 self.scheduler.drop_in_flight()
             raise
@@ -206,20 +207,17 @@ class LLMEngine:
         for seq, error in step.output.failed.items():  # its request ends, and no other
             say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
             self._end(filter(None, [self.requests.get(seq.request.request_id)]), why)
-        self._keep_prompt_logprobs(step, prompt_logprobs)
+        for seq, positions in step.prompt_logprob_positions.items():
+            entries, prompt_logprobs = (
+                prompt_logprobs[:len(positions)], prompt_logprobs[len(positions):])
+            if seq.finish_reason is None:  # it was not aborted meanwhile
+                self.requests[seq.request.request_id].history.add_prompt(positions, entries)
         grown = self.scheduler.update(step, token_ids)
         for observer in self.observers:
             observer.updated(step, grown)
         self._collect(grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
-
-    def _keep_prompt_logprobs(self, step: Step, logprobs: list[list]) -> None:
-        """Hand prompt logprobs to their requests, except to requests aborted meanwhile."""
-        for seq, positions in step.prompt_logprob_positions.items():
-            entries, logprobs = logprobs[:len(positions)], logprobs[len(positions):]
-            if seq.finish_reason is None:
-                self.requests[seq.request.request_id].history.add_prompt(positions, entries)
 
     def _collect(self, grown: dict[Sequence, list[int]], logprobs: dict[Sequence, list]) -> None:
         """Turn new tokens into text, look for stop strings, and hand over the outputs.
@@ -262,19 +260,14 @@ class LLMEngine:
         """End those of the requests that are unfinished, now or after the current step. Their
         outputs so far go to their inboxes, with `finish_reason` "abort". May be called at any time
         and from anywhere. An error of a tokenizer is raised behind all outputs."""
-        self.turns.post(lambda: self._abort(requests))
-
-    def _abort(self, requests: list[Request]) -> None:
-        """End them now. If no request is left, the steps in flight are finished here, too."""
-        errors = self._end(requests)
-        try:
-            while self.scheduler.in_flight and not self.requests:
+        def work() -> None:
+            errors = self._end(requests)
+            while self.scheduler.in_flight and not self.requests:  # nobody else will end these
                 self.advance()  # which schedules nothing, and takes one step's result
-        except BaseException:
-            self.scheduler.drop_in_flight()  # if a rank has died, none of them will end
-            raise
-        if errors:
-            raise errors[0]
+            if errors:
+                raise errors[0]
+
+        self.turns.post(work)
 
     def _end(self, requests: Iterable[Request], why: str | None = None) -> list[Exception]:
         """Abort and hand over. Returns the errors of tokenizers."""
@@ -292,9 +285,8 @@ class LLMEngine:
         return errors
 
     def shutdown(self) -> None:
-        """Give back all memory. The engine can't be used afterwards; a second call is harmless.
-        Waits for another thread's step. Within a step, in a signal handler say, it takes effect
-        when that step ends."""
+        """Give back all memory; a second call is harmless. Waits for another thread's step. Within
+        a step, in a signal handler say, it takes effect when that step ends."""
         if self.turns.is_within():
             self.turns.post(self._close)
         else:
@@ -339,4 +331,3 @@ class LLMEngine:
             for extra in self.extras if done else ():
                 extra.reset()
             return done
-
