@@ -25,7 +25,7 @@ from enum import Enum
 from functools import partial
 
 from nanoserve.words import rules
-from nanoserve.words.rules import Rule, choice, number, option
+from nanoserve.words.rules import choice, number, option
 from nanoserve.words.vllm import takes_vllms_words
 
 KERNELS = ("auto", "triton", "cpu", "torch")
@@ -33,9 +33,6 @@ POLICIES = ("fcfs", "priority", "shortest")  # see Scheduler.order
 MIN_TEMPERATURE = 0.01  # below it logits / temperature overflows half precision
 MAX_TEMPERATURE = 1e30  # all tokens are equally likely by then; -inf / inf would be no number
 MAX_SAMPLES = 16384  # vLLM's bound: each is a sequence that is made at once
-MAX_LOGIT_BIAS = 100  # OpenAI's bound, and vLLM's
-# Far beyond any use, and such that a logit times it, or divided by it, is a float32.
-REPETITION_PENALTIES = (1e-6, 1e6)
 
 
 class RequestOutputKind(Enum):
@@ -46,33 +43,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # one output, when the request has finished
 
 
-# --------------------------------------------------------------------- rules
-
-LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (nanoserve convert FILE FOLDER reads GGUF)",
-                   choice("auto", "safetensors", "pt", "dummy").keep)
-MODEL_IMPL = choice("auto", "nanoserve", "transformers")
-OVERRIDES = rules.instance(dict, "a dict laid over config.json")
-QUANTIZATION = Rule("dequantize, int8, int4 or fp8 (a quantised checkpoint's format is in its "
-                    "config.json: leave it out)", choice("dequantize", "int8", "int4", "fp8").keep)
-KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
-                choice("auto", "int8").keep)
-CONVERSION = choice("auto", "none", "embed", "classify", "reward")
-DRAFTS = rules.instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
-ITEMS = Rule("a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
-             rules.keep_limits)
-TRACE = rules.new_file("a file in a folder that exists, ending in .html (a page to look at) or "
-                       ".json (for Perfetto)", ".html", ".json")
-LAYERS = rules.instance((dict, list), "how many layers each rank has, as [12, 16], or those that "
-                        "stay on disk, as {'disk': 8}")
-POOLER = rules.of_annexe("extras/pooling.py")
-GRAMMAR = rules.of_annexe("extras/structured.py")
-PENALTY, FACTOR = number(-2, 2), number(*REPETITION_PENALTIES)
 OUTPUT_KIND = rules.instance(RequestOutputKind, "a RequestOutputKind")
-FUNCTIONS = rules.list_of(Rule("a function", lambda function: rules.only_if(
-    callable(function), function)), "a list of functions f(token_ids, logits) -> logits")
-BIASES = rules.numbers_by_id(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS,
-                             "allowed_token_ids and bad_words rule tokens in or out")
-
 
 # ------------------------------------------------------------------- options
 
@@ -90,12 +61,12 @@ class EngineConfig:
     tokenizer: str | None = option(None, rules.FOLDER)
     skip_tokenizer_init: bool = option(False, rules.FLAG)
     dtype: str = option("auto", rules.DTYPE)  # "auto": the checkpoint's own
-    load_format: str = option("auto", LOAD_FORMAT)  # "dummy": random weights from config.json alone
-    model_impl: str = option("auto", MODEL_IMPL)  # whose network; "auto": ours if we have it
-    quantization: str | None = option(None, QUANTIZATION)  # of weights: see extras/quantization.py
+    load_format: str = option("auto", rules.LOAD_FORMAT)  # "dummy": random weights, no files
+    model_impl: str = option("auto", rules.MODEL_IMPL)  # whose network; "auto": ours if we have it
+    quantization: str | None = option(None, rules.QUANTIZATION)  # see extras/quantization.py
     tensor_parallel_size: int = option(1, rules.COUNT)  # ranks that share the model
     pipeline_parallel_size: int = option(1, rules.COUNT)  # stages, of so many ranks: layer_plan.py
-    layer_plan: dict | list | None = option(None, LAYERS)  # where layers are: extras/layer_plan.py
+    layer_plan: dict | list | None = option(None, rules.LAYERS)  # where: extras/layer_plan.py
     max_wait: float = option(0.0, number(0, 3600), "layer_plan")  # to gather prompts: async_llm.py
     expert_parallel: bool = option(False, rules.FLAG)  # ranks have whole experts, no parts of them
     seed: int = option(0, rules.WHOLE)
@@ -104,7 +75,7 @@ class EngineConfig:
     max_num_seqs: int | None = option(None, rules.COUNT)  # sequences running at the same time
     gpu_memory_utilization: float = option(0.9, rules.SHARE)  # of a GPU, for weights and KV
     kv_cache_memory_bytes: int | None = option(None, rules.COUNT)  # the KV cache's size, if given
-    kv_cache_dtype: str = option("auto", KV_DTYPE)  # "auto": the dtype of the model
+    kv_cache_dtype: str = option("auto", rules.KV_DTYPE)  # "auto": the dtype of the model
     num_gpu_blocks_override: int | None = option(None, rules.COUNT)  # the same, in blocks
     block_size: int = option(16, rules.COUNT)  # tokens a KV block
     enable_prefix_caching: bool = option(True, rules.FLAG)
@@ -115,21 +86,21 @@ class EngineConfig:
     enable_chunked_prefill: bool = option(True, rules.FLAG)
     scheduling_policy: str = option("fcfs", choice(*POLICIES))  # who is first: Scheduler.order
     enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
-    hf_overrides: dict | None = option(None, OVERRIDES)  # entries laid over config.json
+    hf_overrides: dict | None = option(None, rules.OVERRIDES)  # entries laid over config.json
     trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
     device: str = option("auto", choice("auto", "cpu", "cuda"))
     kernels: str = option("auto", choice(*KERNELS))  # whose operators: see device/choice.py
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
     runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
-    convert: str = option("auto", CONVERSION)  # what a generator's checkpoint becomes when it pools
-    pooler_config: object = option(None, POOLER)  # a dict, or extras.pooler.PoolerConfig
+    convert: str = option("auto", rules.CONVERSION)  # what a generator becomes that pools
+    pooler_config: object = option(None, rules.POOLER)  # a dict, or extras.pooler.PoolerConfig
     enable_lora: bool = option(False, rules.FLAG)  # requests may name an adapter: extras/lora.py
     max_loras: int = option(1, rules.COUNT, "enable_lora")  # adapters there at the same time
     max_lora_rank: int = option(16, rules.COUNT, "enable_lora")
-    speculative_config: dict | None = option(None, DRAFTS)  # who guesses: extras/speculative.py
-    limit_mm_per_prompt: dict | None = option(None, ITEMS)  # None: text alone. multimodal.py
+    speculative_config: dict | None = option(None, rules.DRAFTS)  # see extras/speculative.py
+    limit_mm_per_prompt: dict | None = option(None, rules.ITEMS)  # None: text alone. multimodal.py
     encoder_cache_tokens: int = option(8192, rules.COUNT, "limit_mm_per_prompt")  # of images
-    trace: str | None = option(None, TRACE)  # the file in which every step is recorded
+    trace: str | None = option(None, rules.TRACE)  # the file in which every step is recorded
 
     def __post_init__(self):
         rules.check_fields(self)
@@ -178,9 +149,9 @@ class SamplingParams:
     """
 
     n: int = option(1, number(1, MAX_SAMPLES, whole=True))  # samples of one prompt
-    presence_penalty: float = control(0.0, PENALTY)  # taken off every token that is in the output
-    frequency_penalty: float = control(0.0, PENALTY)  # taken off a token as often as it is there
-    repetition_penalty: float = control(1.0, FACTOR)  # divides logits of the prompt's tokens, too
+    presence_penalty: float = control(0.0, rules.PENALTY)  # off each token that is in the output
+    frequency_penalty: float = control(0.0, rules.PENALTY)  # as often as it is there
+    repetition_penalty: float = control(1.0, rules.FACTOR)  # divides; the prompt's tokens, too
     temperature: float = option(1.0, number(0))  # 0: greedy
     top_p: float = option(1.0, rules.SHARE)  # the likeliest tokens that have it together
     top_k: int = option(0, number(-1, whole=True))  # 0 or -1: all tokens
@@ -197,11 +168,11 @@ class SamplingParams:
     skip_special_tokens: bool = option(True, rules.FLAG)
     include_stop_str_in_output: bool = option(False, rules.FLAG)
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, OUTPUT_KIND, offline=True)
-    logit_bias: dict[int, float] | None = control(None, BIASES)  # added to the logits
+    logit_bias: dict[int, float] | None = control(None, rules.BIASES)  # added to the logits
     allowed_token_ids: list[int] | None = control(None, rules.ONE_TOKEN_ID)  # no others
     bad_words: list[str] | None = control(None, rules.WORDS)  # with or without a space in front
-    logits_processors: list | None = control(None, FUNCTIONS, offline=True)  # called before these
-    structured_outputs: object = control(None, GRAMMAR)  # extras.structured's, or a dict
+    logits_processors: list | None = control(None, rules.FUNCTIONS, offline=True)  # called first
+    structured_outputs: object = control(None, rules.GRAMMAR)  # extras.structured's, or a dict
 
     def __post_init__(self):
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop

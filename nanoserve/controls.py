@@ -20,9 +20,8 @@ a request's own function returns is not looked at.) When a request is made, `fro
 checks that some token stays possible in every row.
 
 The lists are sent anew in every step, but Python looks only at the tokens that are new: what was
-counted before stays with the sequence (`Sequence.sampler_state`). Road not taken: tables of counts
-on the device, vLLM's way; 256 rows of 151,936 tokens are 156 MB each. Not known here: temperature,
-filters, the draw.
+counted before stays with the sequence (`Sequence.sampler_state`). Road not taken: vLLM's tables of
+counts on the device (each 156 MB for 256 rows of 151,936 tokens). Not known here: the draw.
 """
 
 from array import array
@@ -210,26 +209,25 @@ def gather_edits(rows: list[tuple[int, Sequence, list[int]]], constraints: Const
 
     edits = Edits(put(edited, torch.int64), processors)
     if open_ids:
-        edits.closed = put(list(open_ids), torch.int64)
-        edits.open = put(_pairs(open_ids), torch.int64)
+        edits.closed, edits.open = put(list(open_ids), torch.int64), _pairs(open_ids, put)
     if biased:
-        edits.biased = put(_pairs(biased), torch.int64)
+        edits.biased = _pairs(biased, put)
         edits.biases = put(np.concatenate([states[r].biases for r in biased]))
     if banned:
-        edits.banned = put(_pairs(banned), torch.int64)
+        edits.banned = _pairs(banned, put)
     if masks:
         no_mask = np.full_like(next(iter(masks.values())), 255)
         edits.masks = put(np.stack([masks.get(r, no_mask) for r in range(len(edited))]),
                           torch.uint8)
     if seen:
-        edits.seen = put(_pairs(seen), torch.int64)
+        edits.seen = _pairs(seen, put)
         edits.counts = put(np.concatenate([states[r].counts for r in seen]))
         edits.penalties = put([state.penalties for state in states])
     return edits
 
 
-def _pairs(tokens: dict[int, list]) -> np.ndarray:
+def _pairs(tokens: dict[int, list], put: Callable) -> torch.Tensor:
     """{row: its tokens} -> (2, n): every token beside its row."""
     rows = np.repeat(list(tokens), [len(ids) for ids in tokens.values()])
-    return np.stack([rows, np.concatenate(
-        [np.asarray(ids, dtype=np.int64) for ids in tokens.values()])])
+    ids = [np.asarray(ids, dtype=np.int64) for ids in tokens.values()]
+    return put(np.stack([rows, np.concatenate(ids)]), torch.int64)

@@ -127,7 +127,7 @@ class Scheduler:
                     self.steps_at_once > 1 or seq.request.needs_output_tokens
                     or seq.num_tokens >= seq.request.max_num_tokens):
                 num_new = 0  # the next draw needs the unknown token, or it is the last (8th of 8)
-            end = done + num_new if num_new <= step.budget else done + step.budget
+            end = done + (num_new if num_new <= 1 else min(num_new, step.budget))
             if end > len(seq.block_table) * block_size and not self._make_room(step, seq, end):
                 break
             if num_new > 1:
@@ -249,13 +249,14 @@ class Scheduler:
         step.num_new_tokens[seq] = num_new
         step.starts.append(start)
         step.budget -= num_new
-        seq.num_inflight_tokens += num_new + num_loaded
-        if num_loaded:
-            step.num_loaded[seq] = num_loaded
+        seq.num_inflight_tokens += num_new
         if num_new > 1 or num_loaded:  # not for decodes, the most frequent rows
             size = self.blocks.block_size
             keys = self.blocks.keys(seq)[(start - num_loaded) // size:(start + num_new) // size]
             step.pending_keys.update(dict.fromkeys(keys, seq))
+            if num_loaded:
+                step.num_loaded[seq] = num_loaded
+                seq.num_inflight_tokens += num_loaded
         if start < seq.num_prompt_logprobs and seq.needs_all_positions:
             end = min(start + num_new, seq.num_prompt_logprobs)
             step.prompt_logprob_positions[seq] = range(start, end)

@@ -163,3 +163,29 @@ TEXTS = list_of(TEXT, "non-empty texts in a list")
 WORDS = list_of(WORD, "a list of words, none of them empty")
 TOKEN_IDS = list_of(TOKEN_ID, "a list of token ids, whole numbers of at least 0")
 ONE_TOKEN_ID = list_of(TOKEN_ID, "a list of at least one token id (None allows all)", 1)
+
+# Rules of one field each.
+LOAD_FORMAT = Rule("one of auto, safetensors, pt, dummy (nanoserve convert FILE FOLDER reads GGUF)",
+                   choice("auto", "safetensors", "pt", "dummy").keep)
+MODEL_IMPL = choice("auto", "nanoserve", "transformers")
+OVERRIDES = instance(dict, "a dict laid over config.json")
+QUANTIZATION = Rule("dequantize, int8, int4 or fp8 (a quantised checkpoint's format is in its "
+                    "config.json: leave it out)", choice("dequantize", "int8", "int4", "fp8").keep)
+KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
+                choice("auto", "int8").keep)
+CONVERSION = choice("auto", "none", "embed", "classify", "reward")
+DRAFTS = instance(dict, "a dict such as {'method': 'ngram', 'num_speculative_tokens': 5}")
+ITEMS = Rule("a dict like {'image': 4} or {'audio': 1}: the most of a kind that a prompt may have",
+             keep_limits)
+TRACE = new_file("a file in a folder that exists, ending in .html (a page to look at) or "
+                 ".json (for Perfetto)", ".html", ".json")
+LAYERS = instance((dict, list), "how many layers each rank has, as [12, 16], or those that stay on "
+                  "disk, as {'disk': 8}")
+POOLER = of_annexe("extras/pooling.py")
+GRAMMAR = of_annexe("extras/structured.py")
+PENALTY = number(-2, 2)
+FACTOR = number(1e-6, 1e6)  # far beyond any use; a logit times it, or divided by it, is a float32
+FUNCTIONS = list_of(Rule("a function", lambda function: only_if(callable(function), function)),
+                    "a list of functions f(token_ids, logits) -> logits")
+BIASES = numbers_by_id(-100, 100,  # OpenAI's bounds, and vLLM's
+                       "allowed_token_ids and bad_words rule tokens in or out")
