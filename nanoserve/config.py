@@ -10,9 +10,8 @@ frontend/defaults.py. A field that is still `None` then is switched off (a trace
 checkpoint's own value (tokenizer), or is measured elsewhere (the KV cache's size). What the
 checkpoint's files fix is not chosen here: see `model_config.ModelConfig`.
 
-Invariants: a value that can't be honoured raises, and a control that no code applies is an error
-(`CONTROLS`). An `EngineConfig` is never written to: a value that must be measured first, such as
-the longest sequence that fits, goes into a *new* config.
+Invariants: a value that can't be honoured raises. An `EngineConfig` is never written to: a value
+that must be measured first, such as the longest sequence that fits, goes into a *new* config.
 
 Not known here: torch, devices, memory, vocabularies. What needs the tokenizer (the tokens of a bad
 word) is checked in frontend/inputs.py. Road not taken: groups of options as in larger engines (one

@@ -208,8 +208,8 @@ class LLMEngine:
             say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
             self._end(filter(None, [self.requests.get(seq.request.request_id)]), why)
         for seq, positions in step.prompt_logprob_positions.items():
-            entries, prompt_logprobs = (
-                prompt_logprobs[:len(positions)], prompt_logprobs[len(positions):])
+            entries = prompt_logprobs[:len(positions)]
+            del prompt_logprobs[:len(positions)]
             if seq.finish_reason is None:  # it was not aborted meanwhile
                 self.requests[seq.request.request_id].history.add_prompt(positions, entries)
         grown = self.scheduler.update(step, token_ids)
@@ -266,7 +266,6 @@ class LLMEngine:
                 self.advance()  # which schedules nothing, and takes one step's result
             if errors:
                 raise errors[0]
-
         self.turns.post(work)
 
     def _end(self, requests: Iterable[Request], why: str | None = None) -> list[Exception]:
@@ -296,12 +295,10 @@ class LLMEngine:
     def _close(self) -> None:
         self.requests.clear()
         self.scheduler.drop_in_flight()
-        try:  # all, the last one first, also when Ctrl-C comes while one of them writes
-            with ExitStack() as ends:
-                for part in filter(None, (self.runner, *self.extras)):
-                    ends.callback(part.close)
-        finally:
-            self.runner = None
+        with ExitStack() as ends:  # all, the last one first, also when Ctrl-C comes meanwhile
+            ends.callback(setattr, self, "runner", None)
+            for part in filter(None, (self.runner, *self.extras)):
+                ends.callback(part.close)
 
     def check_open(self) -> None:
         """Raises `RuntimeError` after `shutdown`, or when a rank has died."""

@@ -15,10 +15,9 @@ of it. The loader checks that each of these functions was called exactly once, a
 `finish_loading`, which packs the weight into the memory layout that this device multiplies with
 (`ops.pack`).
 
-A Linear is cut by rows or by columns, and the two alternate: see parallel/ranks.py.
-
-Not known here: files, the order of layers, the KV cache. Road not taken: `nn.Linear` and
-`nn.Embedding`, which first draw random weights that are overwritten.
+A Linear is cut by rows or by columns, and the two alternate: see parallel/ranks.py. Not known here:
+files, the order of layers, the KV cache. Road not taken: `nn.Linear` and `nn.Embedding`, which
+first draw random weights that are overwritten.
 """
 
 from collections.abc import Callable, Iterator

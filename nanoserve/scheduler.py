@@ -16,7 +16,8 @@ Invariant: the scheduler may change *when* a token is computed, never *which* to
 
 A step takes effect in `update()`. Until then a sequence merely counts its tokens in flight. So the
 next step can be scheduled while a step runs (overlap), and a failed step is dropped by zeroing the
-counts. The device runs steps in order: blocks that are given back go to their next owner at once.
+counts: nothing is rolled back. The device runs steps in order, so blocks of a sequence that ends
+are free at once: their next owner writes later than any step in flight.
 
 Not known here: torch, text, devices. Road not taken: to swap a victim's KV to the host.
 """
@@ -119,7 +120,7 @@ class Scheduler:
         """
         block_size = self.blocks.block_size
         prompts: list[Sequence] = []
-        # The last one may have to make way; and `_make_room` takes victims off the end.
+        # The last one gets no share if `_interrupt` has noted it; `_make_room` takes off the end.
         for seq in self.running[:-1] if step.stopped else self.running:
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done  # the gap

@@ -7,20 +7,21 @@ order of vLLM's documentation. It knows of no batches, blocks or steps. What com
 
 import random
 import re
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import sample_logits, sampling_inputs
+from checkpoints import sample_logits, sampling_inputs, sampling_step
 from helpers import sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_sampling import plain_edits
 
 from nanoserve import SamplingParams, ops
+from nanoserve.config import CONTROLS
 from nanoserve.controls import RowState
+from nanoserve.sampler import SamplingInputs
 from nanoserve.sequence import Sequence
 
 CPU = torch.device("cpu")
@@ -172,11 +173,21 @@ def test_a_function_that_does_not_return_logits_is_named(returned):
     assert re.match("logits_processors: <function .* of 24 numbers, got", str(edits.failed[seq]))
 
 
-def test_a_control_that_nobody_applies_is_an_error():
-    """No engine starts with it: the import of whoever should apply it fails."""
-    result = subprocess.run([sys.executable, "-c", """
-import nanoserve.config
-nanoserve.config.CONTROLS["dry_multiplier"] = 0
-import nanoserve.controls
-"""], capture_output=True, text=True, check=False)
-    assert "NotImplementedError: controls without code: ['dry_multiplier']" in result.stderr
+EXAMPLES = dict(presence_penalty=1, frequency_penalty=1, repetition_penalty=2, min_tokens=9,
+                logit_bias={5: 3}, allowed_token_ids=[5, 6], bad_words=["word"],
+                logits_processors=[by_count], structured_outputs={"regex": "a"})
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_no_control_is_accepted_and_ignored(name):
+    """Nor one that somebody adds to the config: without an example here its test fails, and without
+    code the logits stay as they were."""
+    seq = sequence("1", [1, 2], SamplingParams(**{name: EXAMPLES[name]}), num_unknown_tokens=1,
+                   late_ids=frozenset([3]), bad_word_ids=[[4]] * (name == "bad_words"))
+    seq.token_ids += [2]
+    grammar = SimpleNamespace(mask=lambda *asked: np.array([1, 0, 0], dtype=np.uint8))
+    step, batch = sampling_step([seq])
+    edits = SamplingInputs.of(step, batch, {seq: grammar} if name == "structured_outputs" else {}
+                              ).edits
+    logits = torch.arange(1.0, 1 + VOCAB_SIZE)[None]
+    assert not torch.equal(edits.apply(logits.clone()), logits)
