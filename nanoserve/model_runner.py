@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from nanoserve.batch import Batch, BatchBuilder
-from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import Tensors, load_dummy_weights, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
@@ -60,7 +59,7 @@ class RankParts:
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
-    make_draft: Callable[..., nn.Module] | None = None  # of (folder, placement): joins the network
+    make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1: speculative.py
     pooler: object = None  # it takes the place of the LM head and the sampler: extras/pooler.py
     make_adapters: Callable | None = None  # of (runner), its weights are loaded: extras/lora.py
     make_copier: Callable | None = None  # of (runner), its cache is there: extras/block_host.py
@@ -96,11 +95,9 @@ class ModelRunner:
         self.copier: object = None
         self.networks: list[nn.Module] = []
         self.model: nn.Module | None = None  # the first of them, which is served
-        if config.draft_model is not None:
-            folder = find_model(config.draft_model)
-            self.networks.append(self._load(ModelConfig.from_folder(folder), folder)
-                                 if self.parts.make_draft is None
-                                 else self.parts.make_draft(folder, self.placement))
+        self.on_load: list[Callable[[nn.Module], None]] = []  # annexes are told of each such one
+        if self.parts.make_draft is not None:
+            self.networks.append(self.parts.make_draft(self))
         self.load()
         self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
         self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
@@ -109,15 +106,13 @@ class ModelRunner:
         """Make the network that is served, once more if need be. tensors: its weights, if they are
         not those in its folder. After an error there is none."""
         self.unload()
-        self.model = (self._load(self.model_config, self.folder, self.pooler, tensors)
-                      if self.parts.make_network is None
-                      else self.parts.make_network(self.placement, tensors=tensors))
+        make = self.parts.make_network
+        self.model = (self.read(self.model_config, self.folder, tensors) if make is None
+                      else make(self.placement, tensors=tensors))
         self.networks.insert(0, self.model)
         self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
-        if self.adapters is not None:
-            self.adapters.join(self.model)
-        if self.parts.make_draft is not None:
-            self.networks[1].join(self.model)
+        for tell in self.on_load:
+            tell(self.model)
         return_freed_memory()
         self._record()
 
@@ -134,18 +129,19 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _load(self, model_config: ModelConfig, folder: Path, pooler: object = None,
-              tensors: Tensors | None = None) -> Decoder:
-        """This rank's share of a network."""
+    def read(self, model_config: ModelConfig, folder: Path,
+             tensors: Tensors | None = None) -> Decoder:
+        """This rank's share of a network, which is a `Decoder`."""
         model = self.parts.decoder(model_config, self.placement, self.config.expert_parallel)
-        if pooler is not None:
-            pooler.replace_head(model, self.placement)
+        unused = model.elsewhere
+        if self.pooler is not None:
+            self.pooler.replace_head(model, self.placement)
+            unused += self.pooler.unused
         if self.config.load_format == "dummy" and tensors is None:
             load_dummy_weights(model, self.config.seed)
         else:
             model.left_out = load_weights(
-                model, model_config, folder, self.ranks.rank == 0,
-                model.elsewhere + (pooler.unused if pooler is not None else ()),
+                model, model_config, folder, self.ranks.rank == 0, unused,
                 self.config.load_format, self.placement.assemble, tensors)
         return model
 
@@ -194,11 +190,10 @@ class ModelRunner:
     @property
     def wants_graphs(self) -> bool:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
-        the host; not with several ranks, since collectives in a graph have not been tried; and not
-        where an annexe computes, because nothing in a graph can change but numbers."""
-        config, parts = self.config, self.parts
+        the host, nor with several ranks: collectives in a graph have not been tried. An annexe that
+        computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
+        config = self.config
         return (not config.enforce_eager and config.kernels == "triton" and self.ranks.size == 1
-                and not (parts.make_network or parts.make_adapters or parts.pooler)
                 and (config.device == "cuda" or self.graph_class is not CudaGraph))
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -304,7 +299,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give all memory back, to the system and not only to torch; end the other ranks."""
-        self.networks, self.model = [], None
+        self.networks, self.on_load, self.model = [], [], None
         self.builder = self.last_tokens = self.adapters = self.copier = None
         self.unload(kv_cache=True)
         self.ranks.close(LAST_WORD)

@@ -53,7 +53,8 @@ class ForeignNetwork(Extra):
         self.asked, self.model_config, self.make_network = read_foreign(asked, folder)
 
     def prepare(self, plan: Plan) -> Plan:
-        return replace(plan, parts=replace(plan.parts, make_network=self.make_network))
+        return replace(plan, config=replace(plan.config, enforce_eager=True),
+                       parts=replace(plan.parts, make_network=self.make_network))
 
 
 def read_foreign(asked: EngineConfig,

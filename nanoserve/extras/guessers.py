@@ -17,6 +17,8 @@ Not known here: how guesses are verified, metrics.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from nanoserve.checkpoint.hub import find_model
@@ -212,7 +214,8 @@ class ModelGuesser(Guesser):
         if draft.max_position_embeddings < config.max_model_len:
             say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind "
                 "them its guesses will be worse")
-        return plan
+        return replace(plan, parts=replace(plan.parts, make_draft=partial(
+            ModelRunner.read, model_config=draft, folder=folder)))
 
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts = asked["num_speculative_tokens"]

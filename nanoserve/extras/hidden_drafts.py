@@ -39,6 +39,7 @@ from nanoserve.extras.hidden_taps import Head, LastTap, LayerTaps, States
 from nanoserve.frontend.metrics import Observer
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
+from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import Sequence, Step
 
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3LLamaForCausalLM")
@@ -172,6 +173,13 @@ def make_head(config: EngineConfig, new: Callable[[Placement], Head], folder: Pa
     return head
 
 
+def join_head(make: Callable[[Path, Placement], Head], folder: Path, runner: ModelRunner) -> Head:
+    """On each rank: make it network 1, which reads the states of whatever network is loaded."""
+    head = make(folder, runner.placement)
+    runner.on_load.append(head.join)
+    return head
+
+
 # ----------------------------------------------------------------- who guesses
 
 
@@ -184,7 +192,8 @@ class HiddenGuesser(Guesser, Observer):
     def prepare(cls, asked: dict, plan: Plan) -> Plan:
         make = cls.find_head(asked, plan)
         config = replace(plan.config, enforce_eager=True)  # a graph would pass by the taps
-        return replace(plan, config=config, parts=replace(plan.parts, make_draft=make))
+        return replace(plan, config=config, parts=replace(
+            plan.parts, make_draft=partial(join_head, make, Path(asked["model"]))))
 
     @staticmethod
     def find_head(asked: dict, plan: Plan) -> Callable[[Path, Placement], Head]:

@@ -163,6 +163,7 @@ class Adapters:
                            if isinstance(layer, Linear) and path.startswith("layers.")
                            for name in layer.matrices}
         self.join(model)
+        runner.on_load.append(self.join)
 
     def join(self, model: Decoder) -> None:
         """Have each layer of a network add what adapters change. In one that takes another's place
@@ -387,7 +388,7 @@ class LoRA(Extra):
                              "(peft's merge_and_unload)")
         parts = replace(plan.parts, make_adapters=Adapters,
                         calls=plan.parts.calls | {ADAPTER: receive})
-        return replace(plan, parts=parts)
+        return replace(plan, config=replace(plan.config, enforce_eager=True), parts=parts)
 
     def attach(self, engine: LLMEngine) -> None:
         self.adapters = engine.runner.adapters

@@ -191,7 +191,8 @@ class Pooling(Extra):
         if plan.config.model_impl == "transformers":
             from nanoserve.extras.encoder import make_pooler as make  # others need no transformers
         self.pooler = make(plan.config, plan.model_config, plan.folder, plan.tokenizer)
-        return replace(plan, parts=replace(plan.parts, pooler=self.pooler),
+        return replace(plan, config=replace(plan.config, enforce_eager=True),
+                       parts=replace(plan.parts, pooler=self.pooler),
                        make_inputs=partial(PoolingInputs, self.pooler))
 
     def attach(self, engine: LLMEngine) -> None:
