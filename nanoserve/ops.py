@@ -26,8 +26,8 @@ import torch.nn.functional as F
 
 from nanoserve.batch import Batch
 
-__all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
-           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
+           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 Floors = tuple[torch.Tensor, torch.Tensor]  # see `floors`
@@ -193,31 +193,6 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., :len(positions)]
         out[start:end] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(q[start:end].shape)
-    return out
-
-
-def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
-               sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """S = decay S + k (beta (v - decay S^T k))^T, S^T q / sqrt(key_dim): what a memory S holds at k
-    moves towards v (gated delta rule, Yang et al. 2024). q and k are made unit vectors before.
-
-    qkv: (num_tokens, channels), heads of q, of k, of v; one of q and k serves several of v. decay,
-    beta: (num_tokens, heads) in float32. states: (num_states, heads, key_dim, value_dim) in
-    float32; row r's tokens, starts[r] to starts[r + 1] - 1, begin with states[sources[r]], and
-    token t leaves what comes of it in states[slots[t]]. Returns (num_tokens, heads, value_dim)."""
-    heads, key_dim, value_dim = states.shape[1:]
-    out = qkv.new_empty(len(qkv), heads, value_dim)
-    for source, start, end in zip(sources, starts, starts[1:], strict=False):
-        for t in range(start, end):
-            qk, v = qkv[t].float().split((qkv.shape[1] - heads * value_dim, heads * value_dim))
-            qk = qk.view(2, -1, key_dim)
-            qk = qk * torch.rsqrt(qk.pow(2).sum(-1, keepdim=True) + 1e-6)
-            q, k = qk.repeat_interleave(heads // qk.shape[1], 1)[..., None]  # (heads, key_dim, 1)
-            S = states[source] * decay[t, :, None, None]
-            error = v.view(heads, 1, value_dim) - (k * S).sum(1, keepdim=True)
-            source = slots[t]
-            states[source] = S + k * beta[t, :, None, None] * error
-            out[t] = (q * states[source]).sum(1) * key_dim ** -0.5
     return out
 
 

@@ -1,11 +1,13 @@
-"""The delta rule in each namespace, against the paper's formula in float64, token by token."""
+"""The delta rule and its twins, against the paper's formula in float64, token by token."""
 
 import math
 
 import pytest
 import torch
 from quick_interpreter import quick_interpreter  # noqa: F401
-from test_ops import close, dtype, numbers, ops  # noqa: F401
+from test_ops import close, dtype, numbers, ops, parameters  # noqa: F401
+
+from nanoserve.extras.recurrent_delta import delta_rule as specification
 
 # key heads, heads, key size, value size
 DELTAS = {"two a key": (2, 4, 8, 6), "one a key": (2, 2, 16, 64), "three a key": (1, 3, 12, 80)}
@@ -17,9 +19,19 @@ ROWS = {"none": ([], [], []), "decodes": ([1, 1, 1], [4, 0, 2], [[4], [0], [2]])
                    [[1], [2, 3, 5], [0], [7, 8, 9, 7], [11]])}
 
 
+@pytest.fixture
+def delta_rule(ops):  # noqa: F811
+    """As `DeltaNet` finds it."""
+    return getattr(ops, "delta_rule", specification)
+
+
+def test_the_signature_is_that_of_the_specification(delta_rule):
+    assert parameters(delta_rule) == parameters(specification)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("case", DELTAS)
-def test_the_delta_rule(ops, dtype, case, rows):  # noqa: F811
+def test_the_delta_rule(delta_rule, dtype, case, rows):  # noqa: F811
     """Against the paper's own form, S = decay S (I - beta k k^T) + beta v k^T. Gates are at both
     ends, too; a row begins with nothing, one with ones; states of others are NaN, and stay so."""
     (key_heads, heads, key_dim, size), (lens, sources, left) = DELTAS[case], ROWS[rows]
@@ -48,8 +60,8 @@ def test_the_delta_rule(ops, dtype, case, rows):  # noqa: F811
                 state = a * expected[source, head].T @ forget + b * torch.outer(v, k)
                 expected[slots[t], head], out[t, head] = state.T, state @ q / key_dim ** 0.5
             source = slots[t]
-    got = ops.delta_rule(qkv, decay, beta, states, torch.tensor(sources, dtype=torch.int64),
-                         torch.tensor(slots, dtype=torch.int64), ends.int())
+    got = delta_rule(qkv, decay, beta, states, torch.tensor(sources, dtype=torch.int64),
+                     torch.tensor(slots, dtype=torch.int64), ends.int())
     assert got.dtype == dtype and got.shape == out.shape
     assert all(map(torch.equal, given, kept))
     if tokens:
@@ -59,13 +71,13 @@ def test_the_delta_rule(ops, dtype, case, rows):  # noqa: F811
         assert torch.equal(states[i].nan_to_num(9), before[i].nan_to_num(9))
 
 
-def test_a_state_does_not_depend_on_how_its_tokens_are_cut(ops):  # noqa: F811
+def test_a_state_does_not_depend_on_how_its_tokens_are_cut(delta_rule):
     """Nor on who else is in the batch."""
     heads, key_dim, size = 2, 8, 16
 
     def fold(states, x, *gates):
         one = torch.ones(len(x), dtype=torch.int64)
-        return ops.delta_rule(x, *gates, states, one[:1], one, torch.tensor([0, len(x)]).int())
+        return delta_rule(x, *gates, states, one[:1], one, torch.tensor([0, len(x)]).int())
 
     qkv, gates = numbers(41, 4 * key_dim + heads * size), torch.rand(2, 41, heads)
     whole = torch.ones(2, heads, key_dim, size)

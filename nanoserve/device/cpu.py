@@ -22,8 +22,9 @@ from nanoserve.device.build import load
 from nanoserve.device.library import functions_of, in_float32
 from nanoserve.device.memory import return_freed_memory, zeros
 
-__all__ = ["act_and_mul", "add_rms_norm", "argmax", "delta_rule", "draw", "experts", "floors",
-           "linear", "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm"]
+__all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
+           "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
+           "delta_rule"]  # the last is recurrent_delta.py's
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}

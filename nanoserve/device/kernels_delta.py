@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton, the twin of `ops.delta_rule`, where its formula stands.
+"""The gated delta rule in Triton. Its formula stands in extras/recurrent_delta.py.
 
 A program has some columns of one row's state, for one head. They stay in registers from the row's
 first token to its last, and no two programs share a number:
@@ -53,7 +53,7 @@ def _delta_rule_kernel(qkv, decay, beta, states, sources, slots, starts, out, qk
 
 def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
                sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """`ops.delta_rule`, with the same arguments and meaning."""
+    """`recurrent_delta.delta_rule`, with the same arguments and meaning."""
     heads, key_dim, value_dim = states.shape[1:]
     assert decay.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
     out = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)

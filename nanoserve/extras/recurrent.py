@@ -105,7 +105,7 @@ class Rows:
     def on_device(self, numbers: Iterable[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(list(numbers), dtype=dtype, device=self.device)
 
-    # The same for an op that computes all rows at once, see `ops.delta_rule`.
+    # The same for an op that computes all rows at once, see `recurrent_delta.delta_rule`.
 
     @cached_property
     def sources(self) -> torch.Tensor:
@@ -350,7 +350,7 @@ class Recurrent(Extra):
         say(f"recurrent states: {count} x {size_of(model.state_bytes)} a sequence, "
             f"{model.most_rows} sequences and {model.num_snapshots} snapshots = "
             f"{size_of(model.state_bytes * (model.most_rows * count + model.num_snapshots))}; "
-            f"{model.num_fast} of {model.num_mixers} layers by ops.delta_rule"
+            f"{model.num_fast} of {model.num_mixers} layers by delta_rule"
             f"{slow if model.num_fast < model.num_mixers else ''}")
 
     def metrics(self) -> list[Metric]:

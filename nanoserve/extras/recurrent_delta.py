@@ -1,10 +1,13 @@
-"""Gated delta nets (Yang et al. 2024) by the op `delta_rule`: the fast way for Qwen3.5 and its kin.
+"""Gated delta nets (Yang et al. 2024) by an op of ours: the fast way for Qwen3.5 and its kin.
 
 transformers' module keeps its weights, and its matrices stay `Packed`, in int8 and int4, too. What
 it computes between them is done here, for all rows of a step at once:
 
     x ─ [qkv] ─ convolve, SiLU ─ delta_rule ─ rms_norm ─ times SiLU(z) ─ [out] ─►
       └ [z], [b], [a]: gates     the state: (heads, key_dim, value_dim) in float32
+
+`delta_rule` here is the specification, in plain torch, and runs on any device. Its twins lie beside
+those of `ops`, in device/, and pass the same test.
 
 Invariant: nobody believes that a module computes this because it looks so. The trial at load
 (recurrent.py) compares, and where numbers differ transformers' own way is taken. Not known here:
@@ -31,6 +34,7 @@ class DeltaNet:
 
     def __init__(self, net: nn.Module, ops: ModuleType):
         self.net, self.ops = net, ops
+        self.delta_rule = getattr(ops, "delta_rule", delta_rule)  # a twin's, or the specification
         self.rate = -net.A_log.float().exp()
         self.norm_weight = net.norm.weight.float()
 
@@ -43,8 +47,8 @@ class DeltaNet:
         qkv, z, b, a = self.project(hidden_states[0])
         qkv = self.convolve(qkv, conv_states, cache)
         decay = (self.rate * F.softplus(a.float() + net.dt_bias)).exp()
-        out = ops.delta_rule(qkv, decay, b.float().sigmoid(), states, cache.sources, cache.slots,
-                             cache.starts)
+        out = self.delta_rule(qkv, decay, b.float().sigmoid(), states, cache.sources, cache.slots,
+                              cache.starts)
         out = ops.rms_norm(out.flatten(0, 1), self.norm_weight, net.norm.variance_epsilon)
         out = ops.act_and_mul(torch.cat((z, out.view_as(z)), 1), "silu")
         return net.out_proj(out)[None]
@@ -72,3 +76,28 @@ class DeltaNet:
                            conv.bias, groups=conv.groups)
             convolved[tokens] = F.silu(out).squeeze(2).transpose(1, 2).flatten(0, 1)
         return convolved
+
+
+def delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, states: torch.Tensor,
+               sources: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """S = decay S + k (beta (v - decay S^T k))^T, S^T q / sqrt(key_dim): what a memory S holds at k
+    moves towards v (gated delta rule, Yang et al. 2024). q and k are made unit vectors before.
+
+    qkv: (num_tokens, channels), heads of q, of k, of v; one of q and k serves several of v. decay,
+    beta: (num_tokens, heads) in float32. states: (num_states, heads, key_dim, value_dim) in
+    float32; row r's tokens, starts[r] to starts[r + 1] - 1, begin with states[sources[r]], and
+    token t leaves what comes of it in states[slots[t]]. Returns (num_tokens, heads, value_dim)."""
+    heads, key_dim, value_dim = states.shape[1:]
+    out = qkv.new_empty(len(qkv), heads, value_dim)
+    for source, start, end in zip(sources, starts, starts[1:], strict=False):
+        for t in range(start, end):
+            qk, v = qkv[t].float().split((qkv.shape[1] - heads * value_dim, heads * value_dim))
+            qk = qk.view(2, -1, key_dim)
+            qk = qk * torch.rsqrt(qk.pow(2).sum(-1, keepdim=True) + 1e-6)
+            q, k = qk.repeat_interleave(heads // qk.shape[1], 1)[..., None]  # (heads, key_dim, 1)
+            S = states[source] * decay[t, :, None, None]
+            error = v.view(heads, 1, value_dim) - (k * S).sum(1, keepdim=True)
+            source = slots[t]
+            states[source] = S + k * beta[t, :, None, None] * error
+            out[t] = (q * states[source]).sum(1) * key_dim ** -0.5
+    return out

@@ -82,7 +82,7 @@ def test_a_delta_nets_matrices_are_rounded_too(tmp_path, name, quantization, cap
     expected = reference(rounded(source, tmp_path / "rounded", quantization))
     assert expected != reference(source)
     assert texts(source, quantization=quantization) == expected
-    assert "1 of 1 layers by ops.delta_rule" in capfd.readouterr().err
+    assert "1 of 1 layers by delta_rule" in capfd.readouterr().err
 
 
 @kernels

@@ -91,7 +91,7 @@ def assert_texts(llm: LLM, prompts, texts, where: str) -> int:
 def test_greedy_text_equals_transformers(made, few_prompts, texts_of, name, capsys):
     assert len({tuple(tokens) for tokens, _ in texts_of(name)}) == len(few_prompts)  # lively
     with start(made[name], snapshot_bytes=2 ** 20) as llm:
-        said = f"; {int('qwen' in name)} of {llm.runner.model.num_mixers} layers by ops.delta_rule"
+        said = f"; {int('qwen' in name)} of {llm.runner.model.num_mixers} layers by delta_rule"
         assert said in capsys.readouterr().err
         assert assert_texts(llm, few_prompts, texts_of(name), f"{name}, batched") == 0
         assert assert_texts(llm, few_prompts, texts_of(name), f"{name}, cached") == 48 + 16
