@@ -90,7 +90,7 @@ class LLMEngine:
         self.scheduler = Scheduler(config, num_blocks, runner.window)
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
         self.observers: list[Observer] = [self.metrics]
-        self.gates: list[Callable[[], None]] = []  # raise `RuntimeError` while none is served
+        self.gates: list[Callable[[], None]] = []  # raise `RuntimeError`: no request is let in now
         self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
         self.before_launch: list[Callable[[Step], None]] = []  # called with each step
         self.when_idle: list[Callable[[], None]] = []  # for steps of their own: no request is left
@@ -208,8 +208,8 @@ class LLMEngine:
             say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
             self._end(filter(None, [self.requests.get(seq.request.request_id)]), why)
         for seq, positions in step.prompt_logprob_positions.items():
-            entries = prompt_logprobs[:len(positions)]
-            del prompt_logprobs[:len(positions)]
+            n = len(positions)
+            entries, prompt_logprobs = prompt_logprobs[:n], prompt_logprobs[n:]
             if seq.finish_reason is None:  # it was not aborted meanwhile
                 self.requests[seq.request.request_id].history.add_prompt(positions, entries)
         grown = self.scheduler.update(step, token_ids)

@@ -59,7 +59,7 @@ class RankParts:
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
-    make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1: speculative.py
+    make_draft: Callable[["ModelRunner"], nn.Module] | None = None  # network 1, which drafts
     pooler: object = None  # it takes the place of the LM head and the sampler: extras/pooler.py
     make_adapters: Callable | None = None  # of (runner), its weights are loaded: extras/lora.py
     make_copier: Callable | None = None  # of (runner), its cache is there: extras/block_host.py
@@ -95,7 +95,7 @@ class ModelRunner:
         self.copier: object = None
         self.networks: list[nn.Module] = []
         self.model: nn.Module | None = None  # the first of them, which is served
-        self.on_load: list[Callable[[nn.Module], None]] = []  # annexes are told of each such one
+        self.on_load: list[Callable[[nn.Module], None]] = []  # annexes are told of each new one
         if self.parts.make_draft is not None:
             self.networks.append(self.parts.make_draft(self))
         self.load()

@@ -16,7 +16,8 @@ Invariants: arguments are left as they are, but for the KV cache. Norms, activat
 attention compute in float32 and round once, to the dtype of their input; so does each product.
 
 A token's keys and values lie in a *slot* of the cache, which is `block id * block_size + offset`.
-`LLM(kernels="torch")` runs this file, on any device. Not known here: weights' names, requests.
+`LLM(kernels="torch")` runs this file, on any device. Not known here: weights' names, requests, what
+annexes compute (extras/recurrent_delta.py).
 """
 
 from functools import partial

@@ -13,7 +13,6 @@ When blocks run out, the running sequence that is last in the order is *preempte
 blocks back, waits again with all its tokens, and recomputes those that the prefix cache has lost.
 
 Invariant: the scheduler may change *when* a token is computed, never *which* token comes out.
-
 A step takes effect in `update()`. Until then a sequence merely counts its tokens in flight. So the
 next step can be scheduled while a step runs (overlap), and a failed step is dropped by zeroing the
 counts: nothing is rolled back. The device runs steps in order, so blocks of a sequence that ends
@@ -115,12 +114,12 @@ class Scheduler:
         """A token for each running sequence that decodes. This loop is the hot path. The budget
         covers all of them, because it is at least `max_num_seqs`.
 
-        Returns the running prompts, whose gap is larger. They get blocks here, and tokens later:
-        whoever lacks blocks takes those of the last in the order, which must not have a share yet.
+        Returns the running prompts, whose gap is larger. They get blocks here and tokens later: who
+        lacks blocks takes those of the last in the order, which must not have a share by then.
         """
         block_size = self.blocks.block_size
         prompts: list[Sequence] = []
-        # The last one gets no share if `_interrupt` has noted it; `_make_room` takes off the end.
+        # `_interrupt` may have stopped the last one. And `_make_room` takes victims off the end.
         for seq in self.running[:-1] if step.stopped else self.running:
             done = seq.num_computed_tokens + seq.num_inflight_tokens
             num_new = len(seq.token_ids) + seq.num_unknown_tokens - done  # the gap
@@ -168,9 +167,9 @@ class Scheduler:
         """What decodes have left goes to the running `prompts` and to waiting ones, in order: a
         prompt of 3,000 tokens that runs already does not hold up an urgent one that waits."""
         while step.budget > 0:
-            place = len(step.sitting_out)  # each of these keeps a row: see `_admit`
-            is_room = step.stopped is None and place < min(len(self.waiting), len(self.free_rows))
-            if is_room and not (
+            place = len(step.sitting_out)  # in the queue; each of those before it keeps a free row
+            is_next = step.stopped is None and place < min(len(self.waiting), len(self.free_rows))
+            if is_next and not (
                     prompts and self.order(prompts[0]) < self.order(self.waiting[place])):
                 self._admit(step, self.waiting[place])
             elif prompts and self._add_chunk(step, prompts[0]):
@@ -181,7 +180,8 @@ class Scheduler:
             step.stopped = prompts[0], "budget", 0
 
     def _add_chunk(self, step: Step, seq: Sequence) -> bool:
-        """The next chunk of a running prompt; False if nothing less than all its tokens will do."""
+        """A running prompt's next chunk. False if all that is left of it must be computed at once,
+        and is more than the budget."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         num_left = len(seq.token_ids) - start
         if num_left > step.budget and not self.enable_chunked_prefill:
@@ -194,7 +194,7 @@ class Scheduler:
         return True
 
     def _admit(self, step: Step, seq: Sequence) -> None:
-        """Let the next waiting sequence run, or note what it lacks: then none overtakes it.
+        """Let a waiting sequence run, or note what it lacks: then none behind it starts.
 
         One exception: while the next block of `seq` is being computed for another sequence, or
         read from a file, `seq` *sits out* the step, and hits the block later. Those behind it may
