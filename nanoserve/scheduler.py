@@ -287,12 +287,13 @@ class Scheduler:
         """Policy "priority": preempt running sequences, the last first, while the first waiting one
         is earlier in the order and lacks a row or blocks. A sequence that a step in flight still
         computes gets no share of this step, and the next call preempts it."""
-        while self.running and self.waiting:
+        while self.running and self.waiting and (
+                self.order(self.waiting[0]) < self.order(self.running[-1])):
             seq, last = self.waiting[0], self.running[-1]
             hits = self.blocks.find_prefix(seq)
             num_needed = self.blocks.num_needed(hits, seq.num_tokens)
             fits = self.free_rows and num_needed <= self.blocks.num_free_blocks
-            if self.order(last) < self.order(seq) or fits or self._pending(step, seq, len(hits)):
+            if fits or self._pending(step, seq, len(hits)):  # or it would sit out anyway
                 return
             if last.num_inflight_tokens:
                 step.stopped = last, "step", 0
