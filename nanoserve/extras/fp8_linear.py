@@ -9,16 +9,14 @@ activations, found in the step itself (W8A8, "dynamic per token"):
 
     y[m, n] = (sum over k of x[m, k] * w[n, k]) * x_scale[m] * w_scale[n]       x and w as kept
 
-Weights are rounded while they are loaded, by the layer of quantized_linear.py. An LM head becomes
-int8 by row, with activations that are not rounded: the text is nearer.
+Weights are rounded while they are loaded (quantized_linear.py). An LM head becomes int8 by row.
 
 Invariant: a token's row is rounded by itself, so its result does not depend on the batch. Exactly
 so in the specification, whose sums lose no bit: a product of two e4m3 is a multiple of 2^-18 below
-2^18, and float64 adds up 2^17 of them without rounding. On a GPU sums depend on the number of rows
-as those of any torch product do, and the next rounding can make more of that.
+2^18, and float64 adds up 2^17 of them without rounding. On a GPU sums depend on the number of rows.
 
-Not known here: files, formats (quantization.py), the KV cache, which is not rounded. Confessed:
-rounding activations is some small operators before each product. Nothing of this ran on a GPU.
+Not known here: files, formats (quantization.py), the KV cache. Confessed: rounding activations is
+some small operators before each product. Nothing of this ran on a GPU.
 """
 
 from typing import NamedTuple

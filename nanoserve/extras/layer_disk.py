@@ -8,13 +8,11 @@ is enough, if the next ones are read in time (Sheng et al. 2023, "FlexGen"):
     read ahead           ░░░3░░░                        by a thread, while 1 and 2 compute
     given back       ◄1 ►                               by `madvise`, when it has computed
 
-Layers on disk stand as far apart as they can, so that the disk is never idle. A step's time is that
-of reading at least: many rows make it cheap, one row pays all of it. The arithmetic is the same,
-and so is every bit.
+They stand as far apart as they can, so that the disk is never idle. A step's time is that of
+reading at least: many rows make it cheap, one row pays all of it. No bit is another.
 
 Invariant: of these layers no weight is anonymous memory, but for one layer at a time while the
-model loads. What is mapped is given back behind the layer; whether the system keeps a copy in its
-page cache is its own business, and another process gets that memory at once.
+model loads. Whether the system keeps a copy in its page cache is its own business.
 
 The file has no name and vanishes with the engine; confessed: each start packs anew, and writes the
 layers twice (as they came, and packed). Not known here: stages, the queue. Road not taken: to map

@@ -9,13 +9,11 @@ a matrix, the weights of one output, is rounded to whole numbers in [-127, 127] 
 
 Activations are not rounded to int8 (W8A16). `quantization="int8"` does it *online*: any checkpoint
 is rounded while it is loaded, each matrix as soon as its last tensor has come, so at no time are
-there two copies of the model. The layers come in through `Placement.linear` and `.embedding`. A
-rank rounds its own share.
+there two copies of the model. A rank rounds its own share.
 
 A rounded weight brings its product along, and there are three kinds of it: `Panels` for the
-compiled twin (quantized_linear.cpp), a Triton kernel (quantized_triton.py), and `Rows`, which saves
-memory but no time and is the specification of the other two. A layer is told its kind
-(quantization.py), and does not ask which operators the engine has.
+compiled twin (quantized_linear.cpp), a Triton kernel (quantized_triton.py), and `Rows`, the
+specification of the other two. A layer is told its kind (quantization.py, by `Placement`).
 
 Not known here: files, formats, 4 bits (int4_linear.py), 8-bit floats (fp8_linear.py). Road not
 taken: torch's own int8 operators, which on a CPU were no faster than bfloat16.

@@ -5,9 +5,9 @@ fixed size instead (Gu and Dao 2023, "Mamba"; Yang et al. 2024, "Gated Delta Net
 hybrid has both kinds of layers. The KV is in blocks, as ever. A state lies at `Sequence.row`:
 
     states   row 0 | row 1 | ... | row R-1 | zeros | snapshot | ... | drafts of row 0 | ...
-             a step changes its own rows   | where a row begins     | behind each draft, which
-                                                                      may be wrong: the next step
-                                                                      goes on from the right one
+             a step changes its own rows   | where a row begins     | behind each draft: the next
+                                                                      step goes on from a right one
+
 transformers' recurrent layers (*mixers*) reach their state through one interface of its cache. So
 one object that answers it with the states of some rows, `Rows`, runs all of them.
 
@@ -17,9 +17,8 @@ snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts
 load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 
-Known limits: one rank, no adapters, no second place for blocks; the speed of transformers' mixers
-in plain torch, but for gated delta nets (recurrent_delta.py). Not known here: blocks, requests.
-Road not taken: mixers of our own for each kind of layer, which make larger engines fast, and large.
+Known limits: one rank, no adapters; the speed of transformers' mixers in plain torch, but for gated
+delta nets (recurrent_delta.py). Road not taken: mixers of our own for each kind of layer.
 """
 
 import weakref

@@ -9,17 +9,15 @@ the last of them as well, and it can't be read off the KV. So states are copied 
     cache        e0  e1  e2  e3  e4              S5's name is e4, the cache's entry for block 4
 
 A snapshot is found with its entry and forgotten with it, so it inherits the proof that the prefix
-is the same one (block_manager.py). **A hit without a snapshot is no hit.**
-
-At every boundary they would evict each other before they are found. So one is taken at the last
+is the same one (block_manager.py). **A hit without a snapshot is no hit.** One is taken at the last
 boundary of each prompt; at the newest of each running sequence, in the place of its last one, as a
 chat goes on there; and where a prompt found blocks without a state, since others may share that
 much (Pan et al. 2024, "Marconi"). Those that an ended sequence has passed are evicted first, then
 the least recently used. With drafts a boundary may not be reached: it is named only if it was.
 
 Invariants (`check()` audits them): a snapshot is free, written by a step in flight, or named, and
-only one of these; its name is in the cache. A step reads a snapshot in its forward and writes one
-behind it, on the device and in the order of steps. Not known here: torch, what a state is.
+only one of these. A step reads a snapshot in its forward and writes one behind it, on the device
+and in the order of steps. Not known here: torch, what a state is.
 """
 
 import weakref

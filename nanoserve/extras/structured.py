@@ -5,10 +5,7 @@ is checked, by the library llguidance. From then on a parser (Earley's) reads th
 before each token, which tokens of the vocabulary can go on with it: a mask, one bit a token. All
 others get a logit of -inf (controls.py), so every text that ends by itself is valid.
 
-    output so far     {"age":
-    may come next     ` ` and nothing else, then 0 to 9 and `-`, then digits, `.` and `}`, ...
-
-**Where only one text is possible** its tokens are proposed as drafts (speculative.py), and one step
+**Where only one text is possible** (`{"hero": "`) its tokens are proposed as drafts, and one step
 checks all of them: jump-forward decoding (Zheng et al. 2023, "SGLang"). The road not taken is to
 append them without asking the model: another path for tokens to get into a sequence.
 

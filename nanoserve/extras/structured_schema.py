@@ -11,12 +11,11 @@ the comma in front of a further key, and then no key at all: the text could neve
 
 An object may be put together from *parts*: by `allOf`, or with `$ref` or `anyOf` beside its keys.
 Each part, closed by itself, would forbid the keys of the others. So they stay open, and a *lid*
-lists the keys of all. This is what JSON Schema's `unevaluatedProperties: false` means, which the
-compiler doesn't know. A definition may be an object by itself, too: as a part it has an open twin.
+lists the keys of all: JSON Schema's `unevaluatedProperties: false`, which the compiler doesn't
+know. A definition may be an object by itself, too: as a part it has an open twin.
 
     {"properties": {"a": A}, "$ref": "#/$defs/d"}                            where d lists the key b
-    {"properties": {"a": A}, "$ref": its twin, "allOf": [
-        {"properties": {"a": {}, "b": {}}, "additionalProperties": false}]}                  the lid
+    {"properties": {"a": A}, "$ref": its twin, "allOf": [the lid, of {"a": {}, "b": {}}]}
 
 Each alternative gets a lid of its own, unless the alternatives stand behind a reference.
 """

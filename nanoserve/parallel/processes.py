@@ -8,14 +8,12 @@
     child, rank 1                  └► run_child ─► serve: receive, forward, ... ─────────┴► exits
 
 Each rank counts its heartbeats in a shared store, and watches the others' counts. A rank is taken
-for dead when its count has not changed during 15 beats of the watching rank. No clock is compared,
-so suspending a laptop kills no rank. Mostly a death is noticed sooner: a parent sees its child's
-exit, a rank in a collective sees a closed connection, and a child sees the end of its standard
-input when its parent ends.
+for dead when its count has not changed during 15 beats of the watching rank; no clock is compared.
+Mostly a death is noticed sooner: a parent sees its child's exit, a rank in a collective a closed
+connection, and a child the end of its standard input when its parent ends.
 
 Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
-shared memory outlives the engine. Between requests no rank waits with a time-out, so that an engine
-may idle for hours.
+shared memory outlives the engine. Between requests no rank waits with a time-out.
 
 Not known here: what the ranks compute. Road not taken: multiprocessing's "spawn", which runs the
 user's script again in every child and so wants a `__main__` guard in it.
