@@ -116,8 +116,9 @@ class Encoder(TransformersModel):
 
     def __init__(self, first_position: int, separator: int | None, network: nn.Module,
                  config: ModelConfig, on: Placement, **options):
-        self.separator, self.classifies = separator, config.architecture.endswith(CLASSIFIES)
-        super().__init__(network, config, on, first_position, **options)
+        self.first_position, self.separator = first_position, separator
+        self.classifies = config.architecture.endswith(CLASSIFIES)
+        super().__init__(network, config, on, **options)
         self.kv_shapes = [(1, 2)]  # nominal: see the module's docstring
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor, pages: object,

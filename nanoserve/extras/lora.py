@@ -124,15 +124,15 @@ class AdaptedProducts:
                 part += linear(low[:, i], self.packed_b[i])  # low: (tokens, n, max_loras * rank)
         return out
 
-    def fill(self, name: str, columns: slice, pair: tuple[torch.Tensor, torch.Tensor] | None,
-             ) -> None:
-        """Set one matrix's A and B in an adapter's columns. pair None: zeros, no change by it."""
-        a, b = self.a[list(self.b).index(name)], self.b[name]
-        a[columns], b[:, columns] = 0, 0
-        if pair is not None:
-            (low, high), inputs, rows = pair, self.inputs, self.matrices[name]
-            a[columns][:len(low)] = low[:, inputs.start:inputs.stop]
-            b[:, columns][:, :len(low)] = high[rows.start:rows.stop]
+    def fill(self, name: str, columns: slice, low: torch.Tensor | None,
+             high: torch.Tensor | None) -> None:
+        """Set one matrix's A and B in an adapter's columns. None: zeros, no change by it."""
+        a, b = self.a[list(self.b).index(name)][columns], self.b[name][:, columns]
+        a[:], b[:] = 0, 0
+        if low is not None:
+            inputs, rows = self.inputs, self.matrices[name]
+            a[:len(low)] = low[:, inputs.start:inputs.stop]
+            b[:, :len(low)] = high[rows.start:rows.stop]
 
 
 class Adapters:
@@ -220,8 +220,7 @@ class Adapters:
     def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
         columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)
         for path, (products, name) in self.products.items():
-            pair = (tensors[f"{path}.A"], tensors[f"{path}.B"]) if f"{path}.A" in tensors else None
-            products.fill(name, columns, pair)
+            products.fill(name, columns, tensors.get(f"{path}.A"), tensors.get(f"{path}.B"))
         for products in {products for products, _ in self.products.values()}:
             products.pack()
 
@@ -268,7 +267,7 @@ class Adapters:
         pairs = read_adapter(Path(asked.lora_path), self.max_rank, self.changeable)
         adapter_id = self._free_id(asked)
         self.unsent[adapter_id] = {f"{path}.{letter}": tensor for path, pair in pairs.items()
-                             for letter, tensor in zip("AB", pair, strict=True)}
+                                   for letter, tensor in zip("AB", pair, strict=True)}
         root = self.roots.setdefault(content, CacheEntry(content, -1, [], None))
         self.loaded[content] = adapter = Adapter(asked.lora_name, adapter_id, root)
         return adapter

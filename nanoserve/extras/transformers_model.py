@@ -200,15 +200,13 @@ class TransformersModel(nn.Module):
     most_rows = 2 ** 31
 
     def __init__(self, network: nn.Module, config: ModelConfig, on: Placement,
-                 first_position: int = 0, left_out: int = 0,
-                 kept: dict[str, Grouped] | None = None):
+                 left_out: int = 0, kept: dict[str, Grouped] | None = None):
         super().__init__()
         if on.device.type == "cpu":
             keep_latents(network)
         take_over(network, on, kept or {}, config.sees)
         return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
-        self.first_position = first_position
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
         self.attending = list(probed)  # layers; all of them, but for hybrids
         self.windows = [window for *_, window in probed.values()]
