@@ -252,7 +252,10 @@ class BlockStore(Extra, Observer):
             self.host_blocks.put(digest, host_id)
             self.num_saved += 1
             if self.folder is not None and self.folder.writes:
-                self._have_written(host_id, digest, entry)
+                self.host_blocks.pin([host_id])  # it keeps its bytes until they are in a file
+                self.writing.append((host_id, self._give(
+                    self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
+                    self.host.memory[host_id].numpy())))
 
     def dropped(self, step: Step) -> None:
         """A step was dropped: what it should have saved is lost, which only costs time."""
@@ -301,13 +304,6 @@ class BlockStore(Extra, Observer):
         self.digest_of_entry.clear()
 
     # ------------------------------------------------------ the writing thread
-
-    def _have_written(self, host_id: int, digest: bytes, entry: CacheEntry) -> None:
-        """The host block keeps its bytes until they are in a file."""
-        self.host_blocks.pin([host_id])
-        self.writing.append((host_id, self._give(
-            self.folder.write, digest, self._digest_entry(entry.parent), entry.tokens,
-            self.host.memory[host_id].numpy())))
 
     def _take_written(self) -> None:
         while self.writing and self.writing[0][1].done():

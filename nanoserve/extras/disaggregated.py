@@ -23,7 +23,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -76,24 +76,24 @@ class Prefiller:
 
 
 class Disaggregated:
-    """Two engines of one model. options: of both; prefill_options: those that differ for the first,
-    for example `max_num_batched_tokens`. What KV depends on must be equal (dtype, operators, block
-    size, number of ranks), or the second engine finds nothing. When they are closed the folder is
-    deleted, unless `kv_store` names it.
+    """Two engines of one model, with the same options. When they are closed the folder is deleted,
+    unless `kv_store` names it.
 
     Raises `ValueError` for what the second engine refuses. If the first one can't be made, it says
     why on standard error, and the second computes all prompts.
     """
 
-    def __init__(self, model: str = "storyteller", prefill_options: dict | None = None, **options):
-        self.folder = None
-        if options.get("kv_store") is None:
-            place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-            self.folder = TemporaryDirectory(prefix="nanoserve-", dir=place)
-            options["kv_store"] = self.folder.name
-        self.decoder = LLM(model, **options)  # first: it refuses what both would
-        self.prefiller: Prefiller | None = Prefiller(
-            dict(options, model=model, **(prefill_options or {})))
+    def __init__(self, model: str = "storyteller", **options):
+        with ExitStack() as ends:
+            if options.get("kv_store") is None:
+                place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+                options["kv_store"] = ends.enter_context(
+                    TemporaryDirectory(prefix="nanoserve-", dir=place))
+            # First: it refuses what both would.
+            self.decoder = ends.enter_context(LLM(model, **options))
+            self.prefiller: Prefiller | None = Prefiller(dict(options, model=model))
+            ends.callback(self.prefiller.close)
+            self.ends = ends.pop_all()
 
     def generate(self, prompts: str | list, sampling_params: SamplingParams | list | None = None,
                  ) -> list[RequestOutput]:
@@ -128,12 +128,7 @@ class Disaggregated:
 
     def close(self) -> None:
         """End both. Calling it twice is fine."""
-        if self.prefiller is not None:
-            self.prefiller.close()
-            self.prefiller = None
-        self.decoder.shutdown()
-        if self.folder is not None:
-            self.folder.cleanup()
+        self.ends.close()
 
     def __enter__(self) -> "Disaggregated":
         return self

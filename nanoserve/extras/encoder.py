@@ -20,7 +20,6 @@ a text must not contain one. Not known here: requests, blocks. Road not taken: p
 by length, which concatenation makes unnecessary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -78,7 +77,9 @@ class Rows:
             raise ValueError("its attention has a mask of its own, a soft-cap, or sinks")
         window, self.num_calls = self.windows[self.num_calls], self.num_calls + 1
         parts = []
-        for start, end, length in runs_of(self.query_lens):
+        end = 0
+        for length, rows in groupby(filter(None, self.query_lens)):
+            start, end = end, end + length * len(list(rows))  # of 5, 5, 3: 0 to 10, and 10 to 13
             some = [x[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1)
                     for x in (q, k, v)]  # (rows, heads, length, head_dim)
             out = F.scaled_dot_product_attention(
@@ -86,16 +87,6 @@ class Rows:
                 enable_gqa=q.shape[1] != k.shape[1])
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(parts)[None]
-
-
-def runs_of(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first token, end, length) of rows that stand together and are equally long: of 5, 5, 3 they
-    are (0, 10, 5) and (10, 13, 3)."""
-    end = 0
-    for length, rows in groupby(lengths):
-        start, end = end, end + length * len(list(rows))
-        if length:
-            yield start, end, length
 
 
 def near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -89,11 +89,6 @@ class Adapter:
     root: CacheEntry
     requests: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
-    @property
-    def in_use(self) -> bool:
-        """Whether a request needs it, also one that has no sequences yet: it is not submitted."""
-        return any(not request.sequences or not request.finished for request in self.requests)
-
 
 class AdaptedProducts:
     """What `Linear.adapt` gets: A and B of each of the layer's n matrices, of which this rank has a
@@ -277,8 +272,8 @@ class Adapters:
         for adapter_id in range(1, self.max_loras + 1):
             if adapter_id not in taken:
                 return adapter_id
-        for content, adapter in self.loaded.items():
-            if not adapter.in_use:
+        for content, adapter in self.loaded.items():  # a request without sequences needs it, too
+            if all(request.sequences and request.finished for request in adapter.requests):
                 return self.loaded.pop(content).adapter_id
         names = ", ".join(repr(adapter.name) for adapter in self.loaded.values())
         raise ValueError(f"lora_request={asked.lora_name!r}: requests use {names}, and "

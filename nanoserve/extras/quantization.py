@@ -181,7 +181,7 @@ def make_weight(file: Path, module: str, parts: Parts, form: Format,
                          f"config.json ({shapes}): {error}") from None
 
 
-# ------------------------------------------------------------------ config.json
+# ------------------------------------------------------------------ the formats
 
 
 def read_format(entry: dict) -> Format:
@@ -278,8 +278,23 @@ def read_compressed(entry: dict) -> Format:
     bits = allow(weights, "num_bits", (4, 8))
     is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
     order = ("weight_g_idx",) if is_ordered else ()
-    return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order),
-                  lambda p: compressed_numbers(p, bits, block), bits, is_ordered)
+
+    def read(p: Parts) -> Numbers:
+        """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
+        rows, columns = p["weight_shape"].tolist()
+        values = split_words(p["weight_packed"], bits, 1)[:, :columns]
+        if tuple(values.shape) != (rows, columns):
+            raise ValueError(f"weight_shape says {(rows, columns)}")
+        zeros = torch.full_like(p["weight_scale"], 2 ** (bits - 1))
+        if "weight_zero_point" in p:
+            zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
+        groups = p.get("weight_g_idx")
+        if groups is not None and (groups < 0).any():  # -1: there is no order
+            groups = None
+        return Numbers(values, zeros, p["weight_scale"], block(values.shape), groups)
+
+    return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
+                  is_ordered)
 
 
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:
@@ -303,9 +318,20 @@ def read_gptq(entry: dict) -> Format:
     allow(entry, "is_marlin_format", (False, None))
     is_symmetric, is_ordered = (allow(entry, name, (True, False), False)
                                 for name in ("sym", "desc_act"))
-    return Format(("qweight", "qzeros", "scales", "g_idx"), lambda p: gptq_numbers(
-        p, bits, size, 1 if version == "gptq" else 0, is_symmetric, is_ordered),
-                  bits, is_ordered, "g_idx")
+
+    def read(p: Parts) -> Numbers:
+        """Transposed: (inputs, outputs), zeros and scales (groups, outputs). In the first version
+        zero points are stored minus 1: in 4 bits a stored 15 is -1, and so the zero point is 0. Of
+        symmetric weights it is in the middle, whatever is stored, by some minus 1."""
+        if is_ordered and "g_idx" not in p:
+            refuse("desc_act", True, "there is no g_idx, which says the order")
+        values, zeros = split_words(p["qweight"], bits, 0).T, split_words(p["qzeros"], bits, 1)
+        zeros = ((zeros + (version == "gptq")) % 2 ** bits)[:, :len(values)].T
+        if is_symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
+        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
+
+    return Format(("qweight", "qzeros", "scales", "g_idx"), read, bits, is_ordered, "g_idx")
 
 
 def read_awq(entry: dict) -> Format:
@@ -313,7 +339,17 @@ def read_awq(entry: dict) -> Format:
     name = "version" if "version" in entry else "format"  # old and new
     allow({name: str(entry.get(name, "gemm")).lower()}, name, ("gemm",))
     size, has_zeros = group_size(entry), allow(entry, "zero_point", (True, False), True)
-    return Format(("qweight", "qzeros", "scales"), lambda p: awq_numbers(p, size, has_zeros), 4)
+
+    def read(p: Parts) -> Numbers:
+        """Transposed as well, with both packed along the outputs in an order of their own."""
+        place = torch.tensor(AWQ_ORDER).argsort()
+        values, zeros = (split_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
+                         for name in ("qweight", "qzeros"))
+        if not has_zeros and (zeros != 8).any():
+            refuse("zero_point", False, "zero points other than 8 are stored")
+        return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]))
+
+    return Format(("qweight", "qzeros", "scales"), read, 4)
 
 
 def group_size(entry: dict) -> int | None:
@@ -348,25 +384,23 @@ def by_group(numbers: Numbers) -> tuple[torch.Tensor | None, torch.Tensor, torch
     values, zeros, scales, block, groups = numbers
     if not scales.is_floating_point():  # but the exponents or the bits of some other format
         raise ValueError(f"scales are {scales.dtype}, which is no float")
-    scales = scales.float()
+    (rows, inputs), height = values.shape, 1
     if groups is None:
-        counts = [-(-size // length) for size, length in zip(values.shape, block, strict=True)]
+        height, groups = block[0], torch.arange(inputs) // block[1]
+        counts = [-(-rows // height), -(-inputs // block[1])]
+    else:
+        counts, groups = [rows, scales.shape[-1]], groups.long()
+        if groups.shape != (inputs,):
+            raise ValueError(f"{tuple(groups.shape)} inputs by g_idx for {(rows, inputs)} weights")
+        if inputs and not 0 <= int(groups.min()) <= int(groups.max()) < counts[1]:
+            raise ValueError(f"g_idx names other groups than 0 to {counts[1] - 1}")
 
-        def for_rows(each: torch.Tensor) -> torch.Tensor:
-            if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
-                raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
-            return each.reshape(counts).repeat_interleave(block[0], 0)[:len(values)]
+    def for_rows(each: torch.Tensor) -> torch.Tensor:
+        if [n for n in each.shape if n > 1] != [n for n in counts if n > 1]:
+            raise ValueError(f"{tuple(each.shape)} scales or zero points for {counts} blocks")
+        return each.reshape(counts).repeat_interleave(height, 0)[:rows]
 
-        return (None if zeros is None else for_rows(zeros), for_rows(scales),
-                torch.arange(values.shape[1]) // block[1])
-    shape, groups = (len(values), scales.shape[1]), groups.long()
-    if tuple(scales.shape) != shape or tuple(zeros.shape) != shape or (
-            groups.shape != values.shape[1:]):
-        raise ValueError(f"{tuple(scales.shape)} scales, {tuple(zeros.shape)} zero points and "
-                         f"{tuple(groups.shape)} inputs by g_idx for {tuple(values.shape)} weights")
-    if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < shape[1]:
-        raise ValueError(f"g_idx names other groups than 0 to {shape[1] - 1}")
-    return zeros, scales, groups
+    return None if zeros is None else for_rows(zeros), for_rows(scales.float()), groups
 
 
 def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -378,43 +412,3 @@ def split_words(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     shape[dim + 1] = -1
     numbers = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2 ** bits - 1)
     return numbers.flatten(dim, dim + 1)
-
-
-def compressed_numbers(p: Parts, bits: int, block: Callable) -> Numbers:
-    """Stored with 2^(bits - 1) added, zero points, too, so that none is negative."""
-    rows, columns = p["weight_shape"].tolist()
-    values, scales = split_words(p["weight_packed"], bits, 1)[:, :columns], p["weight_scale"]
-    if tuple(values.shape) != (rows, columns):
-        raise ValueError(f"weight_shape says {(rows, columns)}")
-    zeros = torch.full_like(scales, 2 ** (bits - 1))
-    if "weight_zero_point" in p:
-        zeros = split_words(p["weight_zero_point"], bits, 0)[:rows]
-    groups = p.get("weight_g_idx")
-    if groups is not None and (groups < 0).any():  # -1: there is no order
-        groups = None
-    return Numbers(values, zeros, scales, block(values.shape), groups)
-
-
-def gptq_numbers(p: Parts, bits: int, size: int | None, added: int, is_symmetric: bool,
-                 is_ordered: bool) -> Numbers:
-    """Transposed: (inputs, outputs), zeros and scales (groups, outputs). added: 1 where zero points
-    are stored minus 1. In 4 bits a stored 15 is -1, and so the zero point is 0. is_symmetric: the
-    zero point is in the middle, whatever is stored, which some files have minus 1 and some not."""
-    if is_ordered and "g_idx" not in p:
-        refuse("desc_act", True, "there is no g_idx, which says the order")
-    values = split_words(p["qweight"], bits, 0).T
-    zeros = (split_words(p["qzeros"], bits, 1) + added) % 2 ** bits
-    zeros = zeros[:, :len(values)].T
-    if is_symmetric:
-        zeros = torch.full_like(zeros, 2 ** (bits - 1))
-    return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]), p.get("g_idx"))
-
-
-def awq_numbers(p: Parts, size: int | None, has_zeros: bool) -> Numbers:
-    """Transposed as well, with both packed along the outputs in an order of their own."""
-    place = torch.tensor(AWQ_ORDER).argsort()
-    values, zeros = (split_words(p[name], 4, 1).unflatten(1, (-1, 8))[..., place].flatten(1).T
-                     for name in ("qweight", "qzeros"))
-    if not has_zeros and (zeros != 8).any():
-        refuse("zero_point", False, "zero points other than 8 are stored")
-    return Numbers(values, zeros, p["scales"].T, (1, size or values.shape[1]))

@@ -276,12 +276,20 @@ class TransformersModel(nn.Module):
     def watch(self, ids: torch.Tensor, positions: torch.Tensor | None,
               width: int) -> tuple[list[torch.Tensor], dict[int, tuple]]:
         """What comes out, and each layer's q, k and v, all (..., num_tokens, size); the layers as
-        `Probe` has them. positions: None for those that the class counts by itself."""
+        `Probe` has them. positions: None for those that the class counts by itself. Raises
+        `ValueError` unless each layer attends; where some keep states, one of them at least."""
         probe = Probe(looks_ahead=self.looks_ahead)
         everyone = torch.arange(len(ids), device=ids.device)
         out = self.run(ids, positions, everyone, probe,
                        attention_mask=torch.ones(1, len(ids), device=ids.device))
-        check_layers(probe, self.config)
+        num_layers = self.config.num_hidden_layers
+        silent = [str(i) for i in range(num_layers) if i not in probe.layers]
+        if silent and (not self.config.keeps_states or len(silent) == num_layers):
+            raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
+                             f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
+        if len(probe.layers) > num_layers:
+            raise ValueError(f"attention is called in {len(probe.layers)} layers, not in "
+                             f"{num_layers}")
         if out.shape != (len(ids), width):
             raise ValueError(f"it returns {tuple(out.shape)} for {len(ids)} of {width}")
         layers = dict(sorted(probe.layers.items()))
@@ -291,18 +299,6 @@ class TransformersModel(nn.Module):
         tolerance = torch.finfo(self.on.dtype).eps ** 0.5
         return all((one - other).norm() <= tolerance * one.norm()
                    for one, other in zip(ones, others, strict=True))
-
-
-def check_layers(probe: Probe, config: ModelConfig) -> None:
-    """Raises `ValueError` unless attention was called in each layer; of a network that keeps states
-    in others, in one at least."""
-    num_layers = config.num_hidden_layers
-    silent = [str(i) for i in range(num_layers) if i not in probe.layers]
-    if silent and (not config.keeps_states or len(silent) == num_layers):
-        raise ValueError(f"attention is not called in layer {', '.join(silent[:5])}"
-                         f"{' ...' if len(silent) > 5 else ''} of {num_layers}")
-    if len(probe.layers) > num_layers:
-        raise ValueError(f"attention is called in {len(probe.layers)} layers, not in {num_layers}")
 
 
 # ------------------------------------------------------- reading a checkpoint

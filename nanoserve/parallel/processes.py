@@ -53,11 +53,6 @@ CHILD = ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
 # ----------------------------------------------------------------- starting
 
 
-def under_torchrun() -> bool:
-    """Whether ranks exist already, to be joined."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
-
-
 def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     """Start the other ranks, or join them under torchrun, and return rank 0.
 
@@ -70,16 +65,14 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     """
     if size == 1:
         return Ranks()
-    if under_torchrun():
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:  # they exist already
         ranks = _join_torchrun(size, device)
         if ranks.rank > 0:
             with closing(ranks):
                 find(entry)(ranks, payload)
             raise SystemExit(0)
         return ranks
-    if device == "cuda" and torch.cuda.device_count() < size:
-        raise ValueError(f"tensor_parallel_size={size} needs {size} GPUs, torch sees "
-                         f"{torch.cuda.device_count()}")
+    check_gpus(device, size, f"tensor_parallel_size={size}")
     # Port 0: the system picks one that is free, and nobody can take it in between. The socket is
     # made here because torch's own would listen to the whole network.
     listener = socket.create_server((LOOPBACK, 0))
@@ -101,6 +94,13 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     except BaseException:
         _kill(children)
         raise
+
+
+def check_gpus(device: str, count: int, what: str) -> None:
+    """Raises `ValueError` where there are too few."""
+    if device == "cuda" and (found := torch.cuda.device_count()) < count:
+        raise ValueError(f"{what} needs {count} GPUs, torch sees {found}: start fewer ranks, or "
+                         "set CUDA_VISIBLE_DEVICES to all of them")
 
 
 def _spawn(boot: tuple) -> subprocess.Popen:
@@ -165,10 +165,7 @@ def _join_torchrun(size: int, device: str) -> Ranks:
         raise RuntimeError("torchrun's ranks have served an engine already and are gone: make one "
                            "engine a run")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if device == "cuda" and torch.cuda.device_count() < local_size:
-        raise ValueError(f"torchrun started {local_size} ranks on this machine, which need a GPU "
-                         f"each, and torch sees {torch.cuda.device_count()}: start fewer, or set "
-                         "CUDA_VISIBLE_DEVICES to all of them")
+    check_gpus(device, local_size, f"torchrun with {local_size} ranks on this machine")
     ranks = Ranks(rank, size)
     ranks.local_rank = int(os.environ.get("LOCAL_RANK", rank))
     ranks.local_size = local_size

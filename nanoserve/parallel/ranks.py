@@ -184,16 +184,12 @@ class Ranks:
     def send(self, x: torch.Tensor, to: int) -> None:
         """Numbers for one other rank, which need not wait for them yet."""
         self.post(x, self.control.send, [x], to, 0)
-        self.wait_for_posted(2 * self.size)
+        while len(self.posted) > 2 * self.size:
+            self._run(lambda: self.posted.popleft()[1])
 
     def post(self, x: torch.Tensor, collective: Callable, *args) -> None:
         """Begin a collective, and keep its numbers until it has ended."""
         self.posted.append((x, collective(*args)))
-
-    def wait_for_posted(self, most: int) -> None:
-        """Go on when no more than `most` of those begun have not ended."""
-        while len(self.posted) > most:
-            self._run(lambda: self.posted.popleft()[1])
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Wait for what another rank has posted, which is as long as `x`; returns `x`, filled."""

@@ -23,7 +23,7 @@ def engines(checkpoints):
     with Disaggregated(str(checkpoints["qwen3"]), dtype="float32", max_model_len=128,
                        num_gpu_blocks_override=64) as engines:
         yield engines
-    assert not Path(engines.folder.name).exists()
+    assert not Path(engines.decoder.config.kv_store).exists()
 
 
 def check(references, outputs) -> None:
