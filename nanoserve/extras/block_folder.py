@@ -36,6 +36,7 @@ import xxhash
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import EngineConfig
+from nanoserve.words.rules import in_words
 
 VERSION = 1  # of the files
 CHECKSUM = 16  # bytes that it takes
@@ -70,15 +71,13 @@ def fingerprint(config: EngineConfig, model_folder: Path, shapes: list) -> bytes
 def make_folder(name: str | Path) -> Path:
     """With mode 0700 if it isn't there. Returns its absolute path, since the program may change its
     directory. Raises `ValueError` if it can't be made or read."""
-    try:
+    with in_words(f"kv_store={str(name)!r} must be a folder that can be read, or one that can be "
+                  "made"):  # a null byte; ~ of a user without a home
         path = Path(name).expanduser().absolute()
         if path.exists() and not path.is_dir():
             raise ValueError("it is a file")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.listdir(path)
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte; ~ of a user without a home
-        raise ValueError(f"kv_store={str(name)!r} must be a folder that can be read, or one that "
-                         f"can be made: {error}") from None
     return path
 
 

@@ -47,6 +47,7 @@ from nanoserve.extras.transformers_model import (
 )
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
+from nanoserve.words.rules import in_words
 
 # Positions of these begin behind that of padding: with a padding token of 1, at 2.
 ROBERTAS = ("roberta", "xlm-roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xmod",
@@ -146,10 +147,8 @@ class Encoder(TransformersModel):
         padding = self.layers.config.pad_token_id  # it has no position in RoBERTa
         ids = torch.tensor([i for i in range(13) if i != padding][3:], device=self.on.device)
         self.set_attention("sdpa")
-        try:
+        with in_words("its own run ended with an error"):  # sizes don't fit together, say
             out = self.layers(input_ids=ids[None])
-        except Exception as error:  # sizes that don't fit together, for one
-            raise ValueError(f"its own run ended with {error}") from error
         expected = out.logits if self.classifies else out.last_hidden_state[0]
         self.set_attention(PROBED)
         layers = super()._probe(width)

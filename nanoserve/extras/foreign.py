@@ -41,6 +41,7 @@ from nanoserve.extras.transformers_model import (
     load,
     refusal,
 )
+from nanoserve.words.rules import in_words
 
 ENCODERS = re.compile("((?<!LMHead)(?<!Reward)Model|ForSequenceClassification|ForMaskedLM)$")
 
@@ -117,7 +118,5 @@ def read_hf_config(architecture: str, entries: dict) -> transformers.PreTrainedC
     kind = entries.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise refusal(architecture, unknown(kind, entries))
-    try:
+    with in_words("config.json: transformers can't read it"):  # whatever its classes raise
         return transformers.CONFIG_MAPPING[kind].from_dict(entries)
-    except Exception as error:  # whatever its classes raise
-        raise ValueError(f"config.json: transformers can't read it: {error}") from error

@@ -40,6 +40,7 @@ from nanoserve.checkpoint.wrappings import check_names
 from nanoserve.config import EngineConfig
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
+from nanoserve.words.rules import in_words
 
 
 def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrainedConfig,
@@ -67,10 +68,8 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
         if isinstance(tensor, Grouped):
             kept[translated(name)], tensor = tensor, tensor[:]
         stored[name] = tensor.to(dtype) if assemble else tensor
-    try:
+    with in_words(f"{folder}: the weights do not match config.json"):  # in their shapes, say
         network, found = make_network(model_class, hf_config, stored, dtype, left_out is not None)
-    except Exception as error:  # shapes that don't match, for one
-        raise ValueError(f"{folder}: the weights do not match config.json: {error}") from error
     for what, names in found.items():
         if names := [name for name in map(str, names) if not re.search(passed_over, name)
                      and not (assemble and name in stored and adds_nothing(name, stored[name]))]:
@@ -110,10 +109,8 @@ def made_up(seed: int, model_class: type, hf_config: transformers.PreTrainedConf
         said = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # it lists each tensor that is made up
         try:
-            return make_network(model_class, hf_config, {}, dtype, has_towers)[0]
-        except Exception as error:
-            raise ValueError(f"config.json: transformers can't make this network: {error!s:.500}"
-                             ) from error
+            with in_words("config.json: transformers can't make this network"):
+                return make_network(model_class, hf_config, {}, dtype, has_towers)[0]
         finally:
             transformers.logging.set_verbosity(said)
 

@@ -29,6 +29,7 @@ from nanoserve.frontend.metrics import say
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
+from nanoserve.words.rules import in_words
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet
@@ -188,15 +189,13 @@ class ModelGuesser(Guesser):
             raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
                              "small model with the same vocabulary")
         name = str(asked["model"])
-        try:
+        with in_words("speculative_config", ValueError):
             folder = find_model(name, weights=config.load_format != "dummy",
                                 code=config.trust_remote_code)
             asked["model"] = str(folder)  # where other ranks will look for it
             draft = ModelConfig.from_folder(folder)
             check_shares(config.tensor_parallel_size, draft.num_attention_heads,
                          draft.num_key_value_heads)
-        except ValueError as error:
-            raise ValueError(f"speculative_config: {error}") from error
         if not draft.architecture.endswith("ForCausalLM"):
             raise ValueError(f"speculative_config: model={name!r} has no LM head, by its "
                              f"architecture {draft.architecture}: choose a ...ForCausalLM "

@@ -47,7 +47,7 @@ from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.sequence import CacheEntry
 from nanoserve.words import rules
-from nanoserve.words.rules import option
+from nanoserve.words.rules import in_words, option
 
 ADAPTER_FOLDER = rules.Rule("the folder of an adapter", rules.STORE.keep)
 ADAPTER = -2  # in the place of a step's first length: an adapter's weights follow
@@ -289,11 +289,9 @@ def read_adapter(folder: Path, max_rank: int, layers: dict[str, tuple[Linear, st
     """A of (rank, inputs) and scaled B of (outputs, rank) for each module of `layers` that the
     adapter changes. Raises `ValueError` for whatever can't be served as it is meant."""
     settings = _read_settings(folder)
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder / WEIGHTS} can't be read: {error}") from error
+    with in_words(f"{folder / WEIGHTS} can't be read", OSError, SafetensorError), safe_open(
+            folder / WEIGHTS, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         path, _, kind = name.removesuffix(".weight").rpartition(".")
@@ -358,14 +356,13 @@ def _of_module(folder: Path, settings: dict, name: str, path: str, default: floa
     """What a pattern of PEFT's says for a module: the first key that matches the end of its path,
     whole names only, and may be a regular expression. Raises `ValueError` for anything else."""
     value = default
-    try:
-        for key, of_key in (settings.get(name) or {}).items():
+    given = settings.get(name) or {}
+    with in_words(f"{folder}: adapter_config.json: {name}={given!r:.80} must name modules and "
+                  "their numbers", AttributeError, re.error):
+        for key, of_key in given.items():
             if re.match(rf"(.*\.)?({key})$", f"model.{path}"):
                 value = of_key
                 break
-    except (AttributeError, re.error) as error:
-        raise ValueError(f"{folder}: adapter_config.json: {name}={settings[name]!r:.80} must name "
-                         f"modules and their numbers: {error}") from None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
         raise ValueError(f"{folder}: adapter_config.json: {path} has the rank or alpha {value!r}, "
                          "which is no number")

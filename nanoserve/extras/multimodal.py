@@ -52,6 +52,7 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, salt_of
 from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence, Step
+from nanoserve.words.rules import in_words
 
 # Wrappings that were compared with transformers' `generate`, by what they take (docs/vision.md).
 TRIED = {"image": ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "SmolVLM", "Idefics3", "InternVL",
@@ -259,10 +260,8 @@ class MultimodalInputs(InputProcessor):
         kind = self.eyes.kind
         if isinstance(image, Mapping):
             picture = from_tensors(image, self.eyes.takes)
-            try:
+            with in_words(f"the tower can't read this {kind}"):  # whatever it stumbles over
                 picture.num_tokens = len(self.eyes.features_of(picture))
-            except Exception as error:  # whatever a tower stumbles over
-                raise ValueError(f"the tower can't read this {kind}: {error!s:.200}") from error
             return picture
         given = dict(images=[read_image(image)]) if kind == "image" else dict(
             audio=[read_sound(image, self.processor.feature_extractor.sampling_rate)])

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from nanoserve.frontend.messages import Taken
+from nanoserve.words.rules import in_words
 
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # of an image that is decoded here
 MAX_SECONDS = 600  # of a sound
@@ -54,10 +55,8 @@ def from_tensors(given: Mapping, names: list[str]) -> Picture:
     if names[0] not in given or not set(given) <= set(names):
         raise ValueError(f"an image or a sound that is a dict must hold {', '.join(names)}, got "
                          f"{', '.join(map(str, given))}")
-    try:
+    with in_words(f"an image's {', '.join(given)} must be tensors"):
         tensors = {name: torch.as_tensor(value).cpu() for name, value in given.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"an image's {', '.join(given)} must be tensors: {error}") from error
     if not tensors[names[0]].float().isfinite().all():
         raise ValueError(f"{names[0]} must be finite numbers")
     return Picture(tensors)
@@ -98,13 +97,10 @@ def read_image(image: object):
     if not isinstance(image, (Path, io.BytesIO)):
         raise ValueError("an image must be a PIL image, a pathlib.Path, a data: URL or what a "
                          f"processor made, got {image!r:.80}")
-    try:
+    with in_words(f"this is no image, or a damaged one ({', '.join(FORMATS)} are read)"):
         opened = Image.open(image, formats=FORMATS)  # reads its head alone
         if opened.width * opened.height <= MAX_PIXELS:
             return ImageOps.exif_transpose(opened).convert("RGB")
-    except Exception as error:  # whatever a decoder stumbles over
-        raise ValueError(f"this is no image, or a damaged one ({', '.join(FORMATS)} are read): "
-                         f"{error!s:.100}") from error
     raise ValueError(f"an image of {opened.width} x {opened.height} pixels is too large: at most "
                      f"{MAX_PIXELS:,} in all, send a smaller one")
 
@@ -149,10 +145,8 @@ def from_url(url: str) -> bytes:
     if len(data) > MAX_BYTES * 4 // 3:
         raise ValueError(f"a data: URL of {len(data):,} characters is too large: at most "
                          f"{MAX_BYTES * 4 // 3:,}, send a smaller one")
-    try:
+    with in_words("a data: URL is no base64"):
         return base64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise ValueError(f"a data: URL is no base64: {error}") from error
 
 
 def take_out(message: object, kind: str, found: list[object]) -> object:

@@ -34,7 +34,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
 from nanoserve.words import rules
-from nanoserve.words.rules import option
+from nanoserve.words.rules import in_words, option
 from nanoserve.words.vllm import takes_vllms_words
 
 POOLING_TYPE = rules.choice("CLS", "LAST", "MEAN", "ALL")
@@ -281,10 +281,8 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
     file = folder / "modules.json"
     if not file.exists():
         return []
-    try:
+    with in_words(f"{file} can't be read"):
         modules = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} can't be read: {error}") from None
     if not isinstance(modules, list) or not all(
             isinstance(one, dict) and isinstance(one.get("type"), str)
             and isinstance(one.get("path"), str) for one in modules):

@@ -40,7 +40,7 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence
 from nanoserve.words import rules
-from nanoserve.words.rules import option
+from nanoserve.words.rules import in_words, option
 
 END = "<|nanoserve: the text may end here|>"
 SAMPLE = "the café, 5"  # has a space, a letter of two bytes, a digit and a sign
@@ -78,10 +78,8 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise ValueError(f"structured_outputs must have exactly one of {', '.join(KINDS)}, got "
                              f"{' and '.join(given) or 'none of them'}")
-        try:
+        with in_words("structured_outputs"):
             rules.check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"structured_outputs: {error}") from None
 
     @classmethod
     def of(cls, asked: Any) -> "StructuredOutputsParams":
@@ -149,12 +147,9 @@ class Grammars:
         own.add_special_tokens([END])
         # Behind all others, so that no real token has it; a padded vocabulary may have room there.
         self.end_id = own.token_to_id(END)
-        try:
+        with in_words("structured_outputs: llguidance can't read this tokenizer", ValueError):
             self.tokenizer = self.library.LLTokenizer(
                 own.to_str(), n_vocab=max(vocab_size, self.end_id + 1), eos_token=self.end_id)
-        except ValueError as error:
-            raise ValueError(f"structured_outputs: llguidance can't read this tokenizer: {error}"
-                             ) from error
         # llguidance knows the usual ways to write a space and bytes; others it takes for letters.
         read = self.tokenizer.decode_bytes(own.encode(SAMPLE, add_special_tokens=False).ids)
         if read.decode(errors="replace").strip() != SAMPLE:
@@ -172,11 +167,9 @@ class Grammars:
             raise ValueError("structured_outputs needs a token that ends the text, and there is no "
                              "EOS (ignore_eos=True, or a model without): name one with "
                              "stop_token_ids, or leave ignore_eos out")
-        try:
+        with in_words("structured_outputs has a text that UTF-8 has no bytes for, a lone "
+                      "surrogate?", UnicodeEncodeError):
             return Grammar(self, self.matcher_of(self._translate(asked)), end_ids)
-        except UnicodeEncodeError as error:
-            raise ValueError("structured_outputs has a text that UTF-8 has no bytes for, a lone "
-                             f"surrogate? {error}") from error
 
     def _compile(self, grammar: str) -> Any:
         _refuse_what_crashes(grammar)
@@ -207,14 +200,13 @@ class Grammars:
             texts = " | ".join(map(json.dumps, asked.choice))
             return to.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         schema = {"type": "object"} if asked.json is None else asked.json
-        try:  # as text: a dict that holds itself, handed to the library, ends the process
+        with in_words("structured_outputs: json is no JSON schema", ValueError, TypeError,
+                      RecursionError, re.error):
+            # As text: a dict that holds itself, handed to the library, ends the process.
             text = schema if isinstance(schema, str) else json.dumps(schema)
             text = json.dumps(tidy(json.loads(text), asked.disable_additional_properties,
                                    self._is_dead))
             return to.grammar_from_json_schema(text, defaults=ONE_LINE)
-        except (ValueError, TypeError, RecursionError, re.error) as error:
-            raise ValueError(f"structured_outputs: json is no JSON schema: {error!s:.500}"
-                             ) from error
 
     def _is_dead(self, keys: list[str], patterns: list[str]) -> bool:
         """Whether no key is left for these patterns: whether the parser, when it has read an object
@@ -233,10 +225,8 @@ class Grammars:
 def _to_lark(grammar: str) -> str:
     """EBNF as llama.cpp and xgrammar write it. Raises `ValueError`."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
-    try:
+    with in_words("structured_outputs: grammar is no EBNF"):
         return gbnf_to_lark(grammar)
-    except Exception as error:  # of a class of the library's, or of none
-        raise ValueError(f"structured_outputs: grammar is no EBNF: {error!s:.300}") from error
 
 
 def _refuse_what_crashes(grammar: str) -> None:

@@ -13,7 +13,8 @@ would be a package more, with errors in its own words.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -57,6 +58,16 @@ def check_fields(record: Any) -> None:
         if whole is not None and kept != one.default and not getattr(record, whole):
             raise ValueError(f"{one.name}={kept!r} has no effect without {whole}: set it, or leave "
                              f"{one.name} out")
+
+
+@contextmanager
+def in_words(words: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within it an error of these kinds (of any, if none is named), a library's say, becomes a
+    `ValueError` that begins with `words`."""
+    try:
+        yield
+    except (kinds or Exception) as error:  # noqa: B030 - a tuple of classes, or one
+        raise ValueError(f"{words}: {error!s:.500}") from error
 
 
 def only_if(is_right: bool, value: Any) -> Any:
