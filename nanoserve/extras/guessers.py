@@ -13,7 +13,7 @@ when a step is scheduled; one that needs the device fills them in, for all rows 
 
     schedule ──► propose: [3, 1, 2] or [?, ?, ?] ──► fill: ? by the device ──► launch ──► checked
 
-Not known here: how guesses are verified, metrics.
+Invariant: a wrong guess costs time, and no token. Not known here: how guesses are verified.
 """
 
 from collections.abc import Iterable

@@ -16,7 +16,7 @@ such a head for themselves (`OwnHead`; of transformers' networks: hidden_drafts_
 
 Invariant: no token changes, as with any drafts (speculative.py). Known limits: heads of one layer;
 in a block that others find, the last token's KV saw the token that was behind it then, so a draft
-there may be worse; no CUDA graphs. Road not taken: trees of drafts, with a mask of their own.
+there may be worse; no CUDA graphs. Not known here: how drafts are checked. Road not taken: trees.
 """
 
 import re

@@ -13,7 +13,8 @@ there two copies of the model. A rank rounds its own share.
 
 A rounded weight brings its product along, and there are three kinds of it: `Panels` for the
 compiled twin (quantized_linear.cpp), a Triton kernel (quantized_triton.py), and `Rows`, the
-specification of the other two. A layer is told its kind (quantization.py, by `Placement`).
+specification. Invariant: they give the same up to the rounding of activations. A layer is told its
+kind by `Placement` (quantization.py).
 
 Not known here: files, formats, 4 bits (int4_linear.py), 8-bit floats (fp8_linear.py). Road not
 taken: torch's own int8 operators, which on a CPU were no faster than bfloat16.

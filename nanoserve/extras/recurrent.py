@@ -17,8 +17,8 @@ snapshot (recurrent_snapshots.py), and whoever was in a step that is lost starts
 load takes 9 tokens at once, and in chunks of 4, 3, 1 and 1 beside another row; networks whose
 mixers take no state from outside (Mamba 1, Jamba) fail it and are refused.
 
-Known limits: one rank, no adapters; the speed of transformers' mixers in plain torch, but for gated
-delta nets (recurrent_delta.py). Road not taken: mixers of our own for each kind of layer.
+Known limits: one rank, no adapters; the speed of transformers' mixers, but for gated delta nets
+(recurrent_delta.py). Not known here: blocks, requests. Road not taken: mixers of our own.
 """
 
 import weakref

@@ -18,6 +18,9 @@ know. A definition may be an object by itself, too: as a part it has an open twi
     {"properties": {"a": A}, "$ref": its twin, "allOf": [the lid, of {"a": {}, "b": {}}]}
 
 Each alternative gets a lid of its own, unless the alternatives stand behind a reference.
+
+Invariant: what matches a schema as it is compiled is valid by the one that was asked for. Not known
+here: tokens, requests. Road not taken: to merge the parts, whose types and limits may differ.
 """
 
 import re
