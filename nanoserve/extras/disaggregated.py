@@ -52,14 +52,14 @@ class Prefiller:
         self.thread, self.num_sent = ThreadPoolExecutor(1), 0
         self.thread.submit(self._write, options)
 
-    def compute(self, token_ids: list[int]) -> Future:
+    def compute(self, prompt: dict) -> Future:
         """True when the prompt's blocks are in the folder, False if the process has ended."""
         self.num_sent += 1
-        return self.thread.submit(self._compute, self.num_sent, token_ids)
+        return self.thread.submit(self._compute, self.num_sent, prompt)
 
-    def _compute(self, number: int, token_ids: list[int]) -> bool:
+    def _compute(self, number: int, prompt: dict) -> bool:
         with suppress(OSError):  # it has died
-            self._write([number, token_ids])
+            self._write([number, prompt])
             for line in self.process.stdout:  # others may print there, too
                 if line.strip() == str(number):
                     return True
@@ -106,7 +106,9 @@ class Disaggregated:
             if self.prefiller is None:
                 llm.submit(request, inbox)
             else:
-                waiting[self.prefiller.compute(request.prompt_token_ids)] = request
+                prompt = dict(prompt_token_ids=request.prompt_token_ids,
+                              cache_salt=request.cache_salt)
+                waiting[self.prefiller.compute(prompt)] = request
         try:
             while waiting or llm.has_unfinished_requests():
                 for one in list(waiting):  # they end in this order
@@ -143,8 +145,8 @@ def prefill() -> None:
     one_token = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     with LLM(**json.loads(sys.stdin.readline())) as llm:
         for line in sys.stdin:
-            number, token_ids = json.loads(line)
-            llm.generate([token_ids], one_token, use_tqdm=False)
+            number, prompt = json.loads(line)
+            llm.generate(prompt, one_token, use_tqdm=False)
             llm.extra(BlockStore).flush()
             print(number, flush=True)
 

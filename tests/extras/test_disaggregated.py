@@ -40,6 +40,15 @@ def test_the_second_engine_computes_only_the_rest_of_each_prompt(engines, refere
     storage(engines.decoder).check()
 
 
+def test_a_salt_goes_along(engines):
+    """Else the folder would have the prompt's blocks for everybody."""
+    prompt = PROMPTS[-1]
+    [mine] = engines.generate([dict(prompt_token_ids=prompt, cache_salt="mine")], GREEDY)
+    assert mine.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+    [others] = engines.decoder.generate([prompt], GREEDY, use_tqdm=False)
+    assert others.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("when", ["before", "after the first call"])
 def test_a_prefill_engine_that_was_killed_is_missed_by_nobody(engines, references, when):
     if when != "before":
