@@ -363,17 +363,22 @@ def chrome_trace(stream: dict) -> dict:
     slices of a track must not overlap, so it is drawn from where the last one ends. Where as many
     steps are in flight as there are stages, there are as many tracks of steps.
     """
-    events = [dict(ph="M", name="process_name", pid=pid, args={"name": name})
-              for pid, name in ((1, "engine"), (2, "requests"), (3, "stages"))]
+    events: list[dict] = []
+
+    def tell(ph: str, name: str, pid: int, tid: int, ts: int = 0, **more) -> dict:
+        events.append(dict(ph=ph, name=name, pid=pid, tid=tid, ts=ts, **more))
+        return events[-1]
+
+    for pid, name in ((1, "engine"), (2, "requests"), (3, "stages")):
+        tell("M", "process_name", pid, 0, args={"name": name})
     for number, (name, num_prompt, _, _) in enumerate(stream["requests"]):
-        events.append(dict(ph="M", name="thread_name", pid=2, tid=number,
-                           args={"name": f"{name} ({num_prompt} prompt tokens)"}))
+        tell("M", "thread_name", 2, number, args={"name": f"{name} ({num_prompt} prompt tokens)"})
     decoding: dict[int, dict] = {}  # request -> its slice that may go on
     reached = [0] * len(stream["requests"])  # how far it was computed: what is before is repeated
     prompt = [request[1] for request in stream["requests"]]
     ends = [0] * stream["meta"]["lanes"]
     for frame, found in zip(stream["frames"], rows(stream["frames"]), strict=True):
-        lane = frame["i"] % len(ends)
+        step, lane = f"step {frame['i']}", frame["i"] % len(ends)
         begin, end = (max(t, ends[lane]) for t in (frame["t"], frame["t"] + max(frame["d"], 0)))
         sums = dict(prefill=0, decode=0, recompute=0)
         still: dict[int, dict] = {}
@@ -382,30 +387,24 @@ def chrome_trace(stream: dict) -> dict:
                     "prefill" if start < prompt[request] else "decode")
             sums[kind] += n
             # Of a decoding row with drafts only the first token is sure to stay.
-            sure = 1 if kind == "decode" else n
-            reached[request] = max(reached[request], start + sure)
+            reached[request] = max(reached[request], start + (1 if kind == "decode" else n))
             event = decoding.get(request) if kind == "decode" else None
             if event is None:
-                event = dict(ph="X", name=kind, cat=kind, pid=2, tid=request, ts=begin, dur=0,
-                             args=dict(first_position=start, tokens=0, step=frame["i"]))
-                events.append(event)
+                event = tell("X", kind, 2, request, begin, cat=kind, args=dict(
+                    first_position=start, tokens=0, step=frame["i"]))
             event["dur"] = end - event["ts"]
             event["args"]["tokens"] += n
             if kind == "decode":
                 still[request] = event
-        decoding = still
+        decoding, ends[lane] = still, end
         if frame["i"] >= 0:
-            events.append(dict(ph="X", name=f"step {frame['i']}", pid=1, tid=lane, ts=begin,
-                               dur=end - begin, args=dict(tokens=sum(sums.values()))))
-        events.append(dict(ph="C", name="tokens", pid=1, ts=begin, args=sums))
+            tell("X", step, 1, lane, begin, dur=end - begin, args=dict(tokens=sum(sums.values())))
+        tell("C", "tokens", 1, 0, begin, args=sums)
         if "v" in frame:
-            events.append(dict(ph="C", name="encoder cache", pid=1, ts=begin, args=dict(
-                tokens=frame["v"][0])))
-        for stage, *span in zip(*[iter(frame.get("s", ()))] * 3, strict=True):
-            events.append(dict(ph="X", name=f"step {frame['i']}", pid=3, tid=stage, ts=span[0],
-                               dur=span[1] - span[0]))
+            tell("C", "encoder cache", 1, 0, begin, args=dict(tokens=frame["v"][0]))
+        for stage, since, until in zip(*[iter(frame.get("s", ()))] * 3, strict=True):
+            tell("X", step, 3, stage, since, dur=until - since)
         for kind, name in (("h", "prefix hit"), ("l", "loaded from the store"), ("p", "preempted")):
             for request in frame.get(kind, [])[::2]:
-                events.append(dict(ph="i", s="t", name=name, pid=2, tid=request, ts=begin))
-        ends[lane] = end
+                tell("i", name, 2, request, begin, s="t")
     return dict(traceEvents=events, displayTimeUnit="ms", otherData=stream["meta"])
