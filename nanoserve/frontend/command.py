@@ -1,4 +1,4 @@
-"""How a command ends: in silence, also by Ctrl-C or a closed pipe, and with the shell's status.
+"""How a command is read, and how it ends: in silence, also by Ctrl-C or a closed pipe.
 
     if __name__ == "__main__":
         with command():
@@ -15,6 +15,7 @@ Where Ctrl-C is ignored (a shell's background), or is somebody else's, it stays 
 what a command does. Road not taken: signal handlers in each command, which all ended differently.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -56,3 +57,13 @@ def interrupt(number: int, frame: FrameType | None) -> None:
             os._exit(INTERRUPTED)
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+class DashedParser(argparse.ArgumentParser):
+    """Takes --max_model_len for --max-model-len, as vLLM's does."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = [word.partition("=") for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args([
+            (name.replace("_", "-") if name.startswith("--") else name) + equals + value
+            for name, equals, value in words], namespace)

@@ -32,6 +32,7 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from nanoserve.config import EngineConfig
+from nanoserve.frontend.command import DashedParser
 from nanoserve.llm import BUNDLED_MODEL, LLM
 from nanoserve.server.api import create_app
 from nanoserve.server.async_llm import AsyncLLM
@@ -48,15 +49,8 @@ UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
 KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in a line, not below sixty of usage. Like vLLM's, it takes --max_model_len
-    for --max-model-len."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        words = [word.partition("=") for word in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args([
-            (name.replace("_", "-") if name.startswith("--") else name) + equals + value
-            for name, equals, value in words], namespace)
+class Parser(DashedParser):
+    """Says what is wrong in a line, not below sixty of usage."""
 
     def error(self, message: str):
         if unknown := re.match(r"unrecognized arguments: --([\w-]+)", message):

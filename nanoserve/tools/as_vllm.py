@@ -40,7 +40,7 @@ MODULES = {"vllm", *(f"vllm.{name}" for name in """
 # Names that are not in `nanoserve` itself: where they are, and what they are called there.
 HOMES = {"EngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
          "AsyncEngineArgs": ("nanoserve.tools.as_vllm", "EngineArgs"),
-         "FlexibleArgumentParser": ("nanoserve.server.cli", "Parser"),
+         "FlexibleArgumentParser": ("nanoserve.frontend.command", "DashedParser"),
          "AsyncLLM": ("nanoserve.server.async_llm", "AsyncLLM"),
          "AsyncLLMEngine": ("nanoserve.server.async_llm", "AsyncLLM"),
          "PromptType": ("nanoserve.frontend.prompts", "Prompt"),
