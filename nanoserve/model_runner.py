@@ -114,7 +114,7 @@ class ModelRunner:
         for tell in self.on_load:
             tell(self.model)
         return_freed_memory()
-        self._record()
+        self.record()
 
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
         """Give memory back to the system: that of the network that is served, or of the KV cache,
@@ -179,10 +179,10 @@ class ModelRunner:
         """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
         memory that it has left over; raises `ValueError` when that is too little."""
         self.allocate_kv_cache(num_blocks, max_model_len)
-        self._record()
+        self.record()
         self.copier = self.parts.make_copier and self.parts.make_copier(self)
 
-    def _record(self) -> None:
+    def record(self) -> None:
         """Graphs, once weights and cache are there."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
             self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
@@ -238,7 +238,7 @@ class ModelRunner:
         others return is a stand-in for rank 0's tokens. size: of the graph that is replayed."""
         batch = self.builder.read(message)
         if self.copier is not None:  # before the step reads or writes a block
-            self.copier.move(batch.host)
+            self.copier.move(batch.host, self.kv_cache)
         if not batch.num_tokens:  # it only saved blocks
             return SamplerOutput(batch.logits_indices.long())
         model, chosen = self.networks[batch.network], None

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from nanoserve.model import KVCache
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import Ranks
 
@@ -45,11 +46,11 @@ class HostMemory:
     """
 
     def __init__(self, runner: ModelRunner, num_bytes: int, has_folder: bool):
-        caches = [cache for pair in runner.kv_cache for cache in pair]
-        self.ranks = runner.ranks
-        self.shapes = [[*cache.shape[1:], str(cache.dtype)] for cache in caches]
-        self.caches = [cache.flatten(1).view(torch.uint8) for cache in caches]  # (blocks, bytes)
-        block_bytes = sum(cache.shape[1] for cache in self.caches)
+        self.ranks, self.device = runner.ranks, runner.device
+        self.shapes = [[*cache.shape[1:], str(cache.dtype)]
+                       for pair in runner.kv_cache for cache in pair]
+        self.sizes = [cache.shape[1] for cache in rows_of(runner.kv_cache)]
+        block_bytes = sum(self.sizes)
         full_step = runner.config.max_num_batched_tokens // runner.config.block_size * block_bytes
         num_bytes = num_bytes or max(LEAST_BYTES, full_step)
         self.num_blocks = self.ranks.least(num_bytes // block_bytes)
@@ -71,18 +72,24 @@ class HostMemory:
             first = self.ranks.rank * widest
             self.own = self.memory[:, first:first + block_bytes]
 
-    def move(self, host: dict[str, Any]) -> None:
+    def move(self, host: dict[str, Any], kv_cache: KVCache) -> None:
         """Queue a step's copies. host: the batch's sections. In `block_moves`, (block, host block)
         saves a block, and (block, -1 - host block) loads one. Saves come first: a load may
         overwrite a block that is saved."""
-        sizes = [cache.shape[1] for cache in self.caches]
-        for block_id, host_id in host["block_moves"].reshape(-1, 2).tolist():
-            there = self.own[host_id if host_id >= 0 else -1 - host_id].split(sizes)
-            for here, part in zip([cache[block_id] for cache in self.caches], there, strict=True):
+        moves = host["block_moves"].reshape(-1, 2).tolist()
+        caches = rows_of(kv_cache) if moves else []  # not kept: they go while an engine sleeps
+        for block_id, host_id in moves:
+            there = self.own[host_id if host_id >= 0 else -1 - host_id].split(self.sizes)
+            for here, part in zip([cache[block_id] for cache in caches], there, strict=True):
                 to, source = (part, here) if host_id >= 0 else (here, part)
                 to.copy_(source, non_blocking=True)
         if self.is_shared and not len(host["input_ids"]):  # no network runs
-            self.ranks.all_reduce(torch.zeros(1, device=self.caches[0].device))
+            self.ranks.all_reduce(torch.zeros(1, device=self.device))
+
+
+def rows_of(kv_cache: KVCache) -> list[torch.Tensor]:
+    """Each of the caches as bytes, (blocks, bytes of a block)."""
+    return [cache.flatten(1).view(torch.uint8) for pair in kv_cache for cache in pair]
 
 
 class HostBlocks:

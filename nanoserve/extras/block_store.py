@@ -297,6 +297,11 @@ class BlockStore(Extra, Observer):
                 if not noted:
                     emptied.result()
 
+    def leave_cache(self) -> None:
+        """The KV cache goes, and its blocks were evicted: save what no other place has."""
+        self.save_rest()
+        self.unsaved.clear()  # if a step has failed, or no host block was free
+
     def rename(self) -> None:
         """Other weights have come, behind a `reset`: from here on blocks have names that no other
         engine's have, be its weights the old ones or these."""

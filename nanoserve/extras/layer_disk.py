@@ -81,6 +81,7 @@ class Shelf(nn.Module):
         if isinstance(value, torch.Tensor) and value.nbytes >= SMALL:
             tensor, memory = in_file(self.file, tuple(value.shape), value.dtype)
             self.maps.append((memory, tensor))
+            tensor.is_on_disk = True  # for an engine that goes to sleep
             return tensor.copy_(value)
         if isinstance(value, tuple):
             moved = map(self.moved, value)

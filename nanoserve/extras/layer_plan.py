@@ -286,7 +286,7 @@ class LayerPlan(Extra):
             if config.kv_offload_bytes or config.kv_store is not None or config.enable_lora:
                 raise ValueError("deploy() does not go together with kv_offload_bytes, kv_store or "
                                  "enable_lora")
-            if any(isinstance(one, NewWeights) and one.source != runner.folder
+            if any(isinstance(one, NewWeights) and one.folder != runner.folder
                    for one in engine.extras):
                 raise ValueError("deploy() reads the checkpoint again, and this engine has other "
                                  "weights since update_weights()")

@@ -198,19 +198,15 @@ class Adapters:
             with ctrl_c_held(), self.ranks.together():
                 adapter_id, tensors = self.unsent.popitem()
                 if self.ranks.size > 1:
-                    content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
                     head = torch.zeros(HEAD, dtype=torch.int32)
-                    head[:3] = torch.tensor([ADAPTER, adapter_id, len(content)])
+                    head[:2] = torch.tensor([ADAPTER, adapter_id])
                     self.ranks.broadcast_host(head)
-                    self.ranks.broadcast_host(content)
+                    self.ranks.hand_out(save(tensors))
                 self._fill(adapter_id, tensors)
 
     def receive(self, head: torch.Tensor) -> None:
         """On another rank: the adapter whose head has been received."""
-        _, adapter_id, length = head[:3].tolist()
-        content = torch.empty(length, dtype=torch.uint8)
-        self.ranks.broadcast_host(content)
-        self._fill(adapter_id, load(content.numpy().tobytes()))
+        self._fill(int(head[1]), load(bytes(self.ranks.hand_out())))
 
     def _fill(self, adapter_id: int, tensors: dict[str, torch.Tensor]) -> None:
         columns = slice((adapter_id - 1) * self.max_rank, adapter_id * self.max_rank)

@@ -8,26 +8,33 @@ engine gets the trainer's tensors, and the trainer its memory meanwhile:
                 weights and          tensor by tensor, on all ranks        the KV cache
                 KV cache go
 
-The old network goes first, since packed weights can't be written in place and there may be no room
-for two; then the ordinary loader makes a new one. A trial against a network without memory comes
-before that. It reads names and shapes only, so what is wrong with a folder, a dict or a list is an
-error that changes nothing.
+An update: the old network goes first, since packed weights can't be written in place and there may
+be no room for two; then the ordinary loader makes a new one. A trial against a network without
+memory comes before that. It reads names and shapes only, so what is wrong with a folder, a dict or
+a list is an error that changes nothing.
+
+Sleep: whatever tensor a network reaches keeps its place in the network and loses its memory; the
+bytes wait beside a GPU in host memory, on a CPU in a file without a name, and come back bit by bit.
+So nothing here depends on where weights came from, or how they are packed.
 
 Invariants: no text is ever computed from two sets of weights, so whatever was computed from the old
 ones is forgotten: the prefix cache and what annexes keep (`Extra.reset`). All ranks see all tensors
 to the last one, whatever fails on one of them. An engine without its weights, or without its KV
 cache, refuses requests with a sentence (elsewhere it wrote garbage: TRL #4571).
 
-Not known here: how a layer takes its tensors (layers.py). Known limits: a draft network keeps its
-weights; with a second place for blocks there is no sleep. Road not taken: memory that both
-processes map, which would tie the trainer's layout to ours.
+Not known here: how a layer takes its tensors (layers.py). Known limit: a draft network keeps its
+weights. Road not taken: memory that both processes map, which would tie the trainer's layout to
+ours.
 """
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import torch
 from safetensors.torch import load, save
@@ -35,8 +42,11 @@ from safetensors.torch import load, save
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.device.build import cache_folder
+from nanoserve.device.memory import zeros
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.block_store import BlockStore
+from nanoserve.extras.layer_disk import new_file
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
@@ -44,8 +54,7 @@ from nanoserve.parallel.ranks import Ranks
 from nanoserve.parallel.serving import HEAD
 
 CALL = -3  # in the place of a step's first length: one of the following comes next
-UPDATE, RELOAD, UNLOAD, START = range(4)
-THE_END, BROKEN = 0, -1  # in the place of the length of the next tensor
+UPDATE, SLEEP, WAKE = range(3)
 GIVEN = Path("update_weights()")  # what messages say in the place of a file
 # What two folders of one network may differ in. A text's end is settled when the engine is made.
 FREE = ("architecture", "dtype", "eos_token_ids", "generation_defaults", "quantization")
@@ -65,7 +74,7 @@ class NewWeights(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.engine = weakref.proxy(engine)  # which holds this object
-        self.source: Path | None = engine.runner.folder  # of the weights; None: a trainer's tensors
+        self.folder: Path | None = engine.runner.folder  # of the weights; None: a trainer's tensors
         self.gone: set[str] = set()  # of `PARTS`
         self.are_lost = False  # no weights, and nothing to bring them back from
         engine.gates.append(self.check_awake)
@@ -82,33 +91,32 @@ class NewWeights(Extra):
         """
         with self.engine.turns:
             runner = self.idle_runner("update_weights()")
-            tensors = read(weights, runner)
+            folder, tensors = read(weights, runner)
             if not isinstance(tensors, Iterator):
                 try_names(runner, tensors)
             self.are_lost = True
-            self.lose("weights")
+            self.engine.reset_prefix_cache()
             if self.engine.config.kv_store is not None:
                 self.engine.extra(BlockStore).rename()
-            self.raise_if(call(runner, UPDATE, tensors=tensors))
-            self.source = tensors.folder if isinstance(tensors, Stored) else None
-            self.are_lost = False
+            call(runner, UPDATE, tensors=tensors)
+            self.folder, self.are_lost = folder, False
             self.gone.discard("weights")
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back to the system until `wake_up`. level 1: the KV cache, and weights that
-        came from a folder, which is read again; a trainer's tensors stay. level 2: both, and only
-        `update_weights` brings weights back. Raises `RuntimeError` while requests run."""
+        """Give memory back until `wake_up`: the KV cache, which is forgotten, and the weights.
+        level 1: `wake_up` brings them back, from host memory or, on a CPU, from a file. level 2:
+        they are lost, and only `update_weights` brings others. Raises `RuntimeError` while requests
+        run. After another error (a full disk) `wake_up` brings back what was there."""
         if level not in (1, 2):
             raise ValueError(f"sleep(level={level!r}): choose 1, or 2 to lose the weights, too")
         with self.engine.turns:
             runner = self.idle_runner("sleep()")
-            if self.engine.config.kv_offload_bytes or self.engine.config.kv_store is not None:
-                raise ValueError("sleep() is not supported with kv_offload_bytes or kv_store, which"
-                                 " hold on to the KV cache: leave them out")
+            self.engine.scheduler.blocks.reset_prefix_cache()
+            for extra in self.engine.extras:  # a second place keeps blocks that stay right
+                extra.leave_cache() if isinstance(extra, BlockStore) else extra.reset()
+            self.gone.update(PARTS)
             self.are_lost = self.are_lost or level == 2
-            with_weights = self.are_lost or self.source is not None
-            self.lose("kv_cache", *["weights"] * with_weights)
-            call(runner, UNLOAD, with_weights, True)
+            call(runner, SLEEP, level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take memory again, and weights after `sleep(level=1)`. tags: "weights", "kv_cache", or
@@ -118,15 +126,11 @@ class NewWeights(Extra):
         with self.engine.turns:
             self.engine.check_open()
             runner, tags = self.engine.runner, self.gone.intersection(tags or PARTS)
-            if "weights" in tags and not self.are_lost:
-                own = self.source == runner.folder
-                self.raise_if(call(runner, RELOAD) if own else call(
-                    runner, UPDATE, tensors=Stored(self.source)))
-                self.gone.discard("weights")
-            if "kv_cache" in tags:
-                call(runner, START, self.engine.scheduler.blocks.num_blocks,
-                     self.engine.config.max_model_len)
-                self.gone.discard("kv_cache")
+            call(runner, WAKE, "weights" in tags, "kv_cache" in tags,
+                 self.engine.scheduler.blocks.num_blocks, self.engine.config.max_model_len)
+            self.gone -= tags
+            if tags and not self.gone:
+                runner.record()
 
     def idle_runner(self, what: str) -> ModelRunner:
         """Take the results of steps in flight that nobody waits for. Raises `RuntimeError`."""
@@ -138,29 +142,19 @@ class NewWeights(Extra):
             self.engine.advance()
         return self.engine.runner
 
-    def lose(self, *parts: str) -> None:
-        """From here on requests are refused; what was computed is forgotten."""
-        self.engine.reset_prefix_cache()
-        self.gone.update(parts)
-
     def check_awake(self) -> None:
         if self.are_lost or self.gone:
             raise RuntimeError(NO_WEIGHTS if self.are_lost else ASLEEP)
 
-    def raise_if(self, error: Exception | None) -> None:
-        if error is not None:
-            self.are_lost = True
-            self.lose("weights")
-            raise error
 
-
-def read(weights: Weights, runner: ModelRunner) -> Iterable[tuple[str, torch.Tensor]]:
-    """Names and tensors. Those of a folder are mapped from its files, each when it is asked for;
-    so they may be asked for twice. Raises `ValueError`."""
+def read(weights: Weights, runner: ModelRunner,
+         ) -> tuple[Path | None, Iterable[tuple[str, torch.Tensor]]]:
+    """The folder, if it is one, names and tensors: a folder's are mapped, so they may be asked for
+    twice and take no memory. Raises `ValueError`."""
     if isinstance(weights, dict):
-        return list(weights.items())
+        return None, list(weights.items())
     if not isinstance(weights, (str, Path)):
-        return weights if isinstance(weights, (list, tuple)) else iter(weights)
+        return None, weights if isinstance(weights, (list, tuple)) else iter(weights)
     folder, old, config = find_model(weights), runner.model_config, runner.config
     if runner.parts.make_network is None:
         new = ModelConfig.from_folder(folder, config.hf_overrides)
@@ -172,17 +166,7 @@ def read(weights: Weights, runner: ModelRunner) -> Iterable[tuple[str, torch.Ten
     if differing:
         raise ValueError(f"{folder} holds another network, its config.json differs in "
                          f"{', '.join(differing)}: make a new LLM")
-    return Stored(folder)
-
-
-class Stored:
-    """A folder's tensors, as often as they are asked for."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for _, name, tensor in stored_tensors(self.folder))
+    return folder, [(name, tensor) for _, name, tensor in stored_tensors(folder)]
 
 
 def try_names(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -221,16 +205,17 @@ def checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 
 
 def call(runner: ModelRunner, what: int, *numbers: int,
-         tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> Exception | None:
-    """On rank 0: have all ranks do it. Returns what failed when weights were loaded."""
+         tensors: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+    """On rank 0: have all ranks do it. Raises what failed on one of them."""
     with runner.ranks.together():
         head = torch.zeros(HEAD, dtype=torch.int32)
         head[:2 + len(numbers)] = torch.tensor([CALL, what, *numbers])
-        if runner.ranks.size > 1:
-            runner.ranks.broadcast_host(head)
+        runner.ranks.broadcast_host(head)
         # transformers keeps what it is given, which goes on being trained.
-        return answer(runner, head, sent(runner.ranks, tensors,
-                                         copies=runner.parts.make_network is not None))
+        error = answer(runner, head, sent(runner.ranks, tensors,
+                                          copies=runner.parts.make_network is not None))
+    if error is not None:  # here: the ranks are still together
+        raise error
 
 
 def take_call(runner: ModelRunner, head: torch.Tensor) -> None:
@@ -238,65 +223,114 @@ def take_call(runner: ModelRunner, head: torch.Tensor) -> None:
     answer(runner, head, received(runner.ranks))
 
 
+@torch.no_grad()
 def answer(runner: ModelRunner, head: torch.Tensor, tensors: Tensors) -> Exception | None:
-    """The same on every rank."""
-    _, what, first, second = head[:4].tolist()
-    if what == UNLOAD:
-        runner.unload(bool(first), bool(second))
-    elif what == START:
-        runner.start(first, second)
-    else:
-        return load_all(runner, tensors if what == UPDATE else None)
-    return None
-
-
-def load_all(runner: ModelRunner, tensors: Tensors | None) -> Exception | None:
-    """Make the network of these tensors, or of its files, on all ranks or on none of them. Returns
-    what failed."""
+    """The same on every rank. Returns what failed here, or that another rank failed."""
+    _, what, first, second, *sizes = head[:6].tolist()
     error: Exception | None = None
     try:
-        with torch.no_grad():
+        if what == UPDATE:
+            runner.unload()
+            bring_back(runner)  # a draft network, adapters
             runner.load(tensors)
+        elif what == SLEEP:
+            if first == 2:
+                runner.unload()
+            put_away(runner)
+            runner.unload(weights=False, kv_cache=True)
+        else:
+            if first:
+                bring_back(runner)
+            if second and not runner.kv_cache:
+                runner.allocate_kv_cache(*sizes)
     except Exception as wrong:
         error = wrong
-    for _ in tensors or ():  # the rest: all ranks must agree on what comes next
+    for _ in tensors:  # the rest: all ranks must agree on what comes next
         pass
-    if not runner.ranks.least(error is None):
+    if runner.ranks.least(error is None):
+        return None
+    if what == UPDATE:
         runner.unload()
-        return error or ValueError("another rank could not load the weights")
-    return None
+    return error or RuntimeError("another rank failed")
 
 
 def sent(ranks: Ranks, tensors: Iterable[tuple[str, torch.Tensor]], copies: bool) -> Tensors:
-    """The tensors, each after the other ranks got it."""
-    def say(length: int, content: torch.Tensor | None = None) -> None:
-        if ranks.size > 1:
-            ranks.broadcast_host(torch.tensor([length]))
-            if content is not None:
-                ranks.broadcast_host(content)
-
+    """The tensors, each after the other ranks got it. For them an iterator that breaks has ended:
+    then tensors are missing."""
     try:
         for name, tensor in checked(tensors):
             if ranks.size > 1:
-                content = bytearray(save({name: tensor.cpu().contiguous()}))
-                say(len(content), torch.frombuffer(content, dtype=torch.uint8))
+                ranks.hand_out(save({name: tensor.cpu().contiguous()}))
             yield GIVEN, name, tensor.clone() if copies else tensor
-    except Exception:  # of the iterator
-        say(BROKEN)
-        raise
-    say(THE_END)
+    finally:
+        ranks.hand_out(b"")
 
 
 def received(ranks: Ranks) -> Tensors:
     """On another rank: the tensors that rank 0 sends."""
-    while True:
-        length = torch.zeros(1, dtype=torch.int64)
-        ranks.broadcast_host(length)
-        if length == THE_END:
-            return
-        if length == BROKEN:
-            raise ValueError("rank 0 could not read all weights")
-        content = torch.empty(int(length), dtype=torch.uint8)
-        ranks.broadcast_host(content)
-        for name, tensor in load(content.numpy().tobytes()).items():
+    while content := ranks.hand_out():
+        for name, tensor in load(bytes(content)).items():
             yield GIVEN, name, tensor
+
+
+# ------------------------------------------------------------- a rank's memory
+
+
+def put_away(runner: ModelRunner) -> None:
+    """The bytes of all tensors go to the host. Each tensor notes what gives them back, and how it
+    lies in them: several may share memory, as an embedding and a head do."""
+    file = new_file(cache_folder())
+    places: dict[int, partial] = {}
+    for tensor in tensors_of(runner):
+        storage = tensor.untyped_storage()
+        if start := storage.data_ptr():  # 0: it is away already
+            if start not in places:
+                numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                places[start] = partial(
+                    torch.zeros, len(numbers), dtype=numbers.dtype, device=numbers.device,
+                    ) if hasattr(tensor, "is_scratch") else to_host(numbers, file)
+            tensor.away = places[start], tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor.data = tensor.new_empty(0)
+
+
+def to_host(numbers: torch.Tensor, file) -> partial:
+    """Copies bytes, and returns what gives them back."""
+    if numbers.device.type != "cpu":
+        return partial(numbers.cpu().to, numbers.device)
+    file.write(numbers.numpy())
+    return partial(from_file, file, file.tell() - len(numbers), len(numbers))
+
+
+def from_file(file, start: int, size: int) -> torch.Tensor:
+    numbers = zeros(size, dtype=torch.uint8)
+    file.seek(start)
+    file.readinto(numbers.numpy())
+    return numbers
+
+
+def bring_back(runner: ModelRunner) -> None:
+    """What was put away, and is still reached."""
+    fresh: dict[partial, torch.Tensor] = {}
+    for tensor in tensors_of(runner):
+        if hasattr(tensor, "away"):
+            give, *lies = tensor.away
+            if give not in fresh:
+                fresh[give] = give()
+            tensor.data = tensor.new_empty(0).set_(fresh[give].untyped_storage(), *lies)
+            del tensor.away
+
+
+def tensors_of(runner: ModelRunner) -> list[torch.Tensor]:
+    """All on the runner's device that its networks and adapters reach, however they hold them."""
+    found, seen, ahead = [], {}, [*runner.networks, runner.adapters]
+    while ahead:
+        thing = ahead.pop()
+        if id(thing) in seen or isinstance(thing, (type, ModuleType, FunctionType, Ranks)):
+            continue
+        seen[id(thing)] = thing  # held, so that no other gets its id
+        if not isinstance(thing, torch.Tensor):
+            ahead += gc.get_referents(thing)
+        elif thing.device.type == runner.device.type and not hasattr(thing, "is_on_disk"):
+            found.append(thing)
+            ahead.append(thing._base)  # if it is a view: this holds the memory, too
+    return found

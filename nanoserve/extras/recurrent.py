@@ -218,6 +218,8 @@ class RecurrentModel(TransformersModel):
         with memory_for("recurrent states: lower max_num_seqs or snapshot_bytes"):
             self.states = self.make_states(
                 self.most_rows * (1 + config.num_drafts) + 1 + self.num_snapshots)
+        for states in self.states.values():
+            states.is_scratch = True  # an engine that sleeps forgets them
 
     def make_states(self, count: int) -> dict[Key, torch.Tensor]:
         """`count` of them, zeroed. Written here, so that they no longer count as free memory."""

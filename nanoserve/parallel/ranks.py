@@ -196,6 +196,16 @@ class Ranks:
         self._run(self.control.recv, [x], source, 0)
         return x
 
+    def hand_out(self, content: bytes = b"") -> bytes | bytearray:
+        """Rank 0's bytes, on all ranks: for what is rare. They are between two steps."""
+        if self.size == 1:
+            return content
+        self.broadcast_host(length := torch.tensor([len(content)]))
+        handed = bytearray(content if self.rank == 0 else int(length))
+        if handed:
+            self.broadcast_host(torch.frombuffer(handed, dtype=torch.uint8))
+        return handed
+
     def agree(self, *numbers: int) -> tuple[int, ...]:
         """Rank 0's numbers, on all ranks; what the others give doesn't matter."""
         tensor = torch.tensor(numbers)

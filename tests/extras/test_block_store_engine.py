@@ -8,6 +8,7 @@ from helpers import storage
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve import llm as llm_module
+from nanoserve.extras.block_host import rows_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SMALL = dict(dtype="float32", device="cpu", num_gpu_blocks_override=12, max_model_len=128)
@@ -99,7 +100,7 @@ def test_blocks_come_back_bit_for_bit(qwen3, tmp_path, dtype, kernels):
         with LLM(qwen3, **SMALL | dict(dtype=dtype), kernels=kernels,
                  kv_store=str(tmp_path)) as llm:
             ask(llm, LONG)
-            return {key: [bytes(cache[entry.block_id]) for cache in llm.runner.copier.caches]
+            return {key: [bytes(cache[entry.block_id]) for cache in rows_of(llm.runner.kv_cache)]
                     for key, entry in llm.scheduler.blocks.cached.items()}, num_loaded(llm)
 
     (before, none), (after, loaded) = run(), run()
@@ -149,12 +150,12 @@ def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monk
             texts = [ask(llm, prompt)[0] for prompt in (LONG, OTHER)]
             number = 0
 
-            def fail(host, failing=failing):
+            def fail(host, kv_cache, failing=failing):
                 nonlocal number
                 number += 1
                 if number == failing:
                     raise RuntimeError("a step fails")
-                move(host)
+                move(host, kv_cache)
 
             monkeypatch.setattr(llm.runner.copier, "move", fail)
             llm.add_request("again", LONG, GREEDY)

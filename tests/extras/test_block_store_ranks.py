@@ -12,21 +12,21 @@ from test_block_store_engine import LONG, OTHER, SMALL, ask, num_loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nanoserve import LLM
-from nanoserve.extras.block_host import HostMemory, share_memory
+from nanoserve.extras.block_host import HostMemory, rows_of, share_memory
 from nanoserve.parallel.ranks import SOLO
 
 
 @pytest.fixture
 def in_threads(monkeypatch, ranks_in_threads):
-    """The ranks' parts of the newest engine's host memory, each of which has that rank's cache."""
-    parts, make = {}, HostMemory.__init__
+    """The ranks' runners of the newest engine."""
+    runners, make = {}, HostMemory.__init__
 
     def record(part, runner, **options):
-        parts[runner.ranks.rank] = part
+        runners[runner.ranks.rank] = runner
         make(part, runner, **options)
 
     monkeypatch.setattr(HostMemory, "__init__", record)
-    return parts
+    return runners
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def test_each_rank_gets_its_own_bytes_again(uneven, tmp_path, in_threads, size):
     """Shares of 1 and 2 KV heads; every rank's cache, before it holds anything, is full of NaN."""
     def run() -> tuple[dict[bytes, list[bytes]], list[int], int]:
         with LLM(uneven, **SMALL, tensor_parallel_size=size, kv_store=str(tmp_path)) as llm:
-            parts = [in_threads[rank] for rank in range(size)]
-            for part in parts:
-                for cache in part.caches:
-                    cache.view(torch.float32).fill_(torch.nan)
+            caches = [cache for rank in range(size)
+                      for cache in rows_of(in_threads[rank].kv_cache)]
+            for cache in caches:
+                cache.view(torch.float32).fill_(torch.nan)
             text, = ask(llm, LONG)
             blocks = {key: entry.block_id for key, entry in llm.scheduler.blocks.cached.items()}
-            return {key: [bytes(cache[block_id]) for part in parts for cache in part.caches]
+            return {key: [bytes(cache[block_id]) for cache in caches]
                     for key, block_id in blocks.items()}, text, num_loaded(llm)
 
     (before, text, none), (after, again, loaded) = run(), run()
@@ -102,11 +102,11 @@ def test_a_rank_that_saves_late_is_waited_for(qwen3, expect, tmp_path, in_thread
     put its share into them."""
     move, late = HostMemory.move, []
 
-    def slow(part, host):
+    def slow(part, host, kv_cache):
         if part.ranks.rank == 1 and not len(host["input_ids"]):
             late.append(len(host["block_moves"]) // 2)
             time.sleep(0.5)
-        move(part, host)
+        move(part, host, kv_cache)
 
     monkeypatch.setattr(HostMemory, "move", slow)
     options = SMALL | dict(tensor_parallel_size=2, kv_store=str(tmp_path))

@@ -202,79 +202,10 @@ def test_refused_while_requests_run_and_done_afterwards(checkpoints, trained, as
         assert texts(llm) == fresh(there)
 
 
-# ----------------------------------------------------------------------- sleep
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_asleep_it_refuses_and_awake_it_writes_what_it_wrote(ranks_in_threads, checkpoints, trained,
-                                                             ranks):
-    """Weights come back from the folder, a trainer's stay at level 1, and at level 2 only an update
-    brings them: for TRL in two parts, weights first."""
-    there = trained(checkpoints["qwen3"])
-    expected = fresh(there)
-    with LLM(checkpoints["qwen3"], **SMALL, tensor_parallel_size=ranks) as llm:
-        before = texts(llm)
-        llm.sleep()
-        llm.sleep(1)  # again: nothing is left to give back
-        with pytest.raises(RuntimeError, match="is asleep: call wake_up"):
-            texts(llm)
-        assert llm.reset_prefix_cache()
-        llm.wake_up()
-        assert texts(llm) == before
-        llm.update_weights(as_dict(there))
-        llm.sleep(level=1)
-        assert llm.runner.model is not None and not llm.runner.kv_cache
-        llm.wake_up(["kv_cache"])
-        assert texts(llm) == expected
-        llm.update_weights(there)
-        llm.sleep(level=1)
-        assert llm.runner.model is None
-        llm.wake_up(["weights"])
-        with pytest.raises(RuntimeError, match="is asleep"):
-            texts(llm)
-        llm.wake_up()
-        assert texts(llm) == expected
-        for kv_first in (True, False):
-            llm.sleep(level=2)
-            llm.wake_up(["weights"])
-            if kv_first:
-                llm.wake_up()
-                with pytest.raises(RuntimeError, match="has no weights: .* Call update_weights"):
-                    texts(llm)
-            llm.update_weights(as_iterator(there))
-            if not kv_first:
-                with pytest.raises(RuntimeError, match="is asleep"):
-                    texts(llm)
-            llm.wake_up()
-            assert texts(llm) == expected
-
-
 def resident() -> int:
     """Bytes of this process that are no file's: what it really holds."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read as on Linux")
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_asleep_it_has_given_its_memory_back_to_the_system(dummy, kernels):
-    """160 MB of weights and 67 MB of cache, every page of which was written."""
-    write_json(dummy / "config.json", hidden_size=1024, intermediate_size=3072,
-               num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4, head_dim=64)
-    with LLM(dummy, dtype="float32", load_format="dummy", device="cpu", kernels=kernels,
-             num_gpu_blocks_override=512, max_model_len=256) as llm:
-        for pair in llm.runner.kv_cache:
-            for cache in pair:
-                cache.fill_(1)
-        cache = sum(one.nbytes for pair in llm.runner.kv_cache for one in pair)
-        awake = resident()
-        for level in (1, 2):
-            llm.sleep(level)
-            assert awake - resident() > 0.9 * (160e6 + cache)
-            if level == 1:
-                llm.wake_up()
-                llm.generate([1, 2, 3], SamplingParams(max_tokens=2), use_tqdm=False)
-                assert resident() > awake - 1.1 * cache  # which is resident where it is written
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read as on Linux")
@@ -294,12 +225,3 @@ def test_an_update_needs_a_few_matrices_more_than_the_model(dummy, monkeypatch):
         seen.clear()
         llm.update_weights((name, torch.full(one.shape, 0.01)) for name, one in shapes.items())
         assert len(seen) > 16 and max(*seen, resident()) < before + 75e6
-
-
-@pytest.mark.parametrize("call, error, message", [
-    (lambda llm: llm.sleep(level=0), ValueError, "level=0.*choose 1, or 2"),
-    (lambda llm: llm.wake_up(["kv"]), ValueError, r"tags=\['kv'\].*weights, kv_cache"),
-    (lambda llm: (llm.add_request("a", [1, 2, 3]), llm.sleep()), RuntimeError, "1 requests are")])
-def test_what_is_wrong_with_a_sleep(checkpoints, call, error, message):
-    with LLM(checkpoints["qwen3"], **SMALL) as llm, pytest.raises(error, match=message):
-        call(llm)

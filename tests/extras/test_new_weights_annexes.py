@@ -49,7 +49,6 @@ def test_states_of_old_weights_are_forgotten(trained, tmp_path, name, options):
         llm.wake_up()
         assert texts(llm) == before
         llm.sleep()
-        assert llm.runner.model is None
         llm.wake_up()
         assert texts(llm) == texts(llm) == before
         snapshots.check()
@@ -100,6 +99,4 @@ def test_blocks_of_old_weights_are_not_found_in_the_store(checkpoints, trained, 
         assert llm.extra(BlockStore).num_loaded == 0
         llm.extra(BlockStore).flush()
         assert texts(other) == before
-        with pytest.raises(ValueError, match="sleep.. is not supported with kv_offload_bytes or"):
-            llm.sleep()
     assert fresh(folder, **options) == before and fresh(there, **options) == expected
