@@ -30,6 +30,7 @@ from typing import Any
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from nanoserve.config import EngineConfig
 from nanoserve.frontend.command import DashedParser
@@ -240,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         origins = sum([[one] if isinstance(one, str) else one for one in args.allowed_origins], [])
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
                              expose_headers=["x-request-id"])
-    config = uvicorn.Config(app, timeout_graceful_shutdown=args.drain_seconds,
+    config = uvicorn.Config(app, http=Http1, timeout_graceful_shutdown=args.drain_seconds,
                             log_level=args.log_level)
     run(uvicorn.Server(config), listening, greeting(names[0], listening, keys))
     return 0
@@ -284,6 +285,14 @@ def listen(host: str, port: int) -> socket.socket:
             raise OSError(f"can't listen on {host}, port {port}: {error.strerror}") from error
         ends.pop_all()
         return sock
+
+
+class Http1(AutoHTTPProtocol):
+    """Java's client offers HTTP/2 with its first request, and uvicorn reads no body behind such an
+    offer. So it is taken out of the head."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(re.sub(rb"(?i)\r\nupgrade: *h2c(?=\r\n)", b"", data, count=1))
 
 
 def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:

@@ -187,6 +187,20 @@ def test_a_page_of_an_allowed_origin_may_ask(started):
         connection.close()
 
 
+def test_a_client_that_offers_http2_has_its_body_read(started):
+    """Java's does; uvicorn took such a body for an empty one, and what followed for no HTTP."""
+    _, port = started
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = json.dumps(dict(prompt="Once", max_tokens=1))
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", body, {
+            "content-type": "application/json", "authorization": "Bearer secret",
+            "connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c",
+            "http2-settings": "AAEAAEAAAAIAAAAB"})
+        answer = connection.getresponse()
+        assert answer.status == 200 and json.load(answer)["usage"]["completion_tokens"] == 1
+
+
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
     process, port = started
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
