@@ -89,6 +89,9 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def no_such_thing(http: Request, error: HTTPException):
         if cause := error.__cause__:  # no UTF-8, too deep, a number of thousands of digits
+            if coding := http.headers.get("content-encoding"):
+                return error_response(f"the body is in {coding:.80} (Content-Encoding), which is "
+                                      "not read here: send it as it is", 415)
             return error_response(f"the body can't be read as JSON: {cause!s:.200}")
         return error_response(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
 
@@ -109,7 +112,8 @@ def wrong_shape(errors: list[dict], body: Any) -> tuple[str, list[str]]:
                        if error["loc"][:1] == field), key=lambda one: (
         len(one[0]), [part for part in one[1]["loc"] if isinstance(part, int)],
         not one[1]["type"].endswith("_type")))
-    return f"{'.'.join(path) or 'the body'}: {error['msg']}", path
+    got = "" if error["type"] == "missing" else f", got {error['input']!r:.80}"
+    return f"{'.'.join(path) or 'the body'}: {error['msg']}{got}", path
 
 
 def _place(error: dict, body: Any) -> list[str]:

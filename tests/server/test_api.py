@@ -4,6 +4,7 @@ Oracle for texts: offline `generate` of the same engine with the same seed.
 """
 
 import asyncio
+import gzip
 from dataclasses import fields
 
 import pytest
@@ -227,6 +228,9 @@ def test_bodies_that_are_no_json_objects_are_refused(server):
                  b"[" * 5000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"):
         assert "error parsing" not in refusal(server, COMPLETIONS, body)["message"], body
     assert server.ask(COMPLETIONS, b"prompt=x", content_type="text/plain")[0] in (400, 415)
+    packed = gzip.compress(b'{"prompt": "x"}')
+    assert "Content-Encoding" in refusal(server, COMPLETIONS, packed, 415,
+                                         content_encoding="gzip")["message"]
 
 
 def test_images_and_audio_are_refused_by_name(server):
@@ -299,7 +303,8 @@ TOOL = dict(type="function", function=dict(name="f", parameters=dict(properties=
 
 
 @pytest.mark.parametrize("path, fields, said", [
-    (COMPLETIONS, dict(prompt=["a", 5]), "prompt.1: Input should be a valid string"),
+    (COMPLETIONS, dict(prompt=["a", 5]), "prompt.1: Input should be a valid string, got 5"),
+    (COMPLETIONS, dict(max_tokens="5"), "max_tokens: Input should be a valid integer, got '5'"),
     (COMPLETIONS, dict(prompt=5), "prompt: "), (COMPLETIONS, dict(prompt=[]), "prompt: List"),
     (COMPLETIONS, dict(stop=["a", 5]), "stop.1: "),
     (CHATS, dict(tool_choice=dict(type="function")), "tool_choice.function: Field required"),
