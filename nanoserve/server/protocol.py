@@ -98,28 +98,35 @@ class StreamOptions(Fields):
 
 
 SERVED = [one for one in fields(SamplingParams) if not one.metadata["offline"]]
+OF_CHOICES = {"n", "logprobs", "prompt_logprobs"}  # one message has no place for them
 # A body with a field for each, to be left out or null. The rule's words are for the page `/docs`.
-Controls = create_model("Controls", __base__=Body, **{
+Sampling = create_model("Sampling", __base__=Body, **{
     one.name: (one.type | None, Field(None, description=one.metadata["rule"].must))
-    for one in SERVED})
+    for one in SERVED if one.name not in OF_CHOICES})
+
+
+class Controls(Sampling):
+    """The fields that generators share: those of `SamplingParams`, which are handed on unchanged
+    and checked there, and the server's own."""
+
+    logit_bias: dict[str, float] | None = None  # JSON's keys are texts
+    structured_outputs: dict[str, Any] | None = None  # vLLM's way to ask for a form
+    priority: int | None = None
+    cache_salt: Salt | None = None
+    stream: bool | None = None
 
 
 class GenerationBody(Controls):
-    """The fields that completions and chats share: those of `SamplingParams`, which are handed on
-    unchanged and checked there, and the server's own."""
+    """What completions and chats have besides."""
 
-    logit_bias: dict[str, float] | None = None  # JSON's keys are texts
-    response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form ...
-    structured_outputs: dict[str, Any] | None = None  # ... and vLLM's
+    n: int | None = None
+    response_format: dict[str, Any] | None = None  # OpenAI's way to ask for a form
     prompt_logprobs: Logprobs | None = None
-    priority: int | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # newer than max_tokens
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Cut | None = None
-    cache_salt: Salt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def limit(self) -> int | None:

@@ -23,7 +23,7 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanoserve.server.errors import BadRequest
-from nanoserve.server.protocol import Body, Salt
+from nanoserve.server.protocol import Controls
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
@@ -48,24 +48,23 @@ def parts_of(message: dict) -> list[Part]:
         for call in message.get("tool_calls", ())]
 
 
-class Language(Body):
-    """A body that becomes a chat's, and an answer in the same language."""
+class Language(Controls):
+    """A body that becomes a chat's, and an answer in the same language. It may have vLLM's fields
+    of a chat, but those for which there is no place in the answer."""
 
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    cache_salt: Salt | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def chat(self) -> dict:
         """The fields of a `ChatBody`. Raises `BadRequest`."""
         options = dict(include_usage=True, continuous_usage_stats=True) if self.stream else None
+        given = {name: getattr(self, name) for name in Controls.model_fields}
         try:
-            return self.as_chat() | dict(
-                model=self.model, temperature=self.temperature, top_p=self.top_p,
-                stream=self.stream, stream_options=options, cache_salt=self.cache_salt)
+            own = {name: value for name, value in self.as_chat().items() if value is not None}
         except (AttributeError, KeyError, TypeError) as error:
             raise BadRequest("a part of the body has another shape than it must have: "
                              f"{error!s:.200}") from error
+        variables = (self.chat_template_kwargs or {}) | own.get("chat_template_kwargs", {})
+        return given | own | dict(stream_options=options, chat_template_kwargs=variables)
 
     def answer(self, chat: dict) -> dict:
         """A whole one."""

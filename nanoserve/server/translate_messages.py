@@ -87,12 +87,10 @@ class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
 
     def as_chat(self) -> dict:
-        return super().as_chat() | dict(max_tokens=self.max_tokens, top_k=self.top_k,
-                                        stop=self.stop_sequences)
+        return super().as_chat() | dict(stop=self.stop_sequences)
 
     # ------------------------------------------------------------ its answer
 

@@ -132,7 +132,13 @@ TABLE = (
     Row("SamplingParams", "typical_p tfs_z num_beams repeat_penalty", "use top_p, min_p or "
         "repetition_penalty", (1,)),
     Row("SamplingParams", "mirostat top_a dry_multiplier xtc_probability dynatemp_range "
-        "no_repeat_ngram_size watermark", "use top_p, min_p or one of the three penalties"),
+        "no_repeat_ngram_size watermark watermarking repetition_detection", "use top_p, min_p or "
+        "one of the three penalties"),
+    Row("SamplingParams", "thinking_token_budget", "max_tokens bounds a thought and its answer "
+        "together, and chat_template_kwargs={'enable_thinking': False} leaves it out", (-1,)),
+    Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
+        " tokens with logprobs, of all with -1"),
+    Row("SamplingParams", "stream_interval"),
     Row("SamplingParams", "do_sample", "temperature=0 is greedy", (True,)),
     Row("SamplingParams", "n_predict num_predict max_length", "use max_tokens"),
     Row("SamplingParams", "stop_sequences", "use stop"),
@@ -200,12 +206,21 @@ TABLE = (
         "prompt"),
     Row("body", "thinking", "many chat templates take such a setting through "
         "chat_template_kwargs", ({"type": "disabled"},)),
+    Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
     Row("body", "documents", "write them into a message"),
     Row("body", "add_special_tokens", "send token ids", (True,)),
     Row("body", "max_tokens_per_doc max_chunks_per_doc", "cut texts with truncate_prompt_tokens"),
     Row("body", "rank_fields", "documents are ranked by their text", (["text"],)),
     Row("body", "echo", "the last message is yours: put it in front of the answer"),
     Row("body", "detokenize", "ask for the token ids with return_token_ids", (True,)),
+    # A chat's, where they come in another language.
+    Row("body", "n", "one message is written at a time: use /v1/chat/completions", (1,)),
+    Row("body", "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids",
+        "answers here have no place for it: use /v1/chat/completions"),
+    Row("body", "response_format", "say it in text.format (/v1/responses), or in "
+        "output_config.format (/v1/messages)"),
+    Row("body", "max_completion_tokens max_output_tokens", "the limit of tokens is max_tokens, and "
+        "max_output_tokens in /v1/responses"),
     Row("body", "verbosity", "say in the prompt how long the answer is", ("medium",)),
     Row("body", "chat_template", "a template is a program, and comes with the server: nanoserve "
         "serve --chat-template FILE"),

@@ -160,6 +160,39 @@ def test_an_effort_is_a_templates_variable_in_each_language(effort, thinks):
         assert not {"reasoning_effort", "enable_thinking"} & options.keys()
 
 
+@pytest.mark.parametrize("control", [
+    dict(stop=["I", "a"]), dict(logit_bias={"5": 100}), dict(structured_outputs=dict(
+        choice=["so", "no"])), dict(repetition_penalty=1.9), dict(temperature=1, seed=5),
+    dict(max_tokens=3), dict(top_k=1, temperature=2)], ids=str)
+def test_controls_of_a_chat_hold_in_each_language(server, control):
+    """Whoever moves from a chat keeps vLLM's fields, and they were passed over without a word."""
+    control = dict(temperature=0, max_tokens=8) | control
+    _, answer = server.ask(CHATS, dict(messages=CHAT) | control)
+    [choice] = answer["choices"]
+    _, answer = server.ask(RESPONSES, dict(input=ASKED) | control)
+    assert answer["output"][0]["content"][0]["text"] == choice["message"]["content"]
+    _, answer = server.ask(MESSAGES, dict(messages=TURNS[:1]) | control)
+    assert answer["content"][0]["text"] == choice["message"]["content"]
+
+
+def test_a_templates_variables_come_in_each_language():
+    given = dict(chat_template_kwargs=dict(kind="x", enable_thinking=True))
+    chats = [ResponsesBody(input=ASKED, **given),
+             MessagesBody(messages=TURNS, max_tokens=1, thinking=dict(type="disabled"), **given)]
+    assert [body.chat()["chat_template_kwargs"] for body in chats] == [
+        dict(kind="x", enable_thinking=True), dict(kind="x", enable_thinking=False)]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), [
+    (RESPONSES, "n", 2), (RESPONSES, "top_logprobs", 2), (MESSAGES, "logprobs", True),
+    (MESSAGES, "return_token_ids", True), (RESPONSES, "response_format", dict(type="json_object")),
+    (RESPONSES, "max_completion_tokens", 9), (MESSAGES, "max_output_tokens", 9)])
+def test_a_chats_field_that_has_no_place_here_is_refused(path, field, value):
+    with pytest.raises(ValueError, match=f"error, {field} is not supported"):
+        body = dict(messages=TURNS, max_tokens=1) if path == MESSAGES else dict(input=ASKED)
+        (MessagesBody if path == MESSAGES else ResponsesBody)(**body | {field: value})
+
+
 def test_codex_shows_its_tools_in_groups(server):
     groups = [dict(type="namespace", name="group", tools=FUNCTIONS[1:]), FUNCTIONS[0]]
     _, answer = server.ask(RESPONSES, dict(input=ASKED, tools=groups, tool_choice=dict(
