@@ -206,6 +206,8 @@ TABLE = (
         "prompt"),
     Row("body", "thinking", "many chat templates take such a setting through "
         "chat_template_kwargs", ({"type": "disabled"},)),
+    Row("body", "enable_thinking", "say it in chat_template_kwargs", (None,)),
+    Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
     Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
     Row("body", "documents", "write them into a message"),
     Row("body", "add_special_tokens", "send token ids", (True,)),

@@ -28,6 +28,8 @@ NOT_SERVED = [
     ("best_of", 3, "ask for n samples with logprobs", [1]),
     ("verbosity", "low", "say in the prompt", ["medium"]),
     ("max_output_tokens", 5, "max_tokens", []), ("logprob_token_ids", [5], "logprobs", [[]]),
+    ("enable_thinking", False, "in chat_template_kwargs", []),
+    ("extra_body", {"top_k": 1}, "into the body itself", [{}]),
     ("thinking_token_budget", 9, "enable_thinking", [-1]),
     ("truncation_side", "right", "end stays", ["left"]),
     ("repetition_detection", {"min_count": 3}, "penalties", [{}]),
