@@ -160,7 +160,9 @@ TABLE = (
     Row("method", "set_tokenizer", "name it when the engine is made, with tokenizer="),
     # Pooling.
     Row("call pooling body", "normalize activation softmax", "use use_activation= of "
-        "PoolingParams or PoolerConfig"),
+        "PoolingParams or PoolerConfig", (None,)),
+    Row("body", "embed_dtype endianness", "vectors are float32, the lowest byte first: leave it "
+        "out", ("float32", "native", "little")),
     Row("pooling", "seq_pooling_type tok_pooling_type", "use pooling_type="),
     Row("LLM", "override_pooler_config", "use pooler_config="),
     Row("pooling method", "step_tag_id returned_token_ids reward",

@@ -210,8 +210,9 @@ def test_unknown_names_are_refused(qwen3):
 def test_vllms_words_for_pooling(qwen3):
     """Taken where they ask for nothing, refused with the way round where they ask for something."""
     assert PoolingParams(normalize=None) == PoolingParams()
-    with pytest.raises(ValueError, match="PoolingParams: normalize=True .*use use_activation="):
-        PoolingParams(normalize=True)
+    for asked in (True, False):  # neither is the same as nothing
+        with pytest.raises(ValueError, match=f"normalize={asked} .*use use_activation="):
+            PoolingParams(normalize=asked)
     config = PoolerConfig(pooling_type="MEAN", activation=None)
     with pytest.raises(ValueError, match="PoolerConfig: seq_pooling_type='CLS'.*use pooling_type="):
         PoolerConfig(seq_pooling_type="CLS")

@@ -126,6 +126,8 @@ def test_coheres_embeddings(server):
     ("/v1/embeddings", dict(input=[9999]), "outside the vocabulary"),
     ("/v1/embeddings", dict(input="x", dimensions=3), "dimensions"),
     ("/v1/embeddings", dict(input="x", encoding_format="int8"), "encoding_format"),
+    ("/v1/embeddings", dict(input="x", normalize=False), "use_activation"),
+    ("/v1/embeddings", dict(input="x", endianness="big"), "lowest byte first"),
     ("/v1/embeddings", dict(input="x", truncate_prompt_tokens=99999), "truncate"),
     ("/v1/embeddings", dict(input="x " * 5000), "shorten"),
     ("/v1/embeddings", dict(input=["x"] * 33), "at most 32"),
