@@ -52,6 +52,12 @@ def test_abort_in_flight(llm, expected):
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
 
 
+def test_nobody_waits_with_a_time_out(llm):
+    """Gloo's own is 30 minutes: an engine that had idled for longer was dead."""
+    ranks = llm.runner.ranks
+    assert ranks.group is ranks.control and ranks.control.options._timeout.days > 30
+
+
 class Counted:
     """The group between the hosts, with a list of what was broadcast."""
 
