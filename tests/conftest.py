@@ -129,18 +129,23 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def references(checkpoints):
-    """Reference texts by checkpoint, prompt and length; each is computed once."""
+    """Reference texts by checkpoint, prompt and length; each is computed once, and a shorter one is
+    the beginning of a longer one. guess: what the text may be (see `Reference.generate`)."""
     from checkpoints import Reference
 
     models, texts = {}, {}
 
-    def reference(name: str, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        key = (name, tuple(prompt), max_tokens)
-        if key not in texts:
+    def reference(name: str, prompt: list[int], max_tokens: int,
+                  guess: list[int] = ()) -> tuple[list[int], list[float]]:
+        key = (name, tuple(prompt))
+        longest, tokens, gaps = texts.get(key, (0, (), ()))
+        if longest < max_tokens:
             if name not in models:
                 models[name] = Reference(checkpoints[name])
-            texts[key] = models[name].generate(prompt, max_tokens)
-        return texts[key]
+            guess = guess if len(guess) > len(tokens) else tokens
+            tokens, gaps = models[name].generate(prompt, max_tokens, guess)
+            texts[key] = max_tokens, tokens, gaps
+        return tokens[:max_tokens], gaps[:max_tokens]
 
     return reference
 

@@ -58,9 +58,9 @@ class Adapters:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False,
                                lora_request=[self.request(seed) for seed in seeds])
         for ids, seed, output in zip(PROMPTS, seeds, outputs, strict=False):
-            key = (seed, tuple(ids))
+            key, ours = (seed, tuple(ids)), output.outputs[0].token_ids
             if key not in self.texts:
                 folder = self.base if seed is None else self.root / f"merged-{seed}"
-                self.texts[key] = Reference(folder).generate(ids, GREEDY.max_tokens)
-            assert_same_text(output.outputs[0].token_ids, *self.texts[key], f"{where} {seed}")
+                self.texts[key] = Reference(folder).generate(ids, GREEDY.max_tokens, ours)
+            assert_same_text(ours, *self.texts[key], f"{where} {seed}")
         return [output.outputs[0].token_ids for output in outputs]

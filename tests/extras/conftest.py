@@ -54,7 +54,7 @@ def expect(references):
 
     def compare(prompts, texts, name="qwen3"):
         for prompt, text in zip(prompts, texts, strict=True):
-            assert_same_text(text, *references(name, prompt, 12), name)
+            assert_same_text(text, *references(name, prompt, 12, text), name)
 
     return compare
 

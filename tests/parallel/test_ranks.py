@@ -107,14 +107,12 @@ def test_an_error_among_all_is_the_last_thing_they_do():
 
 # ------------------------------------------------------------------------ weights
 
-CASES = [("llama2", 2, False), ("llama2", 3, False), ("llama2", 4, False), ("llama-bias", 2, False),
-         ("llama-bias", 4, False), ("llama3.2", 2, False), ("mistral", 2, False),
-         ("qwen2", 4, False), ("qwen3", 2, False), ("qwen3", 4, False), ("qwen3-tied", 2, False),
-         ("qwen3-tied", 3, False), ("qwen3-tied", 4, False), ("qwen3-sharded", 2, False),
-         ("mixtral", 2, True), ("mixtral", 4, False), ("qwen3-moe", 2, False),
-         ("qwen3-moe-odd", 2, False),
-         ("qwen3-moe-odd", 4, False), ("qwen3-moe-odd", 2, True), ("qwen3-moe-odd", 4, True),
-         ("gemma2", 2, False), ("gemma3", 4, False)]
+# tests/test_layers.py has the logits of more of them.
+CASES = [("llama2", 3, False), ("llama-bias", 2, False), ("llama-bias", 4, False),
+         ("llama3.2", 2, False), ("mistral", 2, False), ("qwen3", 4, False),
+         ("qwen3-tied", 3, False), ("qwen3-sharded", 2, False), ("mixtral", 2, True),
+         ("mixtral", 4, False), ("qwen3-moe", 2, False), ("qwen3-moe-odd", 2, False),
+         ("qwen3-moe-odd", 4, True), ("gemma2", 2, False), ("gemma3", 4, False)]
 
 
 # --------------------------------------------------------------------------- text
@@ -145,8 +143,9 @@ def test_the_text_of_every_checkpoint(start, checkpoints, prompts, references, n
     llm = start(checkpoints[name], tensor_parallel_size=size, expert_parallel=expert_parallel,
                 **options)
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True):
-        text = references(name, prompt, MAX_TOKENS)
-        assert_same_text(output.outputs[0].token_ids, *text, f"{name}, {len(prompt)} tokens")
+        ours = output.outputs[0].token_ids
+        text = references(name, prompt, MAX_TOKENS, ours)
+        assert_same_text(ours, *text, f"{name}, {len(prompt)} tokens")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -83,6 +83,9 @@ def test_the_reference_is_what_generate_writes(qwen3, dense):
     reference = Reference(qwen3)
     prompt = verify.make_prompts(None, 256, 4, 40)[1]
     tokens, expected_gaps = reference.generate(prompt, 12)
+    for guess in (tokens, tokens[:5], [*tokens[:3], EOS, 2, 3], [EOS], tokens * 2):
+        text, gaps = reference.generate(prompt, 12, guess)  # whatever was guessed
+        assert text == tokens and gaps == pytest.approx(expected_gaps, abs=1e-4)
     caches = []
     handle = reference.model.register_forward_hook(
         lambda module, args, out: caches.append(out.past_key_values))
