@@ -189,7 +189,7 @@ def test_random_workloads_on_a_late_device(checkpoints, references, monkeypatch)
     request has transformers' text, or that of the same request alone in a plain engine."""
     device = LateDevice(fuzz.engine(checkpoints["qwen3"], 1), monkeypatch)
     try:
-        fuzz.run_random_workloads(checkpoints, references, "qwen3", [1], 40)
+        fuzz.run_random_workloads(checkpoints, references, "qwen3", [1], 30)
         assert sum(device.num_unknown) > 100 and device.log.count("read 0") == 1
     finally:
         while fuzz.engines:

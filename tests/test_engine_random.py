@@ -13,7 +13,8 @@ def forget_the_engines():
 
 
 @pytest.mark.parametrize(("name", "which", "max_examples"), [
-    ("qwen3", range(SHARED[0]), 60), ("qwen3", SHARED, 20), ("mistral", range(SHARED[0]), 40)],
+    ("qwen3", range(SHARED[0]), 50), ("qwen3", SHARED, 20), ("mistral", range(SHARED[0]), 40)],
     ids=["qwen3", "qwen3, two ranks", "mistral"])
-def test_random_workloads_of_the_engine(checkpoints, references, name, which, max_examples):
+def test_random_workloads_of_the_engine(checkpoints, references, ranks_in_threads, name, which,
+                                        max_examples):
     run_random_workloads(checkpoints, references, name, which, max_examples)

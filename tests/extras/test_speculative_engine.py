@@ -27,8 +27,8 @@ GUESSERS = dict(
 @pytest.mark.parametrize("name, how, max_examples, ranks", [
     ("qwen3", "ngram", 15, 1), ("qwen3", "suffix", 15, 1), ("qwen3", "noisy", 20, 1),
     ("mistral", "noisy", 15, 1), ("mistral", "other", 15, 1), ("qwen3", "noisy", 16, 2)])
-def test_random_workloads_with_drafts(checkpoints, references, noisy, name, how, max_examples,
-                                      ranks):
+def test_random_workloads_with_drafts(checkpoints, references, noisy, ranks_in_threads, name, how,
+                                      max_examples, ranks):
     """The engine's random workloads, their engines and their oracles, now with guesses: chunks,
     tiny caches, prefix hits, preemption, priorities, several samples, controls, logprobs, aborts.
     A draft model without a window keeps the blocks that the model's own window has left. On two
