@@ -267,7 +267,8 @@ class TransformersModel(nn.Module):
                              "convolution, a state, or positions that are counted and not read)")
         if not self.looks_ahead:
             counted = torch.arange(len(ids), device=self.on.device)
-            ids.fill_(0 if text_config_of(self.layers.config).pad_token_id else 1)  # not padding
+            text = text_config_of(self.layers.config)
+            ids.fill_(0 if getattr(text, "pad_token_id", None) else 1)  # not padding
             if not self.are_close(self.watch(ids, counted, width)[0],
                                   self.watch(ids, None, width)[0]):
                 raise ValueError("its positions do not begin at 0")

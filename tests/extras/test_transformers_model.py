@@ -21,8 +21,9 @@ from architectures import (
     make,
     texts_by,
 )
-from checkpoints import Reference, assert_same_text
+from checkpoints import EOS, Reference, assert_same_text
 from helpers import poisoned, write_json
+from transformers import CodeGenConfig
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.transformers_model import attend
@@ -86,6 +87,17 @@ def test_logprobs_equal_transformers(made, few_prompts, name):
     entries = output.prompt_logprobs[1:] + output.outputs[0].logprobs
     got = [entry[token].logprob for entry, token in zip(entries, ids[1:], strict=True)]
     torch.testing.assert_close(torch.tensor(got), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_config_may_know_no_padding(few_prompts, tmp_path):
+    """CodeGen's class has no `pad_token_id`, as nearly all others have."""
+    config = CodeGenConfig(vocab_size=260, n_embd=32, n_layer=2, n_head=4, n_positions=128,
+                           rotary_dim=4, eos_token_id=EOS)
+    assert not hasattr(config, "pad_token_id")
+    folder = make(config, tmp_path / "codegen")
+    with start(folder) as llm:
+        assert_parity(llm, few_prompts, texts_by({"codegen": folder}, few_prompts)("codegen"),
+                      "codegen")
 
 
 def test_our_decoder_and_transformers_network_write_the_same(made, few_prompts, capsys):
