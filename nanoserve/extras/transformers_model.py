@@ -321,7 +321,10 @@ def find_class(architecture: str, hf_config: transformers.PreTrainedConfig) -> t
         found = mapping.get(type(hf_config), ())
         known += found if isinstance(found, tuple) else (found,)
     for model_class in known:
-        if model_class.__name__ == architecture:
+        # EXAONE 3 is Llama's network under a name of its own, which its files have.
+        is_copy = len(known) == 1 and model_class.config_class is not type(hf_config)
+        if model_class.__name__ == architecture or (
+                is_copy and architecture.endswith("ForCausalLM")):
             break
     else:
         raise refusal(architecture, f"transformers {transformers.__version__} has no model of that "

@@ -23,7 +23,7 @@ from architectures import (
 )
 from checkpoints import EOS, Reference, assert_same_text
 from helpers import poisoned, write_json
-from transformers import CodeGenConfig
+from transformers import CodeGenConfig, ExaoneConfig
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.transformers_model import attend
@@ -98,6 +98,18 @@ def test_a_config_may_know_no_padding(few_prompts, tmp_path):
     with start(folder) as llm:
         assert_parity(llm, few_prompts, texts_by({"codegen": folder}, few_prompts)("codegen"),
                       "codegen")
+
+
+def test_a_copy_of_a_family_goes_by_its_own_name(few_prompts, tmp_path):
+    """EXAONE 3's files name a class that transformers has under Llama's name, and other tensors.
+    Where a class was made for the config, no other name is taken."""
+    folder = make(ExaoneConfig(**GQA), tmp_path / "exaone")
+    texts = texts_by({"exaone": folder}, few_prompts)("exaone")
+    write_json(folder / "config.json", architectures=["ExaoneForCausalLM"])
+    with start(folder, model_impl="auto") as llm:
+        assert_parity(llm, few_prompts, texts, "exaone")
+    with pytest.raises(ValueError, match="has no model of that name"):
+        start(folder, hf_overrides=dict(model_type="opt"))
 
 
 def test_our_decoder_and_transformers_network_write_the_same(made, few_prompts, capsys):
