@@ -29,7 +29,6 @@ from nanoserve.frontend.metrics import say
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.sequence import Sequence, Step
-from nanoserve.words.rules import in_words
 
 DEFAULT_LOOKUP = 5  # tokens, where neither bound is given: vLLM's
 UNKNOWN = -1  # in the place of a draft that the small network has not made yet
@@ -102,8 +101,8 @@ class NgramGuesser(Guesser):
         longest = longest or shortest or DEFAULT_LOOKUP  # one given is both
         shortest = shortest or longest
         if shortest > longest:
-            raise ValueError(f"speculative_config: prompt_lookup_min={shortest} is above "
-                             f"prompt_lookup_max={longest}: lower the first or raise the second")
+            raise ValueError(f"prompt_lookup_min={shortest} is above prompt_lookup_max={longest}: "
+                             "lower the first or raise the second")
         asked |= dict(prompt_lookup_max=longest, prompt_lookup_min=shortest)
         return plan
 
@@ -186,30 +185,27 @@ class ModelGuesser(Guesser):
         """Both networks must have one vocabulary: otherwise drafts are wrong, slow but no error."""
         config, tokenizer, vocab_size = plan.config, plan.tokenizer, plan.model_config.vocab_size
         if asked.get("model") is None:
-            raise ValueError("speculative_config: model is missing: name the folder or hub id of a "
-                             "small model with the same vocabulary")
+            raise ValueError("model is missing: name the folder or hub id of a small model with "
+                             "the same vocabulary")
         name = str(asked["model"])
-        with in_words("speculative_config", ValueError):
-            folder = find_model(name, weights=config.load_format != "dummy",
-                                code=config.trust_remote_code)
-            asked["model"] = str(folder)  # where other ranks will look for it
-            draft = ModelConfig.from_folder(folder)
-            check_shares(config.tensor_parallel_size, draft.num_attention_heads,
-                         draft.num_key_value_heads)
+        folder = find_model(name, weights=config.load_format != "dummy",
+                            code=config.trust_remote_code)
+        asked["model"] = str(folder)  # where other ranks will look for it
+        draft = ModelConfig.from_folder(folder)
+        check_shares(config.tensor_parallel_size, draft.num_attention_heads,
+                     draft.num_key_value_heads)
         if not draft.architecture.endswith("ForCausalLM"):
-            raise ValueError(f"speculative_config: model={name!r} has no LM head, by its "
-                             f"architecture {draft.architecture}: choose a ...ForCausalLM "
-                             "checkpoint")
+            raise ValueError(f"model={name!r} has no LM head, by its architecture "
+                             f"{draft.architecture}: choose a ...ForCausalLM checkpoint")
         if draft.vocab_size != vocab_size:
-            raise ValueError(f"speculative_config: model={name!r} has a vocabulary of "
-                             f"{draft.vocab_size} tokens, {config.model!r} one of {vocab_size}: "
-                             "choose a draft model of the same family")
+            raise ValueError(f"model={name!r} has a vocabulary of {draft.vocab_size} tokens, "
+                             f"{config.model!r} one of {vocab_size}: choose a draft model of the "
+                             "same family")
         if tokenizer is not None and any(folder.glob("*token*")):
             other = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
             if _vocabulary(other) != _vocabulary(tokenizer):
-                raise ValueError(f"speculative_config: the tokens of model={name!r} are others "
-                                 f"than those of {config.model!r}: choose a draft model of the "
-                                 "same family")
+                raise ValueError(f"the tokens of model={name!r} are others than those of "
+                                 f"{config.model!r}: choose a draft model of the same family")
         if draft.max_position_embeddings < config.max_model_len:
             say(f"the draft model was made for {draft.max_position_embeddings:,} tokens: behind "
                 "them its guesses will be worse")

@@ -200,34 +200,32 @@ class HiddenGuesser(Guesser, Observer):
         """What makes it. A head belongs to one model: sizes must be as it was trained."""
         model = plan.model_config
         if plan.parts.make_network is not None:
-            raise ValueError("speculative_config: method='eagle3' needs a network of our own, and "
+            raise ValueError("method='eagle3' needs a network of our own, and "
                              f"{model.architecture} is transformers': leave it out")
         if asked.get("model") is None:
-            raise ValueError("speculative_config: model is missing: name the folder or hub id of "
-                             f"a head that was trained for {plan.config.model!r}")
+            raise ValueError("model is missing: name the folder or hub id of a head that was "
+                             f"trained for {plan.config.model!r}")
         name = str(asked["model"])
-        folder = find_model(name, "speculative_config: model")
+        folder = find_model(name)
         asked["model"] = str(folder)
         entries = read_json(folder / "config.json", required=True)
         if not set(HEADS).intersection(entries.get("architectures") or ()):
-            raise ValueError(f"speculative_config: model={name!r} is no EAGLE-3 head, by its "
-                             f"architectures {entries.get('architectures')}: choose one of "
-                             f"{', '.join(HEADS)}")
+            raise ValueError(f"model={name!r} is no EAGLE-3 head, by its architectures "
+                             f"{entries.get('architectures')}: choose one of {', '.join(HEADS)}")
         known = entries | (entries.get("eagle_config") or {})
         if strange := [key for key in VARIANTS if known.get(key)] or (
                 ["num_hidden_layers"] if known.get("num_hidden_layers", 1) != 1 else []):
-            raise ValueError(f"speculative_config: model={name!r} has {strange[0]}="
-                             f"{known[strange[0]]!r}, which is not supported: choose a head of one "
-                             "layer without it")
+            raise ValueError(f"model={name!r} has {strange[0]}={known[strange[0]]!r}, which is not "
+                             "supported: choose a head of one layer without it")
         for size, wanted in (("vocab_size", model.vocab_size),
                              ("target_hidden_size" if "target_hidden_size" in entries else
                               "hidden_size", model.hidden_size)):
             if entries.get(size) != wanted:
-                raise ValueError(f"speculative_config: model={name!r} was trained for another "
-                                 f"model: its {size} is {entries.get(size)}, not {wanted}")
+                raise ValueError(f"model={name!r} was trained for another model: its {size} is "
+                                 f"{entries.get(size)}, not {wanted}")
         if strange := set(tapped(entries, model.num_hidden_layers)) - {
                 *range(model.num_hidden_layers)}:
-            raise ValueError(f"speculative_config: model={name!r} reads layer {min(strange)} of "
+            raise ValueError(f"model={name!r} reads layer {min(strange)} of "
                              f"{model.num_hidden_layers}: it was trained for another model")
         return partial(make_head, plan.config, partial(
             EagleHead, entries, plan.config.max_num_seqs, model))
@@ -269,16 +267,15 @@ class OwnGuesser(HiddenGuesser):
         model, folder = plan.model_config, find_model(plan.config.model)
         is_ours = plan.parts.make_network is None
         if (entry := (OURS if is_ours else FOREIGN).get(model.architecture)) is None:
-            raise ValueError("speculative_config: method='mtp' reads the heads of "
-                             f"{', '.join(OURS | FOREIGN)}, and not that of {model.architecture}: "
-                             "choose another method")
+            raise ValueError(f"method='mtp' reads the heads of {', '.join(OURS | FOREIGN)}, and "
+                             f"not that of {model.architecture}: choose another method")
         entries = read_json(folder / "config.json")
         if (entries.get("text_config") or entries).get(entry) != 1:
-            raise ValueError(f"speculative_config: {plan.config.model!r} has no head of one layer "
-                             f"of its own, by its {entry}: choose another method")
+            raise ValueError(f"{plan.config.model!r} has no head of one layer of its own, by its "
+                             f"{entry}: choose another method")
         if model.quantization is not None:
-            raise ValueError("speculative_config: method='mtp' reads no quantised checkpoint: "
-                             "choose another method, or the checkpoint without quantization")
+            raise ValueError("method='mtp' reads no quantised checkpoint: choose another method, "
+                             "or the checkpoint without quantization")
         asked["model"] = str(folder)
         if is_ours:
             return partial(make_head, plan.config, partial(

@@ -27,6 +27,7 @@ from nanoserve.extras.guessers import Guesser, ModelGuesser, NgramGuesser, Suffi
 from nanoserve.extras.hidden_drafts import HiddenGuesser, OwnGuesser
 from nanoserve.frontend.metrics import Counter, Metric, Observer, Vector, say
 from nanoserve.sequence import Sequence, Step
+from nanoserve.words.rules import in_words
 
 GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGuesser,
                                       "draft_model": ModelGuesser, "eagle3": HiddenGuesser,
@@ -44,7 +45,8 @@ class Speculation(Extra, Observer):
     def prepare(self, plan: Plan) -> Plan:
         """With everything in `speculative_config` filled in, and overlap off."""
         config, asked = plan.config, dict(plan.config.speculative_config)
-        plan = _choose(config, asked).prepare(asked, plan)
+        with in_words("speculative_config", ValueError):
+            plan = _choose(config, asked).prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step" + (", which then runs without CUDA graphs"
                                 if config.device == "cuda" else ""))
@@ -107,21 +109,19 @@ def _choose(config: EngineConfig, asked: dict) -> type[Guesser]:
     """The method that is asked for. Raises `ValueError`, with the remedy, for what none takes."""
     method = asked.get("method")
     if config.runner == "pooling":
-        raise ValueError("speculative_config has no effect with runner='pooling', where no token "
-                         "follows another: leave it out")
+        raise ValueError("it has no effect with runner='pooling', where no token follows another: "
+                         "leave it out")
     if not isinstance(method, str) or method not in GUESSERS:
-        raise ValueError(f"speculative_config: method={method!r} is not supported: choose one of "
-                         f"{', '.join(GUESSERS)}")
+        raise ValueError(f"method={method!r} is not supported: choose one of {', '.join(GUESSERS)}")
     known = ("num_speculative_tokens", *GUESSERS[method].keys)
     if unknown := [key for key in asked if key not in ("method", *known)]:
-        raise ValueError(f"speculative_config: {', '.join(map(str, unknown))} is nothing that "
-                         f"method={method!r} takes: leave it out, it takes {', '.join(known)}")
+        raise ValueError(f"{', '.join(map(str, unknown))} is nothing that method={method!r} takes: "
+                         f"leave it out, it takes {', '.join(known)}")
     if asked.get("num_speculative_tokens") is None:
-        raise ValueError("speculative_config: num_speculative_tokens is missing: say how many "
-                         "tokens are to be guessed at a time, 4 for example")
+        raise ValueError("num_speculative_tokens is missing: say how many tokens are to be guessed "
+                         "at a time, 4 for example")
     for key, value in asked.items():
         if key not in ("method", "model") and value is not None and (
                 type(value) is not int or value < 1):
-            raise ValueError(f"speculative_config: {key} must be a whole number of at least 1, "
-                             f"got {value!r}")
+            raise ValueError(f"{key} must be a whole number of at least 1, got {value!r}")
     return GUESSERS[method]
