@@ -96,6 +96,8 @@ WRAPPINGS: dict[str, Callable] = {
         VISION, image_size=[28, 28], patch_size=[14, 14]), **IMAGE),
     "llava": wrap("llava", dict(GQA, model_type="llama"), dict(
         VISION, model_type="clip_vision_model", projection_dim=16), image_token_index=250),
+    # Its class makes the logits of all tokens, asked or not.
+    "videollama3": wrap("video_llama_3", dict(GQA, model_type="qwen2"), VISION, **IMAGE),
     "qwen3.5": wrap("qwen3_5", dict(GQA, num_hidden_layers=4, head_dim=8), QWEN_VISION, **IMAGE),
     "llama4": wrap("llama4", dict(GQA, head_dim=8, num_local_experts=2, attention_chunk_size=16,
                                   intermediate_size_mlp=48), dict(

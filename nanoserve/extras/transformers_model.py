@@ -24,6 +24,7 @@ the queue. Road not taken: files of models in here, as in larger engines; `model
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -207,6 +208,8 @@ class TransformersModel(nn.Module):
         take_over(network, on, kept or {}, config.sees)
         return_freed_memory()
         self.config, self.on, self.layers, self.left_out = config, on, network, left_out
+        # A few classes make the logits of all tokens: MiniCPM-V's.
+        self.chooses = "logits_to_keep" in signature(network.forward).parameters
         probed = self.probe(config.hidden_size if self.looks_ahead else config.vocab_size)
         self.attending = list(probed)  # layers; all of them, but for hybrids
         self.windows = [window for *_, window in probed.values()]
@@ -235,9 +238,11 @@ class TransformersModel(nn.Module):
     def run(self, ids: torch.Tensor, positions: torch.Tensor | None, wanted: torch.Tensor,
             pages: Pages | Probe, **options) -> torch.Tensor:
         counted = None if positions is None else positions.long()[None]
+        if self.chooses:
+            options["logits_to_keep"] = wanted
         out = self.layers(input_ids=ids.long()[None], position_ids=counted, use_cache=False,
-                          logits_to_keep=wanted, nanoserve=pages, **options)
-        return out.logits[0].contiguous()
+                          nanoserve=pages, **options)
+        return (out.logits[0] if self.chooses else out.logits[0, wanted]).contiguous()
 
     def probe(self, width: int) -> dict[int, tuple]:
         """Each attending layer's q, k, v and window. width: of what comes out for a token. Raises
