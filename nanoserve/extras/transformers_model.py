@@ -353,6 +353,8 @@ def strange_layers(hf_config: transformers.PreTrainedConfig) -> str:
         if count := sum(kind in names for kind in kinds):
             which = "its layers" if count == len(kinds) else f"{count} of its {len(kinds)} layers"
             return f"{which} {words}; such layers are not served yet"
+    if getattr(hf_config, "attn_temperature_tuning", False) and 0 in hf_config.no_rope_layers:
+        return "its layers without RoPE scale q by positions that they count, from the first row on"
     return ""
 
 

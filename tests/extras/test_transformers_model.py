@@ -269,6 +269,17 @@ def test_what_would_be_wrong_is_refused_by_name_with_the_reason(tmp_path, archit
                          "itself")
 
 
+def test_layers_that_count_positions_themselves_are_refused(tmp_path):
+    """Llama 4 makes queries behind 8,191 tokens larger in layers without RoPE, and counts from the
+    first token of a batch. Four tokens, in a trial, are too few to see it."""
+    config = transformers.Llama4TextConfig(
+        **GQA, head_dim=8, num_local_experts=2, attention_chunk_size=None, intermediate_size_mlp=48,
+        no_rope_layers=[1, 0])
+    assert config.attn_temperature_tuning
+    said = refused(tmp_path, config, architecture="Llama4ForCausalLM")
+    assert "positions that they count" in said
+
+
 def test_several_ranks_are_refused_in_words(made):
     with pytest.raises(ValueError, match="tensor_parallel_size=2, but transformers' OPTForCausalLM "
                                          "runs on one rank: leave it out"):
