@@ -93,22 +93,30 @@ class Dense:
         gate, up = x @ self.w["mlp.gate_proj"].T, x @ self.w["mlp.up_proj"].T
         return stream + (torch.nn.functional.silu(gate) * up) @ self.w["mlp.down_proj"].T
 
+    def states(self, token_ids: list[int]) -> torch.Tensor:
+        """What the head reads of the model at each of these tokens."""
+        out = self.model(torch.tensor([token_ids]), output_hidden_states=True)
+        return torch.cat([out.hidden_states[i][0] for i in LAYERS], -1) @ self.w["fc"].T
+
+    def guess(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The last token's own state, and the logits of the next token."""
+        own = self.layer(embedded, states)[-1:]
+        return own, (self.norm("norm", own) @ self.w["lm_head"].T)[0]
+
     @torch.no_grad()
     def drafts(self, token_ids: list[int], k: int) -> list[tuple[int, float]]:
         """What follows the text, of which the model has computed all but the last token; and how
         sure it is: the gap to the second."""
-        out = self.model(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
-        states = torch.cat([out.hidden_states[i][0] for i in LAYERS], -1) @ self.w["fc"].T
-        ids, found = list(token_ids[1:]), []
+        states, ids, found = self.states(token_ids[:-1]), list(token_ids[1:]), []
         for _ in range(k):
             embedded = self.model.get_input_embeddings()(torch.tensor(ids))
-            own = self.layer(embedded, states)
-            best = (self.norm("norm", own[-1]) @ self.w["lm_head"].T).topk(2)
+            own, logits = self.guess(embedded, states)
+            best = logits.topk(2)
             draft = int(best.indices[0])
             draft += int(self.w["d2t"][draft]) if "d2t" in self.w else 0
             found.append((draft, float(best.values[0] - best.values[1])))
             ids.append(draft)
-            states = torch.cat((states, own[-1:]))  # its own, from here on
+            states = torch.cat((states, own))  # its own, from here on
         return found
 
 
@@ -142,21 +150,16 @@ class DenseOwn(Dense):
         self.model.model.norm.register_forward_pre_hook(
             lambda module, args: setattr(self, "stream", args[0][0]))
 
-    @torch.no_grad()
-    def drafts(self, token_ids: list[int], k: int) -> list[tuple[int, float]]:
-        self.model(torch.tensor([token_ids[:-1]]))
-        states, ids, found = self.stream, list(token_ids[1:]), []
-        for _ in range(k):
-            embedded = self.model.get_input_embeddings()(torch.tensor(ids))
-            x = torch.cat((self.norm("hidden_layernorm", states),
-                           self.norm("token_layernorm", embedded)), -1) @ self.w["input_proj"].T
-            out = self.add_mlp(x + self.attend(self.norm("input_layernorm", x)))
-            own = self.norm("final_layernorm", out[-1:])
-            best = self.model.lm_head(own)[0].topk(2)
-            found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
-            ids.append(int(best.indices[0]))
-            states = torch.cat((states, own))
-        return found
+    def states(self, token_ids: list[int]) -> torch.Tensor:
+        self.model(torch.tensor([token_ids]))
+        return self.stream
+
+    def guess(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.cat((self.norm("hidden_layernorm", states),
+                       self.norm("token_layernorm", embedded)), -1) @ self.w["input_proj"].T
+        out = self.add_mlp(x + self.attend(self.norm("input_layernorm", x)))
+        own = self.norm("final_layernorm", out[-1:])
+        return own, self.model.lm_head(own)[0]
 
 
 def make_own_foreign(folder, name: str = "qwen3.5"):
@@ -191,7 +194,7 @@ class DenseForeign(Dense):
                   for name, one in load_file(folder / "model.safetensors").items()
                   if name.startswith("mtp.")}
         self.model.get_decoder().norm.register_forward_hook(
-            lambda module, args, out: setattr(self, "states", out[0]))
+            lambda module, args, out: setattr(self, "normed", out[0]))
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.w[name])
@@ -214,21 +217,16 @@ class DenseForeign(Dense):
         out = (scores.softmax(-1) @ v).transpose(0, 1) * gate.sigmoid()
         return out.flatten(1) @ self.w["self_attn.o_proj"].T
 
-    @torch.no_grad()
-    def drafts(self, token_ids: list[int], k: int) -> list[tuple[int, float]]:
-        self.model(input_ids=torch.tensor([token_ids[:-1]]))
-        states, ids, found = self.states, list(token_ids[1:]), []
-        for _ in range(k):
-            embedded = self.model.get_input_embeddings()(torch.tensor(ids))
-            x = torch.cat((self.norm("pre_fc_norm_embedding", embedded),
-                           self.norm("pre_fc_norm_hidden", states)), -1) @ self.w["fc"].T
-            out = self.add_mlp(x + self.attend(self.norm("input_layernorm", x)))
-            own = self.norm("norm", out[-1:])
-            best = self.model.lm_head(own)[0].topk(2)
-            found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
-            ids.append(int(best.indices[0]))
-            states = torch.cat((states, own))
-        return found
+    def states(self, token_ids: list[int]) -> torch.Tensor:
+        self.model(input_ids=torch.tensor([token_ids]))
+        return self.normed
+
+    def guess(self, embedded: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.cat((self.norm("pre_fc_norm_embedding", embedded),
+                       self.norm("pre_fc_norm_hidden", states)), -1) @ self.w["fc"].T
+        out = self.add_mlp(x + self.attend(self.norm("input_layernorm", x)))
+        own = self.norm("norm", out[-1:])
+        return own, self.model.lm_head(own)[0]
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +338,8 @@ def test_a_lost_step_costs_drafts_and_no_text(checkpoints, references, tmp_path,
         assert_same_text(outputs[i].outputs[0].token_ids, expected, gaps, f"lost, {i}")
 
 
-def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_path, few_prompts):
+def test_two_ranks_find_the_states_by_their_slots(checkpoints, references, tmp_path, few_prompts,
+                                                  ranks_in_threads):
     with start(checkpoints["llama2"], make_head(tmp_path / "head"), tensor_parallel_size=2) as llm:
         for output in llm.generate(few_prompts, GREEDY, use_tqdm=False):
             expected, gaps = references("llama2", output.prompt_token_ids, GREEDY.max_tokens)
@@ -369,7 +368,7 @@ def test_a_checkpoint_without_a_head_of_its_own_is_refused(checkpoints, tmp_path
 
 
 def test_two_ranks_read_a_checkpoints_own_head_and_without_the_method_it_is_passed_over(
-        checkpoints, references, tmp_path, few_prompts):
+        checkpoints, references, tmp_path, few_prompts, ranks_in_threads):
     folder = make_own(tmp_path / "own", checkpoints["qwen2"])
     plain = LLM(folder, dtype="float32", skip_tokenizer_init=True)
     for llm in (plain, start_own(folder, tensor_parallel_size=2)):
