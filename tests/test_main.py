@@ -31,15 +31,19 @@ def test_the_first_lines_to_type_run(capsys):
     assert len(capsys.readouterr().out) > 20
 
 
-def test_it_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):
+def test_it_is_found_beside_a_folder_of_its_name_and_every_public_name_is_there(tmp_path,
+                                                                             monkeypatch):
     """As beside the clone: an editable install was a hook that is asked last, and the clone's own
-    folder a package without files."""
+    folder a package without files. Names of extras stand in `__all__`, too, and a star takes only
+    what is there."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "nanoserve").mkdir()
-    code = "import nanoserve; print(nanoserve.LLM.__name__)"
+    code = ("import nanoserve; from nanoserve import *; "
+            "print(LLM.__name__, all(name in globals() for name in nanoserve.__all__), "
+            "'PoolingParams' in globals())")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
                           capture_output=True)
-    assert done.stdout == "LLM\n", done.stderr
+    assert done.stdout == f"LLM True {(PACKAGE / 'extras').exists()}\n", done.stderr
 
 
 @pytest.mark.parametrize(("argv", "says"), [
@@ -49,18 +53,30 @@ def test_a_wrong_command_is_explained(capsys, argv, says):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("missing", "command", "says"), [
-    ("nanoserve.server", "serve", "nanoserve.server.cli is not there: it belongs to an annexe"),
-    ("nanoserve.extras", "verify", "nanoserve.extras.block_store is not there: it belongs to"),
-    ("uvicorn", "serve", "needs uvicorn, which is not installed: pip install 'nanoserve[server]'"),
-    ("transformers", "verify", "transformers, which is not installed: pip install transformers"),
-])
-def test_what_a_command_lacks_is_said_with_what_to_do(missing, command, says):
+LACKING = {
+    ("nanoserve.server", "serve"): "nanoserve.server.cli is not there: it belongs to an annexe",
+    ("uvicorn", "serve"): "needs uvicorn, which is not installed: pip install 'nanoserve[server]'",
+    ("transformers", "verify"): "transformers, which is not installed: pip install transformers",
+    ("nanoserve.extras", "verify"): "nanoserve.extras.block_store is not there: it belongs to",
+}
+
+
+def test_what_a_command_lacks_is_said_with_what_to_do():
     """Also where it is something that the command's module imports."""
-    code = (f"import sys; sys.modules[{missing!r}] = None\n"
-            f"from nanoserve.__main__ import main; sys.exit(main([{command!r}, '--help']))")
+    code = f"""if 1:
+        import sys
+        for missing, command in {[*LACKING]}:
+            sys.modules |= {{missing: None}}
+            from nanoserve.__main__ import main
+            assert main([command, "--help"]) == 2
+            print(file=sys.stderr)
+            for name in [name for name in sys.modules if name.startswith("nanoserve")] + [missing]:
+                sys.modules.pop(name, None)
+    """
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
-    assert done.returncode == 2 and says in done.stderr
+    assert done.returncode == 0, done.stderr
+    for said, says in zip(done.stderr.split("\n\n"), LACKING.values(), strict=False):
+        assert says in said
 
 
 def test_a_command_gets_its_arguments(monkeypatch):

@@ -27,15 +27,28 @@ def test_a_round_of_few_short_streams(monkeypatch):
     assert {name: len(rounds) for name, rounds in found.items()} == dict(offline=1, server=1)
 
 
-def test_a_round_beside_another_server(monkeypatch):
-    """Which is another one of ours, and so gives the same texts as well."""
+PEER = """
+import http.server, sys
+class Peer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200), self.end_headers()
+    def do_POST(self):
+        self.do_GET()
+        self.wfile.write(b'data: {"choices": [{"text": "of its own"}]}\\n\\n')
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Peer).serve_forever()
+"""
+
+
+def test_a_round_beside_another_server(monkeypatch, tmp_path):
+    """Whose texts are its own, and are not compared."""
     monkeypatch.setattr(peers, "PAUSE", 0)
+    (tmp_path / "peer.py").write_text(PEER)
     asked = []
     monkeypatch.setattr(server, "text_of", lambda data: asked.append(text_of(data)))
     found = server.bench(str(BUNDLED_MODEL), "float32", 3, 4, 5, rounds=1, against=(
-        f"{sys.executable} -m nanoserve serve {BUNDLED_MODEL} --dtype float32 "
-        f"--port {server.free_port()}"))
+        f"{sys.executable} {tmp_path / 'peer.py'} --port {server.free_port()}"))
     assert {name: len(rounds) for name, rounds in found.items()} == dict(peer=1, server=1)
-    assert len(asked) == 12 and asked[:3] == asked[3:6] == asked[9:] and all(asked)
+    assert asked[:3] == asked[6:9] == ["of its own"] * 3
+    assert len(asked) == 12 and asked[3:6] == asked[9:] and all(asked)
     for speed, first in found["peer"] + found["server"]:
         assert 0 < first < 15 / speed

@@ -32,12 +32,17 @@ def check(references, outputs) -> None:
         assert_same_text(output.outputs[0].token_ids, text, gaps, f"{len(prompt)} tokens")
 
 
-def test_the_second_engine_computes_only_the_rest_of_each_prompt(engines, references):
+def test_the_second_engine_computes_only_the_rest_and_misses_no_killed_one(engines, references):
     outputs = engines.generate(PROMPTS, GREEDY)
     check(references, outputs)
     full_blocks = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     assert [output.num_cached_tokens for output in outputs] == full_blocks
     storage(engines.decoder).check()
+    engines.decoder.reset_prefix_cache()
+    os.kill(engines.prefiller.process.pid, signal.SIGKILL)
+    check(references, engines.generate(PROMPTS, GREEDY))
+    assert engines.prefiller is None
+    check(references, engines.generate(PROMPTS, GREEDY))
 
 
 def test_a_salt_goes_along(engines):
@@ -47,17 +52,6 @@ def test_a_salt_goes_along(engines):
     assert mine.num_cached_tokens == (len(prompt) - 1) // 16 * 16
     [others] = engines.decoder.generate([prompt], GREEDY, use_tqdm=False)
     assert others.num_cached_tokens == 0
-
-
-@pytest.mark.parametrize("when", ["before", "after the first call"])
-def test_a_prefill_engine_that_was_killed_is_missed_by_nobody(engines, references, when):
-    if when != "before":
-        check(references, engines.generate(PROMPTS, GREEDY))
-        engines.decoder.reset_prefix_cache()
-    os.kill(engines.prefiller.process.pid, signal.SIGKILL)
-    check(references, engines.generate(PROMPTS, GREEDY))
-    assert engines.prefiller is None
-    check(references, engines.generate(PROMPTS, GREEDY))
 
 
 @pytest.fixture
@@ -70,6 +64,13 @@ def stand_in(checkpoints, tmp_path, monkeypatch):
         return Disaggregated(checkpoints["qwen3"], dtype="float32", max_model_len=128,
                              num_gpu_blocks_override=64)
     return make
+
+
+def test_a_prefill_engine_that_dies_before_the_first_call_is_missed_by_nobody(stand_in, references):
+    with stand_in("") as engines:
+        engines.prefiller.process.wait()
+        check(references, engines.generate(PROMPTS, GREEDY))
+        assert engines.prefiller is None
 
 
 def test_a_prefill_engine_where_something_else_is_printed_is_understood(stand_in, references):

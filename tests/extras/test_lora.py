@@ -265,8 +265,8 @@ def two_ranks(voices, ranks_in_threads):
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(max_num_batched_tokens=7, max_num_seqs=3), dict(num_gpu_blocks_override=18),
-    dict(async_scheduling=True)], ids=str)
+    dict(max_num_batched_tokens=7, max_num_seqs=3),
+    dict(num_gpu_blocks_override=18, async_scheduling=True)], ids=str)
 def test_two_ranks_mix_adapters(voices, two_ranks, options):
     """Each has its share of A where it has a share of the inputs, and of B where of the outputs.
     The third adapter takes the columns of the first while the engine serves."""
@@ -284,12 +284,6 @@ def test_two_ranks_after_an_adapter_that_is_refused(voices, two_ranks, tmp_path)
         with pytest.raises(ValueError, match="can't be read"):
             llm.generate("a", lora_request=LoRARequest("broken", 9, str(broken)))
         voices.check(llm, [2, None, 1])
-
-
-def test_two_processes_mix_adapters(voices):
-    with LLM(voices.base, **SMALL, tensor_parallel_size=2) as llm:
-        voices.check(llm, [1, 2, None, 1, 2])
-        voices.check(llm, [3, 2, None])
 
 
 def logprobs(voices, ids, **options) -> torch.Tensor:

@@ -127,7 +127,7 @@ def test_the_small_network_has_read_what_was_forced(folder):
         assert num_compared > 50
 
 
-def test_two_ranks(folder, expected):
+def test_two_ranks(folder, expected, ranks_in_threads):
     with start(folder, tensor_parallel_size=2, async_scheduling=True) as llm:
         assert ask(llm) == expected
 

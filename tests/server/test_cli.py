@@ -149,8 +149,8 @@ def test_nobody_but_this_machine_is_served_unless_asked():
         assert sock.getsockname()[0] == "127.0.0.1"
 
 
-@pytest.fixture
-def started(tmp_path):
+@pytest.fixture(scope="module")
+def started():
     """A server in a process of its own, with a key and a limit for its end; its port."""
     env = os.environ | {cli.KEY_VARIABLE: "secret", "NANOSERVE_CHECK": "1"}
     process = subprocess.Popen(
@@ -202,6 +202,7 @@ def test_a_client_that_offers_http2_has_its_body_read(started):
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
+    """The last of those that share the server."""
     process, port = started
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = json.dumps(dict(model="known", prompt="Once", max_tokens=60, ignore_eos=True,
