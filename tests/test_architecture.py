@@ -6,6 +6,7 @@ The oracle is the table below, which is the design's; the imports are read from 
 import ast
 import re
 from fnmatch import fnmatch
+from functools import cache
 
 import pytest
 from clean_process import ANNEXES, CORE, FILES, PACKAGE, modules, room_of, run
@@ -87,7 +88,9 @@ def file_of(parts: list[str]) -> str:
     return next((name for name in beginnings if (PACKAGE / f"{name}.py").exists()), "")
 
 
-IMPORTS = {name: imports_of(ast.parse(read(name))) for name in FILES}
+@cache
+def imports() -> dict[str, set[str]]:
+    return {name: imports_of(ast.parse(read(name))) for name in FILES}
 
 
 def allowed(name: str, table: dict[str, list[str]]) -> list[str]:
@@ -122,7 +125,7 @@ def test_imports_follow_the_table(name):
     at_top = top_level_imports(name)
     may = allowed(name, MAY_IMPORT)
     assert any(fnmatch(name, row) for row in MAY_IMPORT), "has no row"
-    for other in IMPORTS[name]:
+    for other in imports()[name]:
         late = is_in(other, allowed(name, LATE))
         assert other and (is_in(other, may) or late), f"{name} imports {other or 'nanoserve'}"
         assert (other in at_top) != late, f"{name} imports {other} in the wrong place"
@@ -133,18 +136,18 @@ def test_imports_follow_the_table(name):
 
 def test_there_is_no_circle():
     """By the imports themselves, whatever the table says, late ones included."""
-    imports = {name: others & set(FILES) for name, others in IMPORTS.items()}
-    while imports:
-        free = [name for name, others in imports.items() if not others & set(imports)]
-        assert free, f"a circle among {sorted(imports)}"
+    left = {name: others & set(FILES) for name, others in imports().items()}
+    while left:
+        free = [name for name, others in left.items() if not others & set(left)]
+        assert free, f"a circle among {sorted(left)}"
         for name in free:
-            del imports[name]
+            del left[name]
 
 
 def test_the_spine_stands_from_the_bottom_up():
     assert sorted(BOTTOM_UP) == [name for name in FILES if not room_of(name)]
     for i, name in enumerate(BOTTOM_UP):
-        assert not IMPORTS[name] & set(BOTTOM_UP[i:]), name
+        assert not imports()[name] & set(BOTTOM_UP[i:]), name
 
 
 def files_listed_on(page: str, folder: str) -> list[str]:

@@ -18,88 +18,50 @@ pytestmark = pytest.mark.floor
 # ------------------------------------------------------------------ the audit
 
 
-def corrupt_free_list(blocks, a, b):
-    blocks.free_blocks[a.block_table[0]] = None
-
-
-def corrupt_lost_block(blocks, a, b):
-    blocks.free_blocks.popitem(last=False)
-
-
-def corrupt_order(blocks, a, b):
+def blocks_in_disorder(blocks, a, b):
     blocks.free(b)  # block 3 can be found, blocks 4 and 5 are blank
     b.num_computed_tokens = 0
     blocks.free_blocks.move_to_end(3, last=False)
 
 
-def corrupt_ref_count(blocks, a, b):
-    blocks.ref_counts[a.block_table[0]] += 1
-
-
-def corrupt_forgotten_owner(blocks, a, b):
-    b.block_table.append(a.block_table[-1])
-
-
-def corrupt_table(blocks, a, b):
-    a.block_table.append(a.block_table[0])
-
-
-def corrupt_progress(blocks, a, b):
-    a.num_computed_tokens = 100
-
-
-def corrupt_flight(blocks, a, b):
-    a.num_inflight_tokens = 5
-
-
-def corrupt_stale_map(blocks, a, b):
-    blocks.entry_of[a.cache_entry.block_id] = None
-
-
-def corrupt_map(blocks, a, b):
-    blocks.cached.pop(a.cache_entry.key)
-
-
-def corrupt_entry_block(blocks, a, b):
-    a.cache_entry.block_id = b.block_table[-1]
-
-
-def corrupt_entry_tokens(blocks, a, b):
+def an_entry_cut_short(blocks, a, b):
     entry = a.cache_entry
     blocks.free(a)  # no sequence holds the block, whose tokens could be compared
     a.num_computed_tokens = 0
     entry.tokens.pop()
 
 
-def corrupt_commits(blocks, a, b):
-    b.num_committed_blocks += 1
-
-
-def corrupt_early_commit(blocks, a, b):
-    a.num_committed_blocks = 1
-
-
-def corrupt_tokens(blocks, a, b):
-    a.token_ids[5] = 99
+def a_field(name, value):
+    return lambda blocks, a, b: setattr(a, name, value)
 
 
 @pytest.mark.parametrize("corrupt, message", [
-    (corrupt_free_list, "block 0 is free but sequence a points at it"),
-    (corrupt_lost_block, "block 5 has 0 references and must be free exactly at 0"),
-    (corrupt_order, r"a findable block would be reused before a blank one: \[3, 4, 5\]"),
-    (corrupt_ref_count, r"block 0 counts 2 references but is held by \['a'\]"),
-    (corrupt_forgotten_owner, r"block 2 counts 1 references but is held by \['a', 'b'\]"),
-    (corrupt_table, "sequence a lists a block twice"),
-    (corrupt_progress, "sequence a has computed 100 tokens in blocks for 12"),
-    (corrupt_flight, "sequence a has computed 14 tokens in blocks for 12"),
-    (corrupt_stale_map, "the cache names block 1, which was reused since"),
-    (corrupt_map, "block 1 believes it is cached, but the cache does not name it"),
-    (corrupt_entry_block, "the cache names block 4, which was reused since"),
-    (corrupt_entry_tokens, "block 1 is not full"),
-    (corrupt_commits, "sequence b committed 2 blocks, but only 1 are full and computed"),
-    (corrupt_early_commit, "block 1 of sequence a can be found before it is computed"),
-    (corrupt_tokens, r"block 1 is cached as \[4, 5, 6, 7\], but sequence a keeps \[4, 99, 6, 7\]"),
-], ids=lambda value: getattr(value, "__name__", ""))
+    (lambda blocks, a, b: blocks.free_blocks.update({0: None}),
+     "block 0 is free but sequence a points at it"),
+    (lambda blocks, a, b: blocks.free_blocks.popitem(last=False),
+     "block 5 has 0 references and must be free exactly at 0"),
+    (blocks_in_disorder, r"a findable block would be reused before a blank one: \[3, 4, 5\]"),
+    (lambda blocks, a, b: blocks.ref_counts.__setitem__(0, 2),
+     r"block 0 counts 2 references but is held by \['a'\]"),
+    (lambda blocks, a, b: b.block_table.append(2),
+     r"block 2 counts 1 references but is held by \['a', 'b'\]"),
+    (lambda blocks, a, b: a.block_table.append(0), "sequence a lists a block twice"),
+    (a_field("num_computed_tokens", 100), "sequence a has computed 100 tokens in blocks for 12"),
+    (a_field("num_inflight_tokens", 5), "sequence a has computed 14 tokens in blocks for 12"),
+    (lambda blocks, a, b: blocks.entry_of.__setitem__(1, None),
+     "the cache names block 1, which was reused since"),
+    (lambda blocks, a, b: blocks.cached.pop(a.cache_entry.key),
+     "block 1 believes it is cached, but the cache does not name it"),
+    (lambda blocks, a, b: setattr(a.cache_entry, "block_id", 4),
+     "the cache names block 4, which was reused since"),
+    (an_entry_cut_short, "block 1 is not full"),
+    (lambda blocks, a, b: setattr(b, "num_committed_blocks", 2),
+     "sequence b committed 2 blocks, but only 1 are full and computed"),
+    (a_field("num_committed_blocks", 1),
+     "block 1 of sequence a can be found before it is computed"),
+    (lambda blocks, a, b: a.token_ids.__setitem__(5, 99),
+     r"block 1 is cached as \[4, 5, 6, 7\], but sequence a keeps \[4, 99, 6, 7\]"),
+])
 @pytest.mark.parametrize("container", [list, iter], ids=["list", "iterator"])
 def test_the_audit_names_each_kind_of_corruption(corrupt, message, container):
     """An audit that can't fail proves nothing: each of its sentences is provoked here, and the

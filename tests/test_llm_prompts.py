@@ -264,7 +264,7 @@ def test_the_wrong_one_among_many_is_named(llm, expected, wrong):
     assert_serves(llm, expected)
 
 
-@pytest.mark.parametrize("name", real.TOKENIZERS)
+@pytest.mark.parametrize("name", real.NAMES)
 def test_a_batch_has_the_tokens_that_each_text_has_alone(name):
     """Special tokens included. Nothing is padded or cut."""
     tokenizer = real.TOKENIZERS[name]

@@ -9,6 +9,7 @@ import inspect
 import math
 import shutil
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -30,11 +31,9 @@ CPU = torch.device("cpu")
 def available() -> list[str]:
     found = []
     for name in KERNELS[1:]:  # all but "auto"
-        try:
+        with suppress(ImportError):
             namespace(name)
             found.append(name)
-        except ImportError:
-            pass
     return found
 
 
@@ -81,10 +80,10 @@ def parameters(function) -> list[tuple]:
     return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_signatures_are_those_of_the_specification(ops, name):
+def test_signatures_are_those_of_the_specification(ops):
     """Parameters in the same order with the same defaults: a layer can't tell them apart."""
-    assert parameters(getattr(ops, name)) == parameters(getattr(namespace("torch"), name))
+    for name in NAMES:
+        assert parameters(getattr(ops, name)) == parameters(getattr(namespace("torch"), name)), name
 
 
 # ------------------------------------------------------------- products and norms
@@ -245,11 +244,11 @@ SINKS = torch.tensor([-1e38, -2.0, 0.5, 1.0, 3.0, 60.0, 0.0, -0.5])
 def test_attention(ops, dtype, case, window, softcap, sinks):
     """Against a loop over queries and keys. Dead slots hold infinities and NaN, other requests'
     numbers, which must not leak in, not even multiplied by zero."""
-    shapes = SHAPES
+    shapes = SHAPES if dtype is not torch.float16 else SHAPES[1::2]
     if ops.__name__.endswith(".kernels"):  # the interpreter is slow: test_kernels has more of it
         if case != "few" or dtype is torch.float16:
             return
-        shapes = SHAPES[::3] if window == 30 else SHAPES[:1]
+        shapes = SHAPES[3:4] if window == 30 else SHAPES[:1]
     for shape in shapes:
         check_attention(ops, dtype, shape, CASES[case], window, softcap, sinks)
 
@@ -261,9 +260,10 @@ def test_attention_to_keys_and_values_in_8_bits(ops, dtype, case):
     is_slow = ops.__name__.endswith(".kernels")  # test_kernels has more of it
     if is_slow and (case != "few" or dtype is torch.float16):
         pytest.skip("the interpreter is slow")
-    for shape in SHAPES[3:4] if is_slow else SHAPES:
+    for shape in SHAPES[3:4] if is_slow else SHAPES if dtype is not torch.float16 else SHAPES[::2]:
         check_attention(ops, dtype, shape, CASES[case], None, None, None, torch.int8)
-    check_attention(ops, dtype, SHAPES[0], CASES[case], 9, 5.0, SINKS, torch.int8)
+    if not is_slow:
+        check_attention(ops, dtype, SHAPES[0], CASES[case], 9, 5.0, SINKS, torch.int8)
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
@@ -401,24 +401,21 @@ def test_a_top_p_of_one_takes_nothing_away(ops):
     top_k, ones = torch.tensor([0, 3], dtype=torch.int32), torch.ones(2)
     for row, floor, last_id, count in zip(
             logits, *ops.floors(logits, ones, top_k, ones, 0 * ones), (4, 3), strict=True):
-        stays = (row > floor) | (row == floor) & (torch.arange(4) <= last_id)
-        assert stays.sum() == count
-
-
-def draws(ops, logits, temperature, count, floors=None):
-    s = count
-    return ops.draw(logits.expand(s, -1).contiguous(), torch.full((s,), temperature),
-                    torch.arange(s) * 7919 + 12345, torch.arange(s) % 13,
-                    floors and tuple(one.expand(s).contiguous() for one in floors))
+        assert ((row > floor) | (row == floor) & (torch.arange(4) <= last_id)).sum() == count
 
 
 def test_draws_stay_above_the_floor(ops):
+    def draws(s: int, floors) -> set[int]:
+        return set(ops.draw(logits.expand(s, -1).contiguous(), torch.ones(s), torch.arange(
+            s) * 7919 + 12345, torch.arange(s) % 13, tuple(
+                one.expand(s).contiguous() for one in floors)).tolist())
+
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0, -1.0]])
     floors = ops.floors(logits, torch.ones(1), torch.tensor([3], dtype=torch.int32),
                         torch.ones(1), torch.zeros(1))
-    assert set(draws(ops, logits, 1.0, 300, floors).tolist()) == {1, 3, 4}
+    assert draws(300, floors) == {1, 3, 4}
     only = torch.tensor([3.0]), torch.tensor([1], dtype=torch.int32)  # of two equals the first
-    assert set(draws(ops, logits, 1.0, 50, only).tolist()) == {1}
+    assert draws(50, only) == {1}
 
 
 def test_a_draw_is_a_function_of_seed_and_position(ops):
@@ -426,12 +423,11 @@ def test_a_draw_is_a_function_of_seed_and_position(ops):
     logits = numbers(1, 300).expand(6, -1).contiguous()
     seeds = torch.tensor([5, -9, 5, 2 ** 62, 5, -9])
     positions = torch.tensor([3, 3, 3, 3, 4, 3])
-    heat = torch.ones(6)
-    first = ops.draw(logits, heat, seeds, positions).tolist()
+    first = ops.draw(logits, torch.ones(6), seeds, positions).tolist()
     assert first[0] == first[2] and first[1] == first[5]
     assert len({first[0], first[1], first[3], first[4]}) > 1
     order = [4, 0, 3]
-    assert ops.draw(logits[:3], heat[:3], seeds[order], positions[order]).tolist() == [
+    assert ops.draw(logits[:3], torch.ones(3), seeds[order], positions[order]).tolist() == [
         first[i] for i in order]
 
 

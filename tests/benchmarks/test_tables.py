@@ -16,7 +16,10 @@ pytestmark = pytest.mark.usefixtures("known_machine")
 def test_the_tables_come_from_a_measurement(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("NANOSERVE_CHECK")  # nine in ten seconds would go to audits of a large cache
     monkeypatch.setattr(peers, "PAUSE", 0)
-    shorter = {name: workloads.Shape(2, (8, 8), (2, 2)) for name in workloads.ROWS}
+    shorter = {name: workloads.Shape(2, (8, 8), (2, 2)) for name in workloads.ROWS} | {
+        "batch": workloads.Shape(4, (32, 64), (8, 16)),
+        "long-prompt": workloads.Shape(1, (256, 256), (8, 8)),
+        "mixed": workloads.Shape(8, (32, 32), (8, 16), shared_len=32, long_every=4, long_len=80)}
     monkeypatch.setattr(workloads, "SMALL", SMALL | shorter)
     script = tmp_path / "peer.py"
     script.write_text(PEER)
@@ -30,7 +33,7 @@ def test_the_tables_come_from_a_measurement(toy, tmp_path, capsys, monkeypatch):
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert rows[0] == ["float32", "nanoserve", "share of the roofline", "another engine"]
     found = {row[0]: row[1:] for row in rows}
-    count = sum(request.max_tokens for request in workloads.generate(SMALL["batch"], 300))
+    count = sum(request.max_tokens for request in workloads.generate(shorter["batch"], 300))
     theirs = {title: row[2].partition(" (")[0] for title, row in found.items() if len(row) == 3}
     assert theirs == {
         "float32": "another engine", "batch: output tok/s": f"{count / 2:.3g}",

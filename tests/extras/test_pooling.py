@@ -62,8 +62,8 @@ def test_every_pooling_type_in_every_mode(qwen3, prompts, hidden_states, mode, p
             assert_idle(llm)
         if pooling_type != "LAST":
             assert not any(output.num_cached_tokens for output in outputs)
-        outputs = [llm.encode(prompt, pooling_task=task, use_tqdm=False)[0] for prompt in prompts]
-        assert_close(data(outputs), expected, f"{pooling_type}, {mode}, alone")
+        outputs = [llm.encode(one, pooling_task=task, use_tqdm=False)[0] for one in prompts[6:]]
+        assert_close(data(outputs), expected[6:], f"{pooling_type}, {mode}, alone")
 
 
 def test_preempted_in_the_middle(qwen3, prompts, hidden_states):

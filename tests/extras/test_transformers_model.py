@@ -29,7 +29,6 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.extras.transformers_model import attend
 
 MODES = {  # each runs the prompts twice, and the second time finds them in the prefix cache
-    "batched": dict(num_gpu_blocks_override=64),
     "chunks": dict(num_gpu_blocks_override=64, max_num_batched_tokens=7),
     "plain operators": dict(num_gpu_blocks_override=40, block_size=32, kernels="torch"),
     # 12 blocks of 5 hold one of the longest texts: everybody else is preempted.

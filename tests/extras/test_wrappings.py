@@ -23,8 +23,7 @@ MODES = [  # each runs the prompts twice, and the second time finds them in the 
     # 10 blocks of 5 hold the longest text and little more: everybody else is preempted.
     dict(num_gpu_blocks_override=10, block_size=5, max_num_batched_tokens=33,
          async_scheduling=True)]
-WHO = [(name, "transformers") for name in SERVED] + [
-    (name, "nanoserve") for name in OURS]
+WHO = [(name, "nanoserve" if name in OURS else "transformers") for name in SERVED]
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +52,7 @@ def start(folder, **options) -> LLM:
 def test_text_alone_is_what_the_whole_network_writes(folders, few_prompts, texts_of, name, impl,
                                                      capsys):
     assert len({tuple(tokens) for tokens, _ in texts_of(name)}) == len(few_prompts)  # lively
-    twice = name in OURS and impl == "transformers"  # then one mode will do
-    for options in MODES[:1] if twice else MODES:
+    for options in MODES:
         with start(folders[name], model_impl=impl, **options) as llm:
             assert_parity(llm, few_prompts, texts_of(name), f"{name}, {options}")
             said = capsys.readouterr().err

@@ -260,64 +260,66 @@ def test_the_token_that_ends_it_has_an_entry(qwen3, log_softmax):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("num_steps", range(9))
-def test_an_abort_leaves_one_entry_a_token(qwen3, log_softmax, num_steps, async_scheduling):
+def test_an_abort_leaves_one_entry_a_token(qwen3, log_softmax, async_scheduling):
     """At any moment, in the prompt or behind it; the others don't notice, and a request that takes
     over the name at once gets nothing of the old one's."""
     llm, _ = start(qwen3, max_num_batched_tokens=16, max_num_seqs=4,
                    async_scheduling=async_scheduling)
-    for name in ("it", "other"):
-        llm.add_request(name, SHARED, params_of(0))
-    for _ in range(num_steps):
-        llm.step()
-    llm.abort_request("it")
-    llm.add_request("it", PROMPTS[5], params_of(5))
-    outs = {}
-    while llm.has_unfinished_requests():
-        for out in llm.step():
-            aborted = out.outputs[0].finish_reason == "abort"
-            outs["aborted" if aborted else out.request_id] = out
-    sample, scored = outs["aborted"].outputs[0], outs["aborted"].prompt_logprobs
-    assert len(sample.logprobs) == len(sample.token_ids)
-    assert scored[0] is None and len(scored) <= len(SHARED)
-    assert len(scored) == len(SHARED) or not sample.token_ids
-    entries = [entry for one in (*scored[1:], *sample.logprobs) for entry in one.values()]
-    assert all(isinstance(entry.decoded_token, str) for entry in entries)
-    check(outs["it"], params_of(5), log_softmax)
-    check(outs["other"], params_of(0), log_softmax)
+    for num_steps in range(9):
+        llm.reset_prefix_cache()
+        for name in ("it", "other"):
+            llm.add_request(name, SHARED, params_of(0))
+        for _ in range(num_steps):
+            llm.step()
+        llm.abort_request("it")
+        llm.add_request("it", PROMPTS[5], params_of(5))
+        outs = {}
+        while llm.has_unfinished_requests():
+            for out in llm.step():
+                aborted = out.outputs[0].finish_reason == "abort"
+                outs["aborted" if aborted else out.request_id] = out
+        sample, scored = outs["aborted"].outputs[0], outs["aborted"].prompt_logprobs
+        assert len(sample.logprobs) == len(sample.token_ids)
+        assert scored[0] is None and len(scored) <= len(SHARED)
+        assert len(scored) == len(SHARED) or not sample.token_ids
+        entries = [entry for one in (*scored[1:], *sample.logprobs) for entry in one.values()]
+        assert all(isinstance(entry.decoded_token, str) for entry in entries)
+        check(outs["it"], params_of(5), log_softmax, f"{num_steps} steps")
+        check(outs["other"], params_of(0), log_softmax, f"{num_steps} steps")
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("late", [False, True], ids=["in launch", "when it is read"])
-@pytest.mark.parametrize("fail_at", [0, 1, 2, 3, 6, 9])
-def test_a_lost_step_loses_and_repeats_nothing(qwen3, log_softmax, monkeypatch, fail_at, late,
+def test_a_lost_step_loses_and_repeats_nothing(qwen3, log_softmax, monkeypatch, late,
                                                async_scheduling):
     """An error drops all steps in flight; what they had scored is scored again, once."""
     llm, _ = start(qwen3, max_num_batched_tokens=16, max_num_seqs=4,
                    async_scheduling=async_scheduling)
-    llm.add_request("a", SHARED, params_of(0))
-    llm.add_request("b", PROMPTS[1], params_of(5))
-    launch, launched = llm.runner.launch, []
+    launch = llm.runner.launch
+    for fail_at in (0, 1, 2, 3, 6, 9):
+        llm.reset_prefix_cache()
+        llm.add_request("a", SHARED, params_of(0))
+        llm.add_request("b", PROMPTS[1], params_of(5))
+        moments = iter(range(100))
 
-    def failing(step):
-        launched.append(step)
-        output = launch(step)
-        if len(launched) == fail_at + 1:
-            if not late:
-                raise RuntimeError("the device is on fire")
-            output.tolist = lambda: 1 / 0
-        return output
+        def failing(step, moments=moments, fail_at=fail_at):
+            output = launch(step)
+            if next(moments) == fail_at:
+                if not late:
+                    raise RuntimeError("the device is on fire")
+                output.tolist = lambda: 1 / 0
+            return output
 
-    monkeypatch.setattr(llm.runner, "launch", failing)
-    outs, failures = {}, 0
-    while llm.has_unfinished_requests():
-        try:
-            outs |= {out.request_id: out for out in llm.step()}
-        except (RuntimeError, ZeroDivisionError):
-            failures += 1
-    assert failures == 1
-    check(outs["a"], params_of(0), log_softmax)
-    check(outs["b"], params_of(5), log_softmax)
+        monkeypatch.setattr(llm.runner, "launch", failing)
+        outs, failures = {}, 0
+        while llm.has_unfinished_requests():
+            try:
+                outs |= {out.request_id: out for out in llm.step()}
+            except (RuntimeError, ZeroDivisionError):
+                failures += 1
+        assert failures == 1, fail_at
+        check(outs["a"], params_of(0), log_softmax, f"step {fail_at} is lost")
+        check(outs["b"], params_of(5), log_softmax, f"step {fail_at} is lost")
 
 
 def test_a_tokenizer_that_fails_ends_its_request_with_its_logprobs(qwen3, log_softmax, monkeypatch):

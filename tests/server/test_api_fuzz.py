@@ -14,7 +14,7 @@ from serving import Serving
 
 from nanoserve import LLM
 
-NUM_CASES = 60  # of each of the five endpoints that take a body
+NUM_CASES = 40  # of each of the five endpoints that take a body
 NASTY = st.text(max_size=12) | st.sampled_from(["", "\ud800", "\x00", "a" * 300])
 TEXTS = st.sampled_from(["Once upon a time", "the", "user", "5"]) | NASTY
 ANYTHING = st.recursive(
@@ -114,6 +114,7 @@ def try_bodies(server, path: str) -> dict[int, int]:
         elif body.get("stream"):
             assert data.endswith(b"data: [DONE]\n\n") and b'"error"' not in data, (body, data)
         else:
-            assert {"choices", "data", "results"} & set(json.loads(data))
+            answer = json.loads(data)
+            assert isinstance(answer, list) or {"choices", "data", "results"} & set(answer)  # TEI's
     no_500()
     return statuses
