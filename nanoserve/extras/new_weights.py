@@ -8,23 +8,21 @@ engine gets the trainer's tensors, and the trainer its memory meanwhile:
                 weights and          tensor by tensor, on all ranks        the KV cache
                 KV cache go
 
-An update: the old network goes first, since packed weights can't be written in place and there may
-be no room for two; then the ordinary loader makes a new one. A trial against a network without
-memory comes before that. It reads names and shapes only, so what is wrong with a folder, a dict or
-a list is an error that changes nothing.
-
-Sleep: whatever tensor a network reaches keeps its place in the network and loses its memory; the
-bytes wait beside a GPU in host memory, on a CPU in a file without a name, and come back bit by bit.
-So nothing here depends on where weights came from, or how they are packed.
+In an update the old network goes first, since packed weights can't be written in place and there
+may be no room for two; then the ordinary loader makes a new one. A trial against a network without
+memory comes before that: so what is wrong with the names and shapes of a folder, a dict or a list
+is an error that changes nothing. In a sleep each tensor that a network reaches stays in its place
+and loses its memory. Its bytes wait beside a GPU in host memory, on a CPU in a file without a name,
+and come back as they were, whatever they came from and however they are packed.
 
 Invariants: no text is ever computed from two sets of weights, so whatever was computed from the old
 ones is forgotten: the prefix cache and what annexes keep (`Extra.reset`). All ranks see all tensors
 to the last one, whatever fails on one of them. An engine without its weights, or without its KV
 cache, refuses requests with a sentence (elsewhere it wrote garbage: TRL #4571).
 
-Not known here: how a layer takes its tensors (layers.py). Known limit: a draft network keeps its
-weights. Road not taken: memory that both processes map, which would tie the trainer's layout to
-ours.
+Not known here: how a layer takes its tensors (layers.py). Known limit: an update leaves a draft
+network as it is. Road not taken: memory that both processes map, which would tie the trainer's
+layout to ours.
 """
 
 import gc
@@ -69,7 +67,7 @@ class NewWeights(Extra):
     """`LLM.update_weights`, `LLM.sleep` and `LLM.wake_up`."""
 
     def prepare(self, plan: Plan) -> Plan:
-        calls = plan.parts.calls | {CALL: take_call}
+        calls = plan.parts.calls | {CALL: answer}
         return replace(plan, parts=replace(plan.parts, calls=calls))
 
     def attach(self, engine: LLMEngine) -> None:
@@ -218,16 +216,13 @@ def call(runner: ModelRunner, what: int, *numbers: int,
         raise error
 
 
-def take_call(runner: ModelRunner, head: torch.Tensor) -> None:
-    """On another rank. Rank 0 raises the error."""
-    answer(runner, head, received(runner.ranks))
-
-
 @torch.no_grad()
-def answer(runner: ModelRunner, head: torch.Tensor, tensors: Tensors) -> Exception | None:
-    """The same on every rank. Returns what failed here, or that another rank failed."""
+def answer(runner: ModelRunner, head: torch.Tensor,
+           tensors: Tensors | None = None) -> Exception | None:
+    """The same on every rank; all but rank 0 receive the tensors. Returns what failed here, or that
+    another rank failed."""
     _, what, first, second, *sizes = head[:6].tolist()
-    error: Exception | None = None
+    tensors, error = tensors or received(runner.ranks), None
     try:
         if what == UPDATE:
             runner.unload()
@@ -286,15 +281,15 @@ def put_away(runner: ModelRunner) -> None:
         if start := storage.data_ptr():  # 0: it is away already
             if start not in places:
                 numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                places[start] = partial(
-                    torch.zeros, len(numbers), dtype=numbers.dtype, device=numbers.device,
-                    ) if hasattr(tensor, "is_scratch") else to_host(numbers, file)
+                places[start] = to_host(numbers, file, hasattr(tensor, "is_scratch"))
             tensor.away = places[start], tensor.storage_offset(), tensor.shape, tensor.stride()
             tensor.data = tensor.new_empty(0)
 
 
-def to_host(numbers: torch.Tensor, file) -> partial:
-    """Copies bytes, and returns what gives them back."""
+def to_host(numbers: torch.Tensor, file, is_scratch: bool) -> partial:
+    """Copies bytes, and returns what gives them back: zeros, if nobody needs them."""
+    if is_scratch:
+        return partial(torch.zeros, len(numbers), dtype=torch.uint8, device=numbers.device)
     if numbers.device.type != "cpu":
         return partial(numbers.cpu().to, numbers.device)
     file.write(numbers.numpy())

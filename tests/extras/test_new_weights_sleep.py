@@ -15,11 +15,12 @@ from architectures import make
 from helpers import storage, write_json
 from hybrids import HYBRIDS
 from test_hidden_drafts import make_head
-from test_new_weights import SMALL, as_dict, as_folder, as_iterator, fresh, texts
+from test_new_weights import PROMPTS, SMALL, as_dict, as_folder, as_iterator, fresh, texts
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras import foreign_layers, layer_disk, new_weights  # noqa: F401
+from nanoserve.extras.speculative import Speculation
 
 
 def storages() -> dict[StorageWeakRef, str]:
@@ -156,6 +157,35 @@ def test_layers_on_disk_stay_there(checkpoints, monkeypatch):
         places = [tensor.data_ptr() for shelf in shelves for _, tensor in shelf.maps]
         llm.sleep()
         assert places == [tensor.data_ptr() for shelf in shelves for _, tensor in shelf.maps]
+        llm.wake_up()
+        assert texts(llm) == before
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_draft_network_sleeps_and_wakes_up_beside_new_weights(checkpoints, trained, level):
+    """It has the weights that come: so it is right, or it came back with others."""
+    there = trained(checkpoints["qwen3"])
+    with LLM(checkpoints["qwen3"], **SMALL, speculative_config=dict(
+            method="draft_model", model=str(there), num_speculative_tokens=2)) as llm:
+        llm.sleep(level)
+        llm.update_weights(as_iterator(there))
+        llm.wake_up()
+        assert texts(llm) == fresh(there)
+        counted = llm.extra(Speculation)
+        assert sum(counted.num_accepted) > counted.num_draft_tokens / 2 > 0
+
+
+@pytest.mark.parametrize("ranks", [dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)])
+def test_steps_in_flight_end_before_it_sleeps(ranks_in_threads, checkpoints, ranks):
+    with LLM(checkpoints["qwen3"], **SMALL, **ranks) as llm:
+        before = texts(llm)
+        for i, prompt in enumerate(PROMPTS):
+            llm.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=30))
+        llm.step()
+        with pytest.raises(RuntimeError, match="while 4 requests are running"):
+            llm.sleep()
+        llm.abort_request([str(i) for i in range(len(PROMPTS))])
+        llm.sleep()
         llm.wake_up()
         assert texts(llm) == before
 
