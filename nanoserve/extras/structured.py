@@ -104,7 +104,8 @@ def from_response_format(response_format: dict | None) -> StructuredOutputsParam
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        schema = response_format.get("schema")  # of llama.cpp's clients
+        return StructuredOutputsParams(json=schema or None, json_object=not schema or None)
     if kind == "json_schema":
         named = response_format.get("json_schema")
         if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):

@@ -381,6 +381,8 @@ def test_without_the_library(monkeypatch):
 
 @pytest.mark.parametrize("given, asked", [
     (None, None), ({"type": "text"}, None), ({"type": "json_object"}, dict(json_object=True)),
+    ({"type": "json_object", "schema": {"type": "null"}}, dict(json={"type": "null"})),
+    ({"type": "json_object", "schema": None}, dict(json_object=True)),
     ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"},
                                              "strict": True}}, dict(json={"type": "null"}))])
 def test_response_formats(given, asked):
