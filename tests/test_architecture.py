@@ -59,7 +59,8 @@ PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
         "frontend/metrics", "frontend/prompts", "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],
-         "triton": ["device/kernels", "device/kernels_delta", "device/kernels_fused"],
+         "triton": ["device/kernels", "device/kernels_delta", "device/kernels_fused",
+                    "device/kernels_sampling"],
          "transformers": ["checkpoint/tokenizers"], "huggingface_hub": ["checkpoint/hub"]}
 
 

@@ -1,7 +1,8 @@
 """The Triton kernels for GPUs, a twin of `ops` with the same functions. This file: attention.
 
-`kernels_fused` has the other functions. Attention reads K and V where they lie, a tile of BLOCK_N
-keys at a time, and keeps a running softmax (FlashAttention; Dao et al. 2022):
+`kernels_fused`, `kernels_sampling` and `kernels_delta` have the other functions. Attention reads K
+and V where they lie, a tile of BLOCK_N keys at a time, and keeps a running softmax (FlashAttention;
+Dao et al. 2022):
 
     one program: BLOCK_Q queries of a row, and the GROUP query heads that share a KV head, folded
     into the BLOCK_M rows of one matrix product, so that K and V are read once a group
@@ -32,18 +33,17 @@ from nanoserve.device.kernels_fused import (
     FMA,
     act_and_mul,
     add_rms_norm,
-    draw,
     experts,
-    floors,
     norm_rope_store,
     numbers_and_scales,
     rms_norm,
     table_line,
 )
+from nanoserve.device.kernels_sampling import draw, floors
 from nanoserve.ops import argmax, linear, new_cache, pack
 
 # The namespace. Matrix products are cuBLAS's, which `ops` calls through torch; the cache is `ops`'s
-# own (in 8 bits in another order); all but attention comes from kernels_fused and kernels_delta.
+# own (in 8 bits in another order); all but attention comes from the other files of kernels.
 __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors", "linear",
            "new_cache", "norm_rope_store", "pack", "paged_attention", "rms_norm",
            "delta_rule"]  # the last is recurrent_delta.py's

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from nanoserve.device import kernels, kernels_delta, kernels_fused
+from nanoserve.device import kernels, kernels_delta, kernels_fused, kernels_sampling
 
 ROOT = Path(__file__).parent.parent.parent
 # The most shared memory a program may have. What runs on an RTX 4090, which takes A100's lines of
@@ -80,7 +80,8 @@ def test_every_launch_is_there(report):
                 assert {(arch, f"{weight}, {rows} rows") for arch in ("sm_80", "sm_90")} <= shipped
     tiled = {"_attention_kernel", "_combine_kernel", "_experts_kernel", "_weighted_sum_kernel",
              "_sample_kernel", "_find_floors_kernel", "_linear_kernel"}
-    written = {name for module in (kernels, kernels_delta, kernels_fused) for name in vars(module)
+    written = {name for module in (
+        kernels, kernels_delta, kernels_fused, kernels_sampling) for name in vars(module)
                if name.endswith("_kernel")}
     for arch, launched in (("sm_80", tiled), ("sm_90", tiled | written)):
         assert {row["kernel"] for row in report if row["arch"] == arch} == launched

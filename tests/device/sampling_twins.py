@@ -3,7 +3,7 @@
 import torch
 
 from nanoserve import ops
-from nanoserve.device import kernels_fused as kernels
+from nanoserve.device import kernels_sampling as kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN, INF = float("nan"), float("inf")
@@ -47,7 +47,7 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> tor
 
 def plain_draw(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor,
                positions: torch.Tensor, floors: ops.Floors | None = None) -> torch.Tensor:
-    """The plain twin of `kernels_fused.draw`: `ops.draw` takes another random number."""
+    """The plain twin of `kernels_sampling.draw`: `ops.draw` takes another random number."""
     scaled = logits.float() * (1 / torch.where(temperature == 0, 1.0, temperature))[:, None]
     drawn = scaled
     if floors is not None:

@@ -1,4 +1,4 @@
-"""The fused kernels do what their plain torch twins do: shown without a GPU.
+"""The fused kernels and those that sample do what plain torch twins do: shown without a GPU.
 
 Oracles: the functions of the same name in `ops`, and for draws a twin in sampling_twins.
 Kernels run in Triton's interpreter, in float32 and float16 (its bfloat16 is wrong). It checks no
@@ -34,6 +34,7 @@ from sampling_twins import (
 
 from nanoserve.device import kernels as namespace
 from nanoserve.device import kernels_fused as kernels
+from nanoserve.device import kernels_sampling
 
 # Infinities meet here on purpose, and numpy, in which the interpreter computes, remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -230,9 +231,10 @@ def test_a_graph_may_hold_them(monkeypatch):
     """What is launched, allocated and computed around the kernels is the same whatever the data:
     routed evenly or all to one expert, greedy or filtered. (The kernels themselves don't run.)"""
     launches = []
-    for name in vars(kernels):
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(kernels, name, Launches(name, launches))
+    for module in (kernels, kernels_sampling):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Launches(name, launches))
     matrices = make_experts(8, 32, 32, torch.float16)
     hidden, weights = random_tensor(6, 32, dtype=torch.float16), random_tensor(6, 2)
     logits, (seeds, positions) = random_tensor(6, 9001), a_batch(6)
@@ -243,8 +245,8 @@ def test_a_graph_may_hold_them(monkeypatch):
         launches.clear()
         with Recorder() as recorder:
             kernels.experts(hidden, weights, ids, *matrices, 0, "silu")
-            floors = kernels.floors(logits, ones, positions * data, ones, ones)
-            kernels.draw(logits, ones, seeds, positions, floors)
+            floors = kernels_sampling.floors(logits, ones, positions * data, ones, ones)
+            kernels_sampling.draw(logits, ones, seeds, positions, floors)
         records.append((recorder.log, list(launches)))
     assert len(records[0][1]) == 5 and records[0] == records[1]
 
@@ -274,7 +276,7 @@ def test_samples_are_the_twins(dtype, vocab_size):
     logits[3, ::2] = -INF
     for heats in ([0.] * 8, [1.] * 8, [0, .7, 1, 1, 0, 2, 1e-3, 50]):
         heat = torch.tensor(heats, device=DEVICE)
-        got = kernels.draw(logits, heat, *a_batch(8))
+        got = kernels_sampling.draw(logits, heat, *a_batch(8))
         assert got.dtype == torch.int64
         assert torch.equal(got, plain_draw(logits, heat, *a_batch(8)))
         greedy = heat == 0
@@ -291,7 +293,7 @@ def test_ties_go_to_the_lowest_id_and_broken_rows_end_no_batch():
     logits[4] = -INF
     logits[5, 30] = INF
     for heat in (0., 1.):
-        got = kernels.draw(logits, torch.full((7,), heat, device=DEVICE), *a_batch(7))
+        got = kernels_sampling.draw(logits, torch.full((7,), heat, device=DEVICE), *a_batch(7))
         assert got[2:6].tolist() == [0, 10007, 0, 30]
         if heat == 0:
             assert got.tolist() == [4, 9001, 0, 10007, 0, 30, 0] == logits.argmax(-1).tolist()
@@ -307,7 +309,7 @@ def test_draws_have_the_softmaxs_distribution(stream):
         count, torch.full_like(count, 42))
     tokens = plain_draw(logits.expand(n, -1), heat, *where)
     some = slice(0, 200)
-    assert torch.equal(tokens[some], kernels.draw(
+    assert torch.equal(tokens[some], kernels_sampling.draw(
         logits.expand(200, -1), heat[some], where[0][some], where[1][some]))
     expected = n * (logits[0] / 0.8).softmax(-1)
     assert expected.min() > 20
@@ -369,8 +371,8 @@ def test_filtered_samples():
     heat = torch.tensor([0, 1, .5, 1.5, 1, 1, 1], device=DEVICE)
     min_p, k = torch.zeros(7, device=DEVICE), torch.tensor([5, 5, 0, 20, 2, 2, 0], device=DEVICE)
     p = torch.tensor([.1, 1, .2, .9, .5, .5, .01], device=DEVICE)
-    floors = kernels.floors(logits, heat, k, p, min_p)
-    got = kernels.draw(logits, heat, *a_batch(7), floors)
+    floors = kernels_sampling.floors(logits, heat, k, p, min_p)
+    got = kernels_sampling.draw(logits, heat, *a_batch(7), floors)
     assert torch.equal(got, plain_draw(logits, heat, *a_batch(7), floors))
     assert got[0] == logits[0].argmax() and got[4] == 0 and got[6] < 60
     assert got[1] in logits[1].topk(5).indices
