@@ -46,7 +46,6 @@ constexpr int LANES = 8, MAX_ROWS[] = {0, 6, 2, 0, 1};  // as many sums as there
 #else
 constexpr int LANES = 4, MAX_ROWS[] = {0, 6, 2, 0, 1};
 #endif
-constexpr int VECTORS = PANEL / LANES;  // of a panel's line
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 
@@ -63,20 +62,7 @@ inline float fast_exp(float x) {
 }
 inline float fast_tanh(float x) { return 1 - 2 / (1 + fast_exp(2 * x)); }
 
-// The innermost multiply-and-add: 16 outputs' (or a part's) units of a panel, times one of a row.
 template <class T> constexpr long PER_UNIT = 4 / sizeof(T);  // numbers
-template <class T> inline void multiply_add(Vector &sum, Bits panel, uint32_t row) {
-    if constexpr (PER_UNIT<T> == 1) sum += (Vector)panel * as_float(row);
-    else {
-#if defined(__AVX512BF16__)
-        sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(row)),
-                                       (__m512bh)panel);
-#else
-        sum += (Vector)(panel << 16) * as_float(row << 16);
-        sum += (Vector)(panel & 0xffff0000u) * as_float(row & 0xffff0000u);
-#endif
-    }
-}
 
 template <class Sum, class T> inline Sum sum_of(const T *x, long count, bool squared = false) {
     Sum sum = 0;
@@ -93,122 +79,132 @@ template <class T> inline uint32_t unit_of(const T *x, long u, long count) {
 
 // ------------------------------------------------------------------ the loop
 
+// Into the L2 cache: what is fetched into L1 waits for one of its few buffers (docs/LOG.md).
+inline void fetch(const void *at) { __builtin_prefetch(at, 0, 2); }
+
+// What the loop must know of numbers: how a panel's line becomes vectors, and how these are
+// multiplied by a row's unit and added to a sum.
+template <class T> struct Plain {
+    using Sum = Vector;
+    using Line = Bits;
+    static constexpr int VECTORS = PANEL / LANES, WORDS = PANEL;  // of a panel's unit, as stored
+    static Line load(const uint32_t *at, int part) {
+        Line line;
+        std::memcpy(&line, at + part * LANES, sizeof line);
+        return line;
+    }
+    static uint32_t unit(const uint32_t *rows, long u, int row, int tile_rows) {
+        return rows[u * tile_rows + row];
+    }
+    static void multiply_add(Sum &sum, Line panel, uint32_t row) {
+        if constexpr (PER_UNIT<T> == 1) sum += (Vector)panel * as_float(row);
+        else {
+#if defined(__AVX512BF16__)
+            sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(row)),
+                                           (__m512bh)panel);
+#else
+            sum += (Vector)(panel << 16) * as_float(row << 16);
+            sum += (Vector)(panel & 0xffff0000u) * as_float(row & 0xffff0000u);
+#endif
+        }
+    }
+    static Vector result(Sum sum, const float *, int) { return sum; }
+};
+
+// Panels of int8, read as they are stored, for T that has two numbers a unit: rows are pairs of
+// int16 with a scale each, products are summed up as whole numbers, exactly, and scaled at the end.
+// A sum of LONGEST_WHOLE products stays below 2^31. To widen each tile first was slower than a
+// cache of bfloat16: docs/LOG.md. A row's units are neighbours, as the softmax makes rows.
+constexpr long LONGEST_WHOLE = 512;  // numbers of a row
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr bool HAS_WHOLE = true;
+struct Whole {
+    using Sum = __m512i;
+    using Line = __m512i;
+    static constexpr int VECTORS = 1, WORDS = PANEL / 2;
+    static Line load(const uint32_t *at, int) {
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+    }
+    static uint32_t unit(const uint32_t *rows, long u, int row, int) {
+        uint32_t unit;
+        std::memcpy(&unit, rows + row * LONGEST_WHOLE / 2 + u, 4);
+        return unit;
+    }
+    static void multiply_add(Sum &sum, Line panel, uint32_t row) {
+        sum = _mm512_dpwssd_epi32(sum, panel, _mm512_set1_epi32(int(row)));
+    }
+    static Vector result(Sum sum, const float *scales, int row) {
+        return (Vector)_mm512_cvtepi32_ps(sum) * scales[row];
+    }
+};
+#else
+constexpr bool HAS_WHOLE = false;
+using Whole = Plain<BFloat16>;  // in name only
+#endif
+
 // sums (R, 16 * P) = rows (units, R) times P panels. The units may lie in several segments: of V,
 // each tile is one. panels: where each segment's P panels begin, (segments, P). next: the same of
-// what is read afterwards, which is fetched meanwhile; or null. out: rows of `stride` numbers, to
-// which the sums are added if `add` says so.
-template <class T, int R, int P>
-void multiply(const uint32_t *rows, const uint32_t *const *panels, const uint32_t *const *next,
-              long segments, long units, float *out, long stride, bool add) {
-    constexpr int WIDTH = P * VECTORS;  // vectors of a row's sums
-    Vector sums[R * WIDTH];
+// what is read afterwards, which is fetched meanwhile; or null. scales: of `Whole` rows. out: rows
+// of `stride` numbers, to which the sums are added if `add` says so.
+template <class Kind, int R, int P>
+void multiply(const uint32_t *rows, const float *scales, const uint32_t *const *panels,
+              const uint32_t *const *next, long segments, long units, float *out, long stride,
+              bool add) {
+    constexpr int WIDTH = P * Kind::VECTORS, WORDS = Kind::WORDS;  // WIDTH: vectors of a row's sums
+    typename Kind::Sum sums[R * WIDTH];
 #pragma GCC unroll 64
-    for (int i = 0; i < R * WIDTH; i++) {
-        const float *at = out + i / WIDTH * stride + i % WIDTH * LANES;
-        sums[i] = Vector{};
-        if (add) std::memcpy(&sums[i], at, sizeof(Vector));
-    }
+    for (int i = 0; i < R * WIDTH; i++) sums[i] = typename Kind::Sum{};
+    long unit = 0;
     for (long s = 0; s < segments; s++, panels += P, next += next ? P : 0)
-        for (long u = 0; u < units; u++, rows += R) {
-            Bits line[WIDTH];
+        for (long u = 0; u < units; u++, unit++) {
+            typename Kind::Line line[WIDTH];
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; i++) {  // vector by vector: a register each
-                const int p = i / VECTORS, part = i % VECTORS;
-                std::memcpy(line + i, panels[p] + u * PANEL + part * LANES, sizeof(Bits));
-                if (next && part == 0) __builtin_prefetch(next[p] + u * PANEL);
+                const int p = i / Kind::VECTORS, part = i % Kind::VECTORS;
+                line[i] = Kind::load(panels[p] + u * WORDS, part);
+                if (next && part == 0 && u * WORDS % PANEL == 0) fetch(next[p] + u * WORDS);
             }
 #pragma GCC unroll 64
             for (int i = 0; i < R * WIDTH; i++)
-                multiply_add<T>(sums[i], line[i % WIDTH], rows[i / WIDTH]);
+                Kind::multiply_add(sums[i], line[i % WIDTH],
+                                   Kind::unit(rows, unit, i / WIDTH, R));
         }
 #pragma GCC unroll 64
-    for (int i = 0; i < R * WIDTH; i++)
-        std::memcpy(out + i / WIDTH * stride + i % WIDTH * LANES, &sums[i], sizeof(Vector));
-}
-
-// The same with small panels, read as they are stored, for T that has two numbers a unit: rows are
-// pairs of int16 with a scale each, products are summed up as whole numbers, exactly, and scaled at
-// the end. A sum of 512 products stays below 2^31. To widen each tile first was slower than a cache
-// of bfloat16: docs/LOG.md.
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-constexpr bool HAS_WHOLE = true;
-template <int R, int P>
-void multiply_whole(const uint32_t *rows, const float *scales, const uint32_t *const *panels,
-                    const uint32_t *const *next, long segments, long units, float *out,
-                    long stride, bool add) {
-    __m512i sums[R * P];
-#pragma GCC unroll 64
-    for (int i = 0; i < R * P; i++) sums[i] = _mm512_setzero_si512();
-    for (long s = 0; s < segments; s++, panels += P, next += next ? P : 0)
-        for (long u = 0; u < units; u++, rows += R) {
-            __m512i line[P];
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                line[p] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(
-                    reinterpret_cast<const __m256i *>(panels[p] + u * PANEL / 2)));
-                if (next && u % 2 == 0) __builtin_prefetch(next[p] + u * PANEL / 2);
-            }
-#pragma GCC unroll 64
-            for (int i = 0; i < R * P; i++)
-                sums[i] = _mm512_dpwssd_epi32(sums[i], line[i % P],
-                                              _mm512_set1_epi32(int(rows[i / P])));
-        }
-#pragma GCC unroll 64
-    for (int i = 0; i < R * P; i++) {
-        float *at = out + i / P * stride + i % P * PANEL;
-        const __m512 was = add ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
-        _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[i]),
-                                             _mm512_set1_ps(scales[i / P]), was));
+    for (int i = 0; i < R * WIDTH; i++) {
+        float *at = out + i / WIDTH * stride + i % WIDTH * LANES;
+        Vector was{};
+        if (add) std::memcpy(&was, at, sizeof was);
+        was += Kind::result(sums[i], scales, i / WIDTH);
+        std::memcpy(at, &was, sizeof was);
     }
 }
 
-using MultiplyWhole = void (*)(const uint32_t *, const float *, const uint32_t *const *,
-                               const uint32_t *const *, long, long, float *, long, bool);
-template <int... R>
-MultiplyWhole pick_whole(int rows, long panels, std::integer_sequence<int, R...>) {
-    static const MultiplyWhole loops[][sizeof...(R)] = {
-        {multiply_whole<R + 1, 1>...}, {multiply_whole<std::min(R + 1, MAX_ROWS[2]), 2>...},
-        {multiply_whole<std::min(R + 1, MAX_ROWS[4]), 4>...}};
+using Multiply = void (*)(const uint32_t *, const float *, const uint32_t *const *,
+                          const uint32_t *const *, long, long, float *, long, bool);
+
+// The loop for a tile of `rows` rows and `panels` panels, 4, 2 or 1.
+template <class Kind, int... R>
+Multiply pick_loop(int rows, long panels, std::integer_sequence<int, R...>) {
+    static const Multiply loops[][sizeof...(R)] = {
+        {multiply<Kind, R + 1, 1>...}, {multiply<Kind, std::min(R + 1, MAX_ROWS[2]), 2>...},
+        {multiply<Kind, std::min(R + 1, MAX_ROWS[4]), 4>...}};
     return loops[panels / 2][rows - 1];
 }
-inline MultiplyWhole whole_loop_for(int rows, long panels) {
-    return pick_whole(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
+template <class Kind> Multiply loop_for(int rows, long panels) {
+    return pick_loop<Kind>(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
 }
-#else
-constexpr bool HAS_WHOLE = false;
-#endif
 
-constexpr long LONGEST_WHOLE = 512;  // numbers: see above
-
-// `count` numbers as int16, two in each of the units of a tile's row; returns their scale.
-template <class X>
-float pack_whole(const X *x, long count, uint32_t *out, int tile_rows) {
-    alignas(64) int16_t whole[LONGEST_WHOLE + 1];
-    whole[count] = 0;  // what an odd number of them leaves of a unit
+// `count` numbers as int16, two a unit; returns their scale.
+template <class X> float pack_whole(const X *x, long count, uint32_t *units) {
+    int16_t *out = reinterpret_cast<int16_t *>(units);
     float largest = 0;
 #pragma omp simd reduction(max : largest)
     for (long i = 0; i < count; i++) largest = std::max(largest, std::abs(wide(x[i])));
-    const float scale = largest / 32767, per = largest > 0 ? 32767 / largest : 0;
+    const float per = largest > 0 ? 32767 / largest : 0;
 #pragma omp simd
-    for (long i = 0; i < count; i++) whole[i] = int16_t(int(std::nearbyint(wide(x[i]) * per)));
-    for (long u = 0; u < ceil_div(count, 2L); u++)
-        std::memcpy(out + u * tile_rows, whole + 2 * u, 4);
-    return scale;
-}
-
-using Multiply = void (*)(const uint32_t *, const uint32_t *const *, const uint32_t *const *, long,
-                          long, float *, long, bool);
-
-// The loop for a tile of `rows` rows and `panels` panels, 4, 2 or 1.
-template <class T, int... R>
-Multiply pick_loop(int rows, long panels, std::integer_sequence<int, R...>) {
-    static const Multiply loops[][sizeof...(R)] = {
-        {multiply<T, R + 1, 1>...}, {multiply<T, std::min(R + 1, MAX_ROWS[2]), 2>...},
-        {multiply<T, std::min(R + 1, MAX_ROWS[4]), 4>...}};
-    return loops[panels / 2][rows - 1];
-}
-template <class T> Multiply loop_for(int rows, long panels) {
-    return pick_loop<T>(rows, panels, std::make_integer_sequence<int, MAX_ROWS[1]>());
+    for (long i = 0; i < count; i++) out[i] = int16_t(int(std::nearbyint(wide(x[i]) * per)));
+    if (count % 2) out[count] = 0;  // the other half of the last unit
+    return largest / 32767;
 }
 
 // How rows are cut into tiles: as few as registers allow, of equal size; the last is filled up.
@@ -257,7 +253,7 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
             long first_tile, long end_tile, long p, long end) {
         for (long width = tiling.panels; p < end; p += width) {
             while (p + width > end) width /= 2;
-            const Multiply loop = loop_for<T>(tiling.rows, width);
+            const Multiply loop = loop_for<Plain<T>>(tiling.rows, width);
             const uint32_t *list[4], *next[4];
             const long lines = end_tile - first_tile > 1 ? width * units : AHEAD / width;
             for (int i = 0; i < width; i++) {
@@ -273,8 +269,8 @@ void product(const T *x, const int64_t *at, const uint32_t *weight, const T *bia
                 for (int i = 0; i < width; i++)
                     ahead[i] = end_tile - first_tile == 1 || i == k ? next[i] : list[i];
                 const bool fetches = tiling.panels < 4 && k < width;
-                loop(packed + t * tile_size, list, fetches ? ahead : nullptr, 1, units, sums,
-                     width * PANEL, false);
+                loop(packed + t * tile_size, nullptr, list, fetches ? ahead : nullptr, 1, units,
+                     sums, width * PANEL, false);
                 const long count = std::min(width * PANEL, outputs - p * PANEL);
                 for (long r = 0; r < tiling.rows && t * tiling.rows + r < rows; r++) {
                     put_row(sums + r * width * PANEL, bias ? bias + p * PANEL : nullptr,
@@ -368,56 +364,53 @@ void experts(const T *hidden, const float *weights, const int64_t *ids, const ui
 // A *small* cache has int8 in the place of T, in the same order, and behind a tile's numbers the
 // scales of its 16 tokens. An int8 is a whole number that T can say, so a tile is widened to panels
 // of T without a rounding; K's scales then multiply scores, and V's the weights of the softmax.
-// With AVX512-VNNI and bfloat16 they are not widened: see `multiply_whole`.
+// With AVX512-VNNI and bfloat16 they are not widened: see `Whole`.
 template <class T> struct Cache {
     uint32_t *k, *v;
     long kv_heads, stored, block_size;
     bool is_small = stored % PANEL != 0;  // the shape has a scale's 4 bytes behind a token's head
     long padded = is_small ? stored - 4 : stored;
-    static constexpr long V_UNITS = PANEL / PER_UNIT<T>;  // of a tile's tokens
+    static constexpr long N = PER_UNIT<T>, V_UNITS = PANEL / N;  // of a tile's tokens
     long size() const { return padded * V_UNITS; }  // units of a tile's KV head, of K as of V
     long words() const { return is_small ? padded * PANEL / 4 + PANEL : size(); }  // as stored
     uint32_t *keys(long tile, long head) const { return k + (tile * kv_heads + head) * words(); }
     uint32_t *values(long tile, long head) const { return v + (tile * kv_heads + head) * words(); }
-    float *scales(uint32_t *tile) const {
-        return reinterpret_cast<float *>(tile + padded * PANEL / 4);
+    const float *scales(const uint32_t *tile) const {
+        return reinterpret_cast<const float *>(tile + padded * PANEL / 4);
+    }
+    // Which of a tile's numbers is number i of the token in a lane, in K and in V.
+    static long key_at(long i, long lane) { return (i / N * PANEL + lane) * N + i % N; }
+    static long value_at(long i, long lane) {
+        return ((i / PANEL * V_UNITS + lane / N) * PANEL + i % PANEL) * N + lane % N;
     }
 
-    // A small tile as panels of T. next: what is read afterwards, which is fetched meanwhile.
-    void widen(const uint32_t *tile, const uint32_t *next, uint32_t *out) const {
-        const char *bytes = reinterpret_cast<const char *>(tile);
-        const char *ahead = reinterpret_cast<const char *>(next);
-        constexpr long LINE = PANEL * PER_UNIT<T>;  // int8 of 16 units
-        for (long line = 0; line < size() / PANEL; line++, out += PANEL) {
-            if (next && line * LINE % 64 == 0) __builtin_prefetch(ahead + line * LINE);
-            if constexpr (PER_UNIT<T> == 1) {
-                int8_t numbers[PANEL];
-                std::memcpy(numbers, bytes + line * LINE, LINE);
-                for (int i = 0; i < PANEL; i++) out[i] = as_bits(float(numbers[i]));
-            } else {
-                int16_t pairs[PANEL];  // the low byte is the first number of a unit
-                std::memcpy(pairs, bytes + line * LINE, LINE);
-                for (int i = 0; i < PANEL; i++) {  // a bfloat16 is the upper half of a float
-                    const int pair = pairs[i];
-                    out[i] = as_bits(float(int8_t(pair))) >> 16
-                        | (as_bits(float(pair >> 8)) & 0xffff0000u);
-                }
-            }
+    // A token's head goes to its places; in 8 bits by the rule of `small` in ops.py.
+    template <class At> void store(const T *x, long size, long lane, uint32_t *tile, At at) const {
+        char *numbers = reinterpret_cast<char *>(tile);
+        if (!is_small) {
+            for (long i = 0; i < size; i++)
+                std::memcpy(numbers + at(i, lane) * sizeof(T), x + i, sizeof(T));
+            return;
+        }
+        float largest = 0;
+        for (long i = 0; i < size; i++) largest = std::max(largest, std::abs(wide(x[i])));
+        const float scale = largest / 127;
+        std::memcpy(tile + padded * PANEL / 4 + lane, &scale, 4);
+        const float step = std::max(scale, 1.17549435e-38f);  // of a head of zeros
+        for (long i = 0; i < size; i++)
+            numbers[at(i, lane)] = char(int8_t(std::nearbyint(wide(x[i]) / step)));
+    }
+
+    // A small tile as panels of T.
+    void widen(const uint32_t *tile, uint32_t *out) const {
+        const int8_t *numbers = reinterpret_cast<const int8_t *>(tile);
+        for (long i = 0; i < padded * PANEL; i++) {
+            T number;
+            narrow(float(numbers[i]), number);
+            std::memcpy(reinterpret_cast<char *>(out) + i * sizeof(T), &number, sizeof(T));
         }
     }
 };
-
-// A token's head, by the rule of `small` in ops.py. at: which of the tile's numbers number i is.
-template <class T, class At>
-void store_small(const T *x, long head_dim, uint32_t *tile, float &scale, const At &at) {
-    float largest = 0;
-    for (long i = 0; i < head_dim; i++) largest = std::max(largest, std::abs(wide(x[i])));
-    scale = largest / 127;
-    const float step = std::max(scale, 1.17549435e-38f);  // of a head of zeros
-    int8_t *numbers = reinterpret_cast<int8_t *>(tile);
-    for (long i = 0; i < head_dim; i++)
-        numbers[at(i)] = int8_t(std::nearbyint(wide(x[i]) / step));
-}
 
 // A head's norm and RoPE: the pair (i, i + half) is turned. In float32, and rounded once.
 template <class T>
@@ -437,7 +430,6 @@ void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight,
                      const float *cos, const float *sin, uint32_t *k, uint32_t *v,
                      const int32_t *slots, T *out, long tokens, long head_dim, long block_size,
                      long kv_heads, long stored, long heads) {
-    constexpr long N = PER_UNIT<T>, V_UNITS = Cache<T>::V_UNITS;
     const Cache<T> cache{k, v, kv_heads, stored, block_size};
     share_out(tokens, tokens > 1, [&](long token) {
         const T *x = qkv + token * (heads + 2 * kv_heads) * head_dim;
@@ -449,31 +441,9 @@ void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight,
         const long tile = slots[token] / PANEL, lane = slots[token] % PANEL;
         for (long head = 0; head < kv_heads; head++, x += head_dim) {
             turn(x, k_weight, eps, c, s, head_dim, turned);
-            uint32_t *k = cache.keys(tile, head);
-            if (cache.is_small) {
-                store_small(turned, head_dim, k, cache.scales(k)[lane], [&](long i) {
-                    return (i / N * PANEL + lane) * N + i % N;
-                });
-                continue;
-            }
-            k += lane;
-            for (long u = 0; u < ceil_div(head_dim, PER_UNIT<T>); u++)
-                k[u * PANEL] = unit_of(turned, u, head_dim);
-        }
-        for (long head = 0; head < kv_heads; head++, x += head_dim) {
-            uint32_t *v = cache.values(tile, head);
-            if (cache.is_small) {
-                store_small(x, head_dim, v, cache.scales(v)[lane], [&](long i) {
-                    return ((i / PANEL * V_UNITS + lane / N) * PANEL + i % PANEL) * N + lane % N;
-                });
-                continue;
-            }
-            v += lane / PER_UNIT<T> * PANEL;
-            for (long i = 0; i < head_dim; i++) {  // a token's half of a unit, or all of it
-                uint32_t *unit = v + i / PANEL * Cache<T>::V_UNITS * PANEL + i % PANEL;
-                if constexpr (PER_UNIT<T> == 1) *unit = as_bits(wide(x[i]));
-                else std::memcpy(reinterpret_cast<char *>(unit) + 2 * (lane % 2), x + i, 2);
-            }
+            cache.store(turned, head_dim, lane, cache.keys(tile, head), cache.key_at);
+            cache.store(x + kv_heads * head_dim, head_dim, lane, cache.values(tile, head),
+                        cache.value_at);
         }
     });
 }
@@ -482,8 +452,9 @@ void norm_rope_store(const T *qkv, const float *q_weight, const float *k_weight,
 
 constexpr long TILES_AT_ONCE = 8;  // whose scores are computed before the softmax moves on
 
-// A part of a tile that belongs to a row: `count` lanes from `lane` on, the first at `position`.
-struct Piece { long tile, lane, count, position; };
+// A part of a tile that belongs to a row: `count` lanes from `lane` on, the first at `position`;
+// and the tile's panels, for one KV head.
+struct Piece { const uint32_t *keys, *values; long lane, count, position; };
 
 // Causal attention of a row's queries first .. first + count - 1, with one KV head and the `group`
 // query heads that share it: softmax(q k^T * scale) v, a few tiles of keys at a time. The softmax
@@ -491,7 +462,6 @@ struct Piece { long tile, lane, count, position; };
 // weights and the weighted sum of V, and shrinks both sums when a higher score comes.
 template <class T> struct Attention {
     static constexpr long WIDTH = TILES_AT_ONCE * PANEL, V_UNITS = Cache<T>::V_UNITS;
-    static constexpr bool IS_WHOLE = HAS_WHOLE && PER_UNIT<T> == 2;
     const T *q;
     const int32_t *tables, *seq_lens, *starts;  // starts: cu_seqlens_q
     long table_stride, heads, head_dim, window;
@@ -499,30 +469,32 @@ template <class T> struct Attention {
     const float *sinks;  // of each head, or null
     Cache<T> cache;
     T *out;
+    // Whether a small cache is multiplied as it is stored.
+    bool whole = HAS_WHOLE && PER_UNIT<T> == 2 && cache.is_small && head_dim <= LONGEST_WHOLE;
 
     void run(long row, long kv_head, long first, long count) const {
         const long group = heads / cache.kv_heads, rows = count * group;
         const long position = seq_lens[row] - (starts[row + 1] - starts[row]) + first;
-        const long end = position + count, units = ceil_div(head_dim, PER_UNIT<T>);
+        const long end = position + count;
         const Tiling tiling(rows);
         const long padded_rows = tiling.tiles * tiling.rows;
-        const bool whole = IS_WHOLE && cache.is_small && head_dim <= LONGEST_WHOLE;
-        uint32_t *packed = scratch<uint32_t>(0, padded_rows * units);
+        const long q_units = whole ? LONGEST_WHOLE / 2 : ceil_div(head_dim, PER_UNIT<T>);
+        const long weight_units = whole ? LONGEST_WHOLE / 2 : TILES_AT_ONCE * V_UNITS;
+        uint32_t *packed = scratch<uint32_t>(0, padded_rows * q_units);
+        uint32_t *weights = scratch<uint32_t>(3, padded_rows * weight_units);
         float *sums = scratch<float>(1, padded_rows * cache.padded);
         float *scores = scratch<float>(2, padded_rows * WIDTH);
-        uint32_t *weights = scratch<uint32_t>(3, padded_rows * WIDTH / PER_UNIT<T>);
         float *highest = scratch<float>(4, 4 * padded_rows), *total = highest + padded_rows;
-        float *row_scales = total + padded_rows, *weight_scales = row_scales + padded_rows;
+        float *q_scales = total + padded_rows, *weight_scales = q_scales + padded_rows;
         // Row m of the products is query m / group with head m % group of the group.
         int64_t *at = scratch<int64_t>(5, rows);
         for (long m = 0; m < rows; m++)
             at[m] = (starts[row] + first + m / group) * heads + kv_head * group + m % group;
         for (long t = 0; !whole && t < tiling.tiles; t++)
             pack_rows(q, at, t * tiling.rows, rows, tiling.rows, head_dim,
-                      packed + t * tiling.rows * units);
+                      packed + t * tiling.rows * q_units);
         for (long m = 0; whole && m < rows; m++)
-            row_scales[m] = pack_whole(q + at[m] * head_dim, head_dim, packed + m / tiling.rows
-                                       * tiling.rows * units + m % tiling.rows, tiling.rows);
+            q_scales[m] = pack_whole(q + at[m] * head_dim, head_dim, packed + m * q_units);
         std::fill(sums, sums + padded_rows * cache.padded, 0.0f);
         std::fill(highest, total, -1e30f);  // not -inf: inf - inf is NaN
         std::fill(total, total + padded_rows, 0.0f);
@@ -532,18 +504,20 @@ template <class T> struct Attention {
         }
 
         Piece pieces[TILES_AT_ONCE], next[TILES_AT_ONCE];
-        long n = cut(row, window ? std::max(0L, position - window + 1) : 0, end, next);
+        long n = cut(row, kv_head, window ? std::max(0L, position - window + 1) : 0, end, next);
         while (n) {
             std::copy(next, next + n, pieces);
-            const long num_next = cut(row, pieces[n - 1].position + pieces[n - 1].count, end, next);
-            score(pieces, n, kv_head, tiling, packed, whole ? row_scales : nullptr, units, scores);
-            for (long m = 0; m < rows; m++)
-                soften(pieces, n, kv_head, position + m / group, scores + m * WIDTH,
-                       sums + m * cache.padded, highest[m], total[m],
-                       weights + m / tiling.rows * tiling.rows * WIDTH / PER_UNIT<T>
-                               + m % tiling.rows, tiling.rows, whole ? weight_scales + m : nullptr);
-            sum_values(pieces, n, num_next == n ? next : nullptr, kv_head, tiling, weights,
-                       whole ? weight_scales : nullptr, sums);
+            const long num_next = cut(row, kv_head, pieces[n - 1].position + pieces[n - 1].count,
+                                      end, next);
+            score(pieces, n, tiling, packed, q_units, q_scales, scores);
+            for (long m = 0; m < rows; m++) {
+                soften(pieces, n, position + m / group, scores + m * WIDTH,
+                       sums + m * cache.padded, highest[m], total[m]);
+                put_weights(scores + m * WIDTH, n, m, tiling.rows, weight_units, weights,
+                            weight_scales);
+            }
+            sum_values(pieces, n, num_next == n ? next : nullptr, tiling, weights, weight_units,
+                       weight_scales, sums);
             n = num_next;
         }
         for (long m = 0; m < rows; m++) {
@@ -554,152 +528,152 @@ template <class T> struct Attention {
     }
 
     // The pieces in which the row's keys key .. end - 1 lie, but no more than are taken at once.
-    long cut(long row, long key, long end, Piece *pieces) const {
+    long cut(long row, long kv_head, long key, long end, Piece *pieces) const {
         long n = 0;
         for (; n < TILES_AT_ONCE && key < end; n++) {
             const long block = tables[row * table_stride + key / cache.block_size];
             const long offset = key % cache.block_size;
             const long slot = block * cache.block_size + offset, lane = slot % PANEL;
             const long there = std::min({PANEL - lane, cache.block_size - offset, end - key});
-            pieces[n] = {slot / PANEL, lane, there, key};
+            pieces[n] = {cache.keys(slot / PANEL, kv_head), cache.values(slot / PANEL, kv_head),
+                         lane, there, key};
             key += there;
         }
         return n;
     }
 
+    Multiply loop_of(const Tiling &tiling, long width) const {
+        return whole ? loop_for<Whole>(tiling.rows, width)
+                     : loop_for<Plain<T>>(tiling.rows, width);
+    }
+
     // scores (rows, 16 n) = q K^T. Meanwhile V is fetched, which is read next.
-    void score(const Piece *pieces, long n, long kv_head, const Tiling &tiling,
-               const uint32_t *packed, const float *row_scales, long units, float *scores) const {
+    void score(const Piece *pieces, long n, const Tiling &tiling, const uint32_t *packed,
+               long q_units, const float *q_scales, float *scores) const {
         for (long p = 0, width = tiling.panels; p < n; p += width) {
             while (p + width > n) width /= 2;
             const uint32_t *keys[4], *next[4];
-            uint32_t *panels = cache.is_small && !row_scales
-                ? scratch<uint32_t>(7, 4 * cache.size()) : nullptr;
             for (long i = 0; i < width; i++) {
-                keys[i] = cache.keys(pieces[p + i].tile, kv_head);
-                next[i] = cache.values(pieces[p + i].tile, kv_head);
-                if (cache.is_small)
-                    __builtin_prefetch(cache.scales(cache.values(pieces[p + i].tile, kv_head)));
-                if (!panels) continue;
-                cache.widen(keys[i], next[i], panels + i * cache.size());
-                keys[i] = panels + i * cache.size();
+                keys[i] = readable(pieces[p + i].keys, i);
+                next[i] = pieces[p + i].values;
+                if (cache.is_small) fetch(cache.scales(next[i]));
             }
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-            for (long t = 0; row_scales && t < tiling.tiles; t++)
-                whole_loop_for(tiling.rows, width)(
-                    packed + t * tiling.rows * units, row_scales + t * tiling.rows, keys,
-                    t ? nullptr : next, 1, units, scores + t * tiling.rows * WIDTH + p * PANEL,
-                    WIDTH, false);
-#endif
-            const Multiply loop = loop_for<T>(tiling.rows, width);
-            for (long t = 0; !row_scales && t < tiling.tiles; t++)
-                loop(packed + t * tiling.rows * units, keys, t || panels ? nullptr : next, 1, units,
-                     scores + t * tiling.rows * WIDTH + p * PANEL, WIDTH, false);
+            for (long t = 0; t < tiling.tiles; t++)
+                loop_of(tiling, width)(
+                    packed + t * tiling.rows * q_units, q_scales + t * tiling.rows, keys,
+                    t ? nullptr : next, 1, ceil_div(head_dim, PER_UNIT<T>),
+                    scores + t * tiling.rows * WIDTH + p * PANEL, WIDTH, false);
         }
     }
 
-    // One row's scores become weights, as units of a tile's rows; position: of the row's query.
-    void soften(const Piece *pieces, long n, long kv_head, long position, float *scores,
-                float *sums, float &highest, float &total, uint32_t *weights, int tile_rows,
-                float *weight_scale) const {
+    // One row's scores become weights. position: of the row's query.
+    void soften(const Piece *pieces, long n, long position, float *scores, float *sums,
+                float &highest, float &total) const {
         const long keys = n * PANEL;
-        for (long i = 0; i < keys; i++) scores[i] *= scale;
-        for (long p = 0; cache.is_small && p < n; p++) {
-            const float *of_keys = cache.scales(cache.keys(pieces[p].tile, kv_head));
-            for (int i = 0; i < PANEL; i++) scores[p * PANEL + i] *= of_keys[i];
-        }
-        if (softcap > 0)
-            for (long i = 0; i < keys; i++) scores[i] = softcap * fast_tanh(scores[i] / softcap);
-        float best[PANEL], sum[PANEL] = {};  // lane by lane, which the compiler makes vectors of
-        std::fill(best, best + PANEL, highest);
         for (long p = 0; p < n; p++) {
+            float *s = scores + p * PANEL;
+            const float *of_keys = cache.scales(pieces[p].keys);
+#pragma omp simd
+            for (int i = 0; i < PANEL; i++) s[i] *= scale;
+            if (cache.is_small)
+#pragma omp simd
+                for (int i = 0; i < PANEL; i++) s[i] *= of_keys[i];
+            if (softcap > 0)
+#pragma omp simd
+                for (int i = 0; i < PANEL; i++) s[i] = softcap * fast_tanh(s[i] / softcap);
             // Of a piece the lanes [low, high) are seen. Example: lane 0 at position 32, query 35,
             // window 3: lanes 1, 2, 3 are.
             const long base = pieces[p].position - pieces[p].lane;
             const long from = window ? position - window + 1 - base : 0, to = position + 1 - base;
             const int low = int(std::max(pieces[p].lane, from));
             const int high = int(std::min(pieces[p].lane + pieces[p].count, to));
-            float *s = scores + p * PANEL;
             if (low > 0 || high < PANEL)
 #pragma omp simd
                 for (int i = 0; i < PANEL; i++) s[i] = i >= low && i < high ? s[i] : -INFINITY;
-#pragma omp simd
-            for (int i = 0; i < PANEL; i++) best[i] = s[i] > best[i] ? s[i] : best[i];
         }
-        const float top = *std::max_element(best, best + PANEL), shrink = fast_exp(highest - top);
+        float best[PANEL], sum[PANEL] = {};  // lane by lane, which the compiler makes vectors of
+        std::fill(best, best + PANEL, highest);
+        for (long p = 0; p < keys; p += PANEL)
+#pragma omp simd
+            for (int i = 0; i < PANEL; i++) best[i] = std::max(best[i], scores[p + i]);
+        float top = best[0];
+#pragma omp simd reduction(max : top)
+        for (int i = 0; i < PANEL; i++) top = std::max(top, best[i]);
+        const float shrink = fast_exp(highest - top);
         for (long p = 0; p < keys; p += PANEL)
 #pragma omp simd
             for (int i = 0; i < PANEL; i++) {
                 scores[p + i] = fast_exp(scores[p + i] - top);
                 sum[i] += scores[p + i];
             }
-        total = total * shrink + std::accumulate(sum, sum + PANEL, 0.0f);
+        total = total * shrink + sum_of<float>(sum, PANEL);
         if (top != highest)
             for (long i = 0; i < cache.padded; i++) sums[i] *= shrink;
         highest = top;
         for (long p = 0; cache.is_small && p < n; p++) {  // lanes of others may have any scale
-            const float *of_values = cache.scales(cache.values(pieces[p].tile, kv_head));
+            const float *of_values = cache.scales(pieces[p].values);
             float *s = scores + p * PANEL;
-            for (int i = 0; i < PANEL; i++) s[i] = s[i] > 0 ? s[i] * of_values[i] : 0;
+#pragma omp simd
+            for (int i = 0; i < PANEL; i++) {
+                const float scaled = s[i] * of_values[i];
+                s[i] = s[i] > 0 ? scaled : 0;
+            }
         }
-        if (weight_scale) {
-            *weight_scale = pack_whole(scores, keys, weights, tile_rows);
+    }
+
+    // The weights of row m, as units of its tile.
+    void put_weights(const float *scores, long n, long m, int tile_rows, long weight_units,
+                     uint32_t *weights, float *weight_scales) const {
+        if (whole) {
+            weight_scales[m] = pack_whole(scores, n * PANEL, weights + m * weight_units);
             return;
         }
         T rounded[WIDTH];
-        for (long i = 0; i < keys; i++) narrow(scores[i], rounded[i]);
-        for (long u = 0; u < n * V_UNITS; u++) weights[u * tile_rows] = unit_of(rounded, u, keys);
+        for (long i = 0; i < n * PANEL; i++) narrow(scores[i], rounded[i]);
+        uint32_t *row = weights + m / tile_rows * tile_rows * weight_units + m % tile_rows;
+        for (long u = 0; u < n * V_UNITS; u++) row[u * tile_rows] = unit_of(rounded, u, n * PANEL);
     }
 
     // sums (rows, head_dim) += weights V. Meanwhile the next keys are fetched.
-    void sum_values(const Piece *pieces, long n, const Piece *next_pieces, long kv_head,
-                    const Tiling &tiling, const uint32_t *weights, const float *weight_scales,
+    void sum_values(const Piece *pieces, long n, const Piece *next_pieces, const Tiling &tiling,
+                    const uint32_t *weights, long weight_units, const float *weight_scales,
                     float *sums) const {
         const uint32_t *values[TILES_AT_ONCE];
-        for (long p = 0; p < n; p++)
-            values[p] = weight_scales ? cache.values(pieces[p].tile, kv_head) : living(
-                pieces[p], p, kv_head, next_pieces ? next_pieces + p : nullptr);
-        if (cache.is_small && !weight_scales) next_pieces = nullptr;  // fetched above
-        for (long p = 0; weight_scales && next_pieces && p < n; p++)
-            __builtin_prefetch(cache.scales(cache.keys(next_pieces[p].tile, kv_head)));
-        const long unit_size = weight_scales ? PANEL / 2 : PANEL;
-        const long groups = cache.padded / PANEL;
+        for (long p = 0; p < n; p++) {
+            values[p] = pieces[p].count < PANEL && !cache.is_small
+                ? living(pieces[p], p) : readable(pieces[p].values, p);
+            if (next_pieces && cache.is_small) fetch(cache.scales(next_pieces[p].keys));
+        }
+        const long step = V_UNITS * (whole ? Whole::WORDS : PANEL), groups = cache.padded / PANEL;
         for (long g = 0, width = tiling.panels; g < groups; g += width) {
             while (g + width > groups) width /= 2;
             const uint32_t *list[TILES_AT_ONCE * 4], *next[TILES_AT_ONCE * 4];
-            for (long i = 0; i < n * width; i++) {
-                const long offset = (g + i % width) * V_UNITS * unit_size;
-                list[i] = values[i / width] + offset;
-                if (next_pieces)
-                    next[i] = cache.keys(next_pieces[i / width].tile, kv_head) + offset;
-            }
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-            for (long t = 0; weight_scales && t < tiling.tiles; t++)
-                whole_loop_for(tiling.rows, width)(
-                    weights + t * tiling.rows * WIDTH / PER_UNIT<T>,
-                    weight_scales + t * tiling.rows, list, t || !next_pieces ? nullptr : next, n,
-                    V_UNITS, sums + t * tiling.rows * cache.padded + g * PANEL, cache.padded, true);
-#endif
-            const Multiply loop = loop_for<T>(tiling.rows, width);
-            for (long t = 0; !weight_scales && t < tiling.tiles; t++)
-                loop(weights + t * tiling.rows * WIDTH / PER_UNIT<T>, list,
-                     t || !next_pieces ? nullptr : next, n, V_UNITS,
-                     sums + t * tiling.rows * cache.padded + g * PANEL, cache.padded, true);
+            for (long p = 0, i = 0; p < n; p++)
+                for (long panel = g; panel < g + width; panel++, i++) {
+                    list[i] = values[p] + panel * step;
+                    if (next_pieces) next[i] = next_pieces[p].keys + panel * step;
+                }
+            for (long t = 0; t < tiling.tiles; t++)
+                loop_of(tiling, width)(
+                    weights + t * tiling.rows * weight_units, weight_scales + t * tiling.rows,
+                    list, t || !next_pieces ? nullptr : next, n, V_UNITS,
+                    sums + t * tiling.rows * cache.padded + g * PANEL, cache.padded, true);
         }
     }
 
-    // V of a piece, widened if it is small. Lanes outside it hold other requests' numbers, maybe
-    // infinities or NaN, and 0 * inf is NaN: if there are such lanes, returns a copy with zeros in
-    // them. (Whole numbers are finite: `soften` sees to their scales.)
-    const uint32_t *living(const Piece &piece, long place, long kv_head, const Piece *next) const {
-        const uint32_t *values = cache.values(piece.tile, kv_head);
-        if (!cache.is_small && piece.count == PANEL) return values;
-        uint32_t *copies = scratch<uint32_t>(6, TILES_AT_ONCE * cache.size());
-        uint32_t *copy = copies + place * cache.size();
-        if (cache.is_small) {
-            cache.widen(values, next ? cache.keys(next->tile, kv_head) : nullptr, copy);
-            return copy;
-        }
+    // A tile as the loop reads it: a small one may have to be widened first, into copy `place`.
+    const uint32_t *readable(const uint32_t *tile, long place) const {
+        if (!cache.is_small || whole) return tile;
+        uint32_t *copy = scratch<uint32_t>(6, TILES_AT_ONCE * cache.size()) + place * cache.size();
+        cache.widen(tile, copy);
+        return copy;
+    }
+
+    // V of a piece that has not all lanes of its tile. The others hold other requests' numbers,
+    // maybe infinities or NaN, and 0 * inf is NaN: returns a copy with zeros in them. (Those of a
+    // small tile are finite, and `soften` sees to their scales.)
+    const uint32_t *living(const Piece &piece, long place) const {
+        uint32_t *copy = scratch<uint32_t>(6, TILES_AT_ONCE * cache.size()) + place * cache.size();
         for (long line = 0; line < cache.size() / PANEL; line++) {
             uint32_t mask = 0;
             for (long i = 0; i < PER_UNIT<T>; i++) {
@@ -707,7 +681,8 @@ template <class T> struct Attention {
                 if (lane >= 0 && lane < piece.count)
                     mask |= PER_UNIT<T> == 1 ? ~0u : 0xffffu << 16 * i;
             }
-            for (long i = line * PANEL; i < (line + 1) * PANEL; i++) copy[i] = values[i] & mask;
+            for (long i = line * PANEL; i < (line + 1) * PANEL; i++)
+                copy[i] = piece.values[i] & mask;
         }
         return copy;
     }
