@@ -78,6 +78,10 @@ WRAPPINGS: dict[str, Callable] = {
     "gemma4-experts": wrap("gemma4", dict(
         WINDOWS, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24,
         hidden_size_per_layer_input=0, global_head_dim=16), GEMMA4_VISION),
+    # In images, tokens would see each other.
+    "gemma4-unified": wrap("gemma4_unified", dict(
+        WINDOWS, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"),
+        dict(mm_embed_dim=16, patch_size=14)),
     "mistral3": wrap("mistral3", dict(GQA, model_type="mistral", head_dim=8, sliding_window=None),
                      PIXTRAL),
     "ministral3": wrap("mistral3", dict(

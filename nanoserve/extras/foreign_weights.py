@@ -126,10 +126,13 @@ def text_config_of(hf_config: transformers.PreTrainedConfig) -> transformers.Pre
 def text_class(model_class: type, hf_config: transformers.PreTrainedConfig,
                ) -> tuple[type, transformers.PreTrainedConfig]:
     """The class to run, and its config. Gemma 3n's wrapping embeds the tokens of images in each
-    step, and its tower needs another package (timm): its class for text alone takes its place."""
+    step, and its tower needs another package (timm): its class for text alone takes its place.
+    Gemma 4 lets the tokens of an image see each other, and a text has none."""
+    text = text_config_of(hf_config)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None
     if hf_config.model_type != "gemma3n":
         return model_class, hf_config
-    text = text_config_of(hf_config)
     text.dtype = text.dtype or hf_config.dtype
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], text
 
