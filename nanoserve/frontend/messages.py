@@ -157,7 +157,7 @@ def _call(call: dict, as_text: bool) -> dict:
         arguments = None
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a message's tool_calls must be a list of functions, each with a name and "
-                         f"arguments that are a JSON object, got {call!r:.80}")
+                         f"arguments that are a JSON object, got {function or call!r:.80}")
     if as_text:
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     return _with(call, arguments=arguments)

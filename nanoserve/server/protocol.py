@@ -228,7 +228,7 @@ def form_fields(kind: str, body: bytes) -> dict[str, bytes | str]:
     boundary = whole.get_boundary("").encode(errors="replace")
     if whole.get_content_type() != "multipart/form-data" or not boundary:
         raise BadRequest(f"the body was not read, because its Content-Type is {kind:.80}: send a "
-                         "form, multipart/form-data", None, 415)
+                         "form, multipart/form-data with its boundary", None, 415)
     for part in (b"\r\n" + body).split(b"\r\n--" + boundary)[1:-1]:
         head, _, data = part.partition(b"\r\n\r\n")
         told = message_from_bytes(head.strip())

@@ -157,7 +157,8 @@ def test_texts_that_a_template_changes_are_not_missed():
     (dict(role=None, content="x"), "needs a 'role'"),
     (dict(role="", content="x"), "needs a 'role'"),
     (dict(role=["user"], content="x"), "needs a 'role'"),
-    (dict(role="assistant", tool_calls=[call("{")]), "arguments that are a JSON object"),
+    (dict(role="assistant", tool_calls=[call("{")]), "a JSON object, got {'name': 'weather', "
+     "'arguments': '{'}"),
     (dict(role="assistant", tool_calls=[call("[1]")]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[call("[" * 10 ** 6)]), "arguments that are a JSON object"),
     (dict(role="assistant", tool_calls=[dict(function={})]), "each with a name"),
