@@ -1,4 +1,4 @@
-"""Memory of this process before, during and behind `update_weights` (docs/training.md).
+"""Memory of this process around `update_weights` and in a sleep (docs/training.md).
 
     python -m benchmarks.new_weights [--model Qwen3-0.6B] [--model-impl transformers]
 
@@ -59,6 +59,12 @@ def main(arguments: list[str] | None = None) -> None:
         done.set()
         watcher.join()
         print(f"{before:,} MB before, {most:,} at most, {held():,} behind; {seconds:.1f} s")
+        start = time.perf_counter()
+        llm.sleep()
+        asleep, slept = held(), time.perf_counter()
+        llm.wake_up()
+        print(f"{asleep:,} MB asleep, {held():,} awake; {slept - start:.1f} s to sleep, "
+              f"{time.perf_counter() - slept:.1f} s to wake up")
 
 
 if __name__ == "__main__":
