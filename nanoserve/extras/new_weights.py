@@ -240,8 +240,11 @@ def answer(runner: ModelRunner, head: torch.Tensor,
                 runner.allocate_kv_cache(*sizes)
     except Exception as wrong:
         error = wrong
-    for _ in tensors:  # the rest: all ranks must agree on what comes next
-        pass
+    try:
+        for _ in tensors:  # the rest: all ranks must agree on what comes next
+            pass
+    except Exception as wrong:
+        error = error or wrong
     if runner.ranks.least(error is None):
         return None
     if what == UPDATE:

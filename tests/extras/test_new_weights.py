@@ -164,8 +164,9 @@ def test_another_network_is_told_by_its_config(checkpoints, tmp_path):
         llm.update_weights(folder)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_iterator_that_breaks_leaves_an_engine_that_refuses_until_an_update_succeeds(
-        checkpoints, trained):
+        ranks_in_threads, checkpoints, trained, ranks):
     there = trained(checkpoints["qwen3"])
     expected, pairs = fresh(there), as_list(there)
 
@@ -173,8 +174,13 @@ def test_an_iterator_that_breaks_leaves_an_engine_that_refuses_until_an_update_s
         yield from pairs[:3]
         raise OSError("the trainer's disk is full")
 
-    with LLM(checkpoints["qwen3"], **SMALL) as llm:
-        for weights, error in ((broken(), OSError), (iter(pairs[:-1]), ValueError)):
+    def wrong_and_broken():
+        yield "no_such_name", pairs[0][1]
+        yield from broken()
+
+    with LLM(checkpoints["qwen3"], **SMALL, tensor_parallel_size=ranks) as llm:
+        for weights, error in ((broken(), OSError), (iter(pairs[:-1]), ValueError),
+                               (wrong_and_broken(), ValueError)):
             with pytest.raises(error):
                 llm.update_weights(weights)
             for call in (partial(texts, llm), partial(llm.add_request, "a", PROMPTS[0])):
