@@ -50,9 +50,10 @@ def explain(scheduler: Scheduler, step: Step) -> Waits:
 
 
 def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, str]) -> None:
-    """Up to the one at which the step stopped only a step in flight can hold a sequence up."""
+    """Up to the one at which the step stopped only a step in flight can hold a sequence up, or an
+    annexe (`Scheduler.cuts`)."""
     stopped, lacks, _ = step.stopped or (None, "", 0)
-    reason = "waits for its token of a step in flight"
+    reason = ""
     for seq in scheduler.running:
         if seq in step.num_new_tokens:
             continue
@@ -60,7 +61,9 @@ def _explain_running(scheduler: Scheduler, step: Step, reasons: dict[Sequence, s
             reasons[seq] = _of_stopped(scheduler, step)
             reason = reasons[seq] if lacks == "budget" else f"stands behind {seq.name}"
         else:
-            reasons[seq] = reason
+            reasons[seq] = reason or (
+                "waits for its token of a step in flight" if seq.num_inflight_tokens
+                else _of_cut(seq))
 
 
 def _of_next_in_line(scheduler: Scheduler, step: Step, seq: Sequence) -> str:
@@ -86,9 +89,7 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     """What the sequence lacks at which the step stopped; of the budget, if it didn't stop early."""
     seq, lacks, needed = step.stopped or (None, "budget", 0)
     if lacks == "cut":
-        return "waits for the next step: " + (
-            "this one encodes enough images of others" if seq.request.contents
-            else "several are in flight, each with a part of all")
+        return _of_cut(seq)
     if lacks == "step":
         return f"makes way for {scheduler.waiting[0].name} when its own step ends"
     if lacks == "budget":
@@ -106,6 +107,13 @@ def _of_stopped(scheduler: Scheduler, step: Step) -> str:
     victim = scheduler.running[-1]
     whose = "its own step" if victim is seq else f"the step of {victim.name}"
     return f"{reason} until {whose} ends"
+
+
+def _of_cut(seq: Sequence) -> str:
+    """An annexe left it none of its tokens."""
+    return "waits for the next step: " + (
+        "this one encodes enough images of others" if seq.request.contents
+        else "several are in flight, each with a part of all")
 
 
 def lost_blocks(victim: Sequence, taker: Sequence) -> str:

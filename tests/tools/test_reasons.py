@@ -189,6 +189,18 @@ def test_a_token_that_the_host_must_see_first():
     assert told(scheduler, scheduler.schedule()) == {"A": waits, "B": waits}
 
 
+def test_a_prompt_that_an_annexe_leaves_nothing():
+    """Steps of one row each. Nothing of B is in flight, so it waits for no token."""
+    scheduler = make(budget=8)
+    add(scheduler, 3), add(scheduler, 20)
+    run_step(scheduler)
+    scheduler.cuts.append(lambda step, seq, start, n: n if len(step.num_new_tokens) < 1 else 0)
+    add(scheduler, 2)
+    assert set(told(scheduler, scheduler.schedule()).items()) == {
+        (name, "waits for the next step: several are in flight, each with a part of all")
+        for name in "BC"}
+
+
 def test_the_queue_is_read_in_its_order():
     """Also where its first one was aborted."""
     rng = random.Random(0)
