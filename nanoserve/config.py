@@ -116,7 +116,7 @@ class EngineConfig:
 
     @property
     def steps_at_once(self) -> int:
-        """Steps of disjoint sequences that are in flight together: one for each stage."""
+        """Steps in flight together: one for each stage. A sequence samples in one of them."""
         return self.num_stages if self.async_scheduling else 1
 
     @property

@@ -46,7 +46,7 @@ class Scheduler:
         self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.policy = config.scheduling_policy
-        self.steps_at_once = config.steps_at_once  # above 1: each sequence is in one
+        self.steps_at_once = config.steps_at_once  # above 1: a sequence samples in one
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
         self.running: list[Sequence] = []  # sorted, too; the last is the first victim

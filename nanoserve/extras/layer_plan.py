@@ -12,7 +12,7 @@ one machine's memory runs on two of them, over a plain cable:
 With `tensor_parallel_size=n` a stage has n ranks; rank i sends to rank i of the next. **The stream
 ends where it began**: rank 0 samples, because requests are there (penalties, grammars, seeds). It
 computes the head, too, so the plan that is made for the user gives it fewer layers. As many steps
-are in flight as there are stages, of disjoint sequences (`Scheduler`).
+are in flight as there are stages; a sequence samples in one of them (`Scheduler`).
 
 Invariant: **not one bit changes.** Between two layers the residual stream is two terms, and the
 next norm reads nothing but their rounded sum. So the sum alone is sent, and begins a stream.
