@@ -48,6 +48,8 @@ SHORT = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"],
 UNITS = {"": 1, "k": 10 ** 3, "m": 10 ** 6, "g": 10 ** 9, "t": 10 ** 12,
          "K": 2 ** 10, "M": 2 ** 20, "G": 2 ** 30, "T": 2 ** 40}
 KEY_VARIABLE = "NANOSERVE_API_KEY"  # an option can be read by all users of a machine (`ps`)
+# HTTP/2, in a request's head and in no body: behind its first line and whole lines of it.
+OFFER = re.compile(rb"(?i)\A(\w+ [^\r\n]+ HTTP/1\.1(?:\r\n[^\r\n]+)*?)\r\nupgrade: *h2c(?=\r\n)")
 
 
 class Parser(DashedParser):
@@ -292,7 +294,7 @@ class Http1(AutoHTTPProtocol):
     offer. So it is taken out of the head."""
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(re.sub(rb"(?i)\r\nupgrade: *h2c(?=\r\n)", b"", data, count=1))
+        super().data_received(OFFER.sub(rb"\1", data))
 
 
 def greeting(name: str, listening: socket.socket, keys: list[str]) -> str:

@@ -201,6 +201,16 @@ def test_a_client_that_offers_http2_has_its_body_read(started):
         assert answer.status == 200 and json.load(answer)["usage"]["completion_tokens"] == 1
 
 
+def test_a_body_that_quotes_an_offer_of_http2_keeps_it(started):
+    """A form's field may. Without these bytes the server waited for the rest of the body."""
+    _, port = started
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", "/v1/completions", b"POST\r\nUpgrade: h2c\r\n", {
+        "content-type": "application/json", "authorization": "Bearer secret"})
+    answer = connection.getresponse()
+    assert answer.status == 400 and "no JSON" in json.load(answer)["error"]["message"]
+
+
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(started):
     """The last of those that share the server."""
     process, port = started
