@@ -151,8 +151,9 @@ class GenerationBody(Controls):
         from nanoserve.extras.structured import from_response_format  # here: it may be deleted
         asked = from_response_format(self.response_format)
         if asked is not None and self.structured_outputs is not None:
-            raise BadRequest("response_format and structured_outputs exclude each other: leave one "
-                             "of them out", "response_format")
+            raise BadRequest("structured_outputs and a format (response_format, text.format, "
+                             "output_config.format) exclude each other: leave one of them out",
+                             "structured_outputs")  # which all languages call so
         return asked or self.structured_outputs
 
     @property

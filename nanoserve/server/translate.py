@@ -82,7 +82,7 @@ class Language(Controls):
                 yield f"event: {told['type']}\ndata: {json.dumps(told)}\n\n".encode()
 
     async def _told(self, pieces: AsyncIterator[dict]) -> AsyncIterator[list[dict]]:
-        """A text goes on, or another part begins."""
+        """The events of each piece: a text goes on, or another part begins."""
         name, parts, chat, last = uuid4().hex, [], {}, {}
         async for piece in pieces:
             is_first, chat = not chat, piece

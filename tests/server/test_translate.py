@@ -193,6 +193,17 @@ def test_a_chats_field_that_has_no_place_here_is_refused(path, field, value):
         (MessagesBody if path == MESSAGES else ResponsesBody)(**body | {field: value})
 
 
+@pytest.mark.parametrize(("path", "form"), [
+    (CHATS, dict(messages=CHAT, response_format=dict(type="json_object"))),
+    (RESPONSES, dict(input=ASKED, text=dict(format=dict(type="json_object")))),
+    (MESSAGES, dict(messages=TURNS, max_tokens=1, output_config=dict(
+        format=dict(type="json_object"))))])
+def test_two_forms_of_an_answer_are_refused_by_the_clients_own_field(server, path, form):
+    status, answer = server.ask(path, form | dict(structured_outputs=dict(choice=["so"])))
+    assert status == 400 and "exclude each other" in answer["error"]["message"]
+    assert answer["error"]["param"] == "structured_outputs"
+
+
 def test_codex_shows_its_tools_in_groups(server):
     groups = [dict(type="namespace", name="group", tools=FUNCTIONS[1:]), FUNCTIONS[0]]
     _, answer = server.ask(RESPONSES, dict(input=ASKED, tools=groups, tool_choice=dict(
