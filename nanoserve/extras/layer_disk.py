@@ -38,8 +38,8 @@ SMALL = 2 ** 16  # bytes; less stays in memory: norms, biases, scales
 
 
 def new_file(folder: Path | None):
-    """One that vanishes when nothing maps it any more."""
-    return TemporaryFile(dir=folder or gettempdir())
+    """One that vanishes when nothing maps it any more. It is not buffered: see new_weights.py."""
+    return TemporaryFile(buffering=0, dir=folder or gettempdir())
 
 
 def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:

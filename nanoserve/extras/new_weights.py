@@ -295,14 +295,18 @@ def to_host(numbers: torch.Tensor, file, is_scratch: bool) -> partial:
         return partial(torch.zeros, len(numbers), dtype=torch.uint8, device=numbers.device)
     if numbers.device.type != "cpu":
         return partial(numbers.cpu().to, numbers.device)
-    file.write(numbers.numpy())
-    return partial(from_file, file, file.tell() - len(numbers), len(numbers))
+    start, left = file.tell(), memoryview(numbers.numpy())
+    while left:
+        left = left[file.write(left):]  # 2 GB at most
+    return partial(from_file, file, start, len(numbers))
 
 
 def from_file(file, start: int, size: int) -> torch.Tensor:
     numbers = zeros(size, dtype=torch.uint8)
+    left = memoryview(numbers.numpy())
     file.seek(start)
-    file.readinto(numbers.numpy())
+    while left:
+        left = left[file.readinto(left):]
     return numbers
 
 

@@ -4,6 +4,7 @@ import errno
 import gc
 import io
 import re
+import resource
 import threading
 from itertools import permutations
 from pathlib import Path
@@ -259,6 +260,23 @@ class Full(io.BytesIO):
         if self.tell() > 20_000:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(content)
+
+
+def test_what_was_written_comes_back_while_the_disk_is_full():
+    """With the system's own limit of a file. Small tensors had been in Python's buffer, which
+    wake_up() could not write either."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with LLM(num_gpu_blocks_override=64, device="cpu") as llm:
+        before = texts(llm)
+        for size in range(500, 10_000, 500):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            try:
+                with pytest.raises(OSError, match="File too large"):
+                    llm.sleep()
+                llm.wake_up()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert texts(llm) == before
 
 
 @pytest.mark.parametrize("ranks, which", [(1, 0), (2, 0), (2, 1)])
