@@ -54,6 +54,7 @@ class Answer:
 
     def __post_init__(self):
         self.latest: dict[str, RequestOutput] = {}  # of each request
+        self.scored: dict[str, list] = {request.request_id: [] for request in self.requests}
         self.num_output = 0
         self.first = {request.request_id: index * self.body.num_samples
                       for index, request in enumerate(self.requests)}
@@ -71,8 +72,10 @@ class Answer:
                     prompt_tokens_details=dict(cached_tokens=num_cached))
 
     def _take(self, output: RequestOutput) -> None:
+        """Count it, and keep the prompt's logprobs, which come in pieces in a stream."""
         self.latest[output.request_id] = output
         self.num_output += sum(len(sample.token_ids) for sample in output.outputs)
+        self.scored[output.request_id] += output.prompt_logprobs or []
 
     async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:
         """All of it, when all requests have ended (their outputs are FINAL_ONLY)."""
@@ -100,7 +103,7 @@ class Answer:
         async for output in outputs:
             self._take(output)
             request = requests[output.request_id]
-            for sample in output.outputs:
+            for sample in self.ready(request, output):
                 index = self.first[output.request_id] + sample.index
                 if index in ended or not (sample.text or sample.token_ids or sample.finish_reason):
                     continue
@@ -123,6 +126,10 @@ class Answer:
         """What a stream begins with, before any token is known."""
         return []
 
+    def ready(self, request: Request, output: RequestOutput) -> list[CompletionOutput]:
+        """What of a stream's new output can be shown now."""
+        return output.outputs
+
     def choice(self, index: int, request: Request, sample: CompletionOutput) -> dict:
         raise NotImplementedError
 
@@ -144,7 +151,7 @@ class Answer:
             found["prompt_logprobs"] = [
                 entries and {str(token_id): vars(entry) | dict(logprob=clamp(entry))
                              for token_id, entry in entries.items()}
-                for entries in self.latest[request.request_id].prompt_logprobs or ()]
+                for entries in self.scored[request.request_id]]
         return found
 
     def name(self, token_id: int, entry: Logprob) -> str:
@@ -164,6 +171,7 @@ class CompletionAnswer(Answer):
         super().__post_init__()
         self.offsets: dict[int, int] = defaultdict(int)  # where a choice's next token begins
         self.begun: set[int] = set()
+        self.held: dict[str, list[CompletionOutput]] = {}  # what waits for a prompt's logprobs
 
     def _take(self, output: RequestOutput) -> None:
         for sample in output.outputs if self.body.only_echo else ():
@@ -171,6 +179,15 @@ class CompletionAnswer(Answer):
             sample.logprobs = sample.logprobs and []
             sample.finish_reason = sample.finish_reason and "length"
         super()._take(output)
+
+    def ready(self, request, output) -> list[CompletionOutput]:
+        """Only the first sample scores the prompt, and others may be ahead of it: they wait."""
+        held = self.held.pop(request.request_id, []) + output.outputs
+        if self.body.num_prompt_logprobs is None or output.finished or len(
+                self.scored[request.request_id]) == len(request.prompt_token_ids):
+            return held
+        self.held[request.request_id] = held
+        return []
 
     def choice(self, index, request, sample) -> dict:
         """A choice, or its next piece."""
@@ -182,7 +199,7 @@ class CompletionAnswer(Answer):
             if self.body.echo:
                 text = request.prompt + text
                 if logprobs is not None:
-                    of_prompt = self.latest[request.request_id].prompt_logprobs or []
+                    of_prompt = self.scored[request.request_id]
                     token_ids = request.prompt_token_ids[:len(of_prompt)] + token_ids
                     logprobs = of_prompt + logprobs
         return dict(index=index, text=text, logprobs=self._logprobs(index, token_ids, logprobs),

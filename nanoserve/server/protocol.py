@@ -174,9 +174,9 @@ class GenerationBody(Controls):
         if self.include_usage and not self.stream:
             raise BadRequest("stream_options has a meaning only with stream=true: leave it out",
                              "stream_options")
-        if self.stream and self.num_prompt_logprobs is not None:
-            raise BadRequest("logprobs of a prompt come with a whole answer only: use stream=false",
-                             "echo" if self.prompt_logprobs is None else "prompt_logprobs")
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadRequest("prompt_logprobs come with a whole answer only: use stream=false",
+                             "prompt_logprobs")
         return self
 
 

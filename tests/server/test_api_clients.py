@@ -208,22 +208,41 @@ def test_the_end_of_a_chat_is_a_piece_of_its_own(server):
     assert all("content" in choice["delta"] for choice in choices[:-1])
 
 
-def test_logprobs_of_a_prompt_come_with_a_whole_answer_only(server):
-    for more in (dict(echo=True, logprobs=2), dict(prompt_logprobs=2)):
-        status, answer = server.ask(COMPLETIONS, asked(COMPLETIONS, stream=True, **more))
-        assert status == 400 and answer["error"]["param"] == next(iter(more))
-    for more in (dict(echo=True), dict(logprobs=2)):
-        assert server.events(COMPLETIONS, asked(COMPLETIONS, **more))
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_streamed_echo_with_logprobs_adds_up_to_the_whole(server, n):
+    """Each sample's first piece begins with the prompt, whose logprobs only the first computes."""
+    body = asked(COMPLETIONS, echo=True, logprobs=2, max_tokens=4, seed=3, n=n)
+    _, whole = server.ask(COMPLETIONS, body)
+    events = server.events(COMPLETIONS, body)
+    for choice in whole["choices"]:
+        pieces = [event["choices"][0] for event in events
+                  if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            assert sum((one["logprobs"][name] for one in pieces), []) == choice["logprobs"][name]
+        values = sum((one["logprobs"]["token_logprobs"] for one in pieces), [])
+        assert values[0] is None and values[1:] == pytest.approx(
+            choice["logprobs"]["token_logprobs"][1:])
+
+
+def test_prompt_logprobs_come_with_a_whole_answer_only(server):
+    body = asked(COMPLETIONS, stream=True, prompt_logprobs=2)
+    status, answer = server.ask(COMPLETIONS, body)
+    assert status == 400 and answer["error"]["param"] == "prompt_logprobs"
 
 
 # ------------------------------------------------------------- vLLM's fields
 
 
-def test_a_prompt_is_scored_without_a_token_behind_it(server):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_a_token_behind_it(server, stream):
     body = asked(COMPLETIONS, echo=True, logprobs=1, max_tokens=0, n=1)
-    _, answer = server.ask(COMPLETIONS, body)
-    [choice], usage = answer["choices"], answer["usage"]
-    assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"]
+    if stream:
+        [choice] = [event["choices"][0] for event in server.events(COMPLETIONS, body)]
+    else:
+        _, answer = server.ask(COMPLETIONS, body)
+        [choice], usage = answer["choices"], answer["usage"]
+        assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"]
     expected = offline(server, max_tokens=1, prompt_logprobs=1)
     assert choice["text"] == PROMPT and choice["finish_reason"] == "length"
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(
