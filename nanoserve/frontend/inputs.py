@@ -83,9 +83,9 @@ class InputProcessor:
         """Check what every kind of request has. (As in vLLM, a priority may be said to an engine
         of another policy; no text depends on it.)"""
         if not isinstance(request_id, str):
-            raise ValueError(f"request_id must be a str, got {request_id!r}")
+            raise ValueError(f"request_id must be a str, got {request_id!r:.80}")
         if type(priority) is not int:
-            raise ValueError(f"priority must be a whole number, got {priority!r}")
+            raise ValueError(f"priority must be a whole number, got {priority!r:.80}")
         if lora_request is not None and not self.config.enable_lora:
             raise ValueError(f"lora_request={lora_request!r:.80}: make the engine with "
                              "enable_lora=True")
