@@ -219,6 +219,7 @@ class Watch(threading.Thread):
         self.missed = dict.fromkeys(others, 0)
         self.lost: str | None = None
         self.stopped = threading.Event()
+        self.beats = threading.Thread(target=self._exchange_heartbeats, daemon=True)
         self.store_server: dist.Store | None = None
         self.threads_before: int | None = None  # restored when the engine has ended
 
@@ -236,7 +237,7 @@ class Watch(threading.Thread):
                 time.sleep(0.02)
 
     def run(self) -> None:
-        threading.Thread(target=self._exchange_heartbeats, daemon=True).start()
+        self.beats.start()
         while not self.stopped.wait(HEARTBEAT_SECONDS):
             reason = self._look()
             if reason is not None and not self.stopped.is_set():
@@ -269,10 +270,12 @@ class Watch(threading.Thread):
         _kill(self.children)
 
     def close(self) -> None:
-        """The engine has ended: wait for the children to exit, and kill those that don't."""
+        """The engine has ended: wait for the children to exit, and kill those that don't. And for
+        the threads: a process whose interpreter ends while one is in torch's store aborts."""
         self.stopped.set()
-        if self.is_alive() and threading.current_thread() is not self:  # which a finalizer may use
-            self.join()
+        for thread in (self, self.beats):
+            if thread.is_alive() and thread is not threading.current_thread():  # in a finalizer
+                thread.join(GRACE_SECONDS)
         deadline = time.monotonic() + GRACE_SECONDS
         for child in self.children:
             child.stdin.close()

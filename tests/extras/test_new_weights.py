@@ -227,14 +227,14 @@ IN_AN_UPDATE = """if 1:
         seen.clear()
         llm.update_weights((name, torch.full(shape, 0.01))
                            for name, shape in json.loads(Path("shapes.json").read_text()).items())
-        assert len(seen) > 16 and max(*seen, resident()) < before + 75e6, (before, seen)
+        assert len(seen) > 16 and max(*seen, resident()) < before + 110e6, (before, seen)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read as on Linux")
 def test_an_update_needs_a_few_matrices_more_than_the_model(dummy):
-    """Of 160 MB the largest has 25. What was packed stayed with the C library: 150 MB more. In a
-    process of its own: what other tests have left to the C library is tens of MB here."""
+    """Of 160 MB the largest has 25, and the C library keeps some that were given: 48 to 86 MB. When
+    it kept what was packed, it was 150. In a process of its own, where no test has left memory."""
     write_json(dummy / "config.json", model_type="llama", hidden_size=1024, intermediate_size=3072,
                num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4, head_dim=64)
     with torch.device("meta"):

@@ -249,3 +249,22 @@ def test_what_is_refused_before_anything_is_started(qwen3, monkeypatch, spawned)
     with pytest.raises(ValueError, match="is 2, but torchrun started 4 ranks"):
         LLM(qwen3, **SMALL, tensor_parallel_size=2)
     assert not spawned
+
+
+def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):
+    """A process ended with exit code -6 once: its heartbeat came back from torch's store when
+    Python's end had begun ("terminate called without an active exception")."""
+    begun, before = threading.Event(), set(threading.enumerate())
+
+    class Store:
+        def add(self, key: str, number: int) -> int:
+            begun.set()
+            time.sleep(0.3)
+            return 1
+
+    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.001)
+    watch = processes.Watch(ranks.Ranks(0, 2), Store(), [])
+    watch.start()
+    assert begun.wait(10)
+    watch.close()
+    assert set(threading.enumerate()) <= before
