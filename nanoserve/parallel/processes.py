@@ -219,7 +219,6 @@ class Watch(threading.Thread):
         self.missed = dict.fromkeys(others, 0)
         self.lost: str | None = None
         self.stopped = threading.Event()
-        self.beats = threading.Thread(target=self._exchange_heartbeats, daemon=True)
         self.store_server: dist.Store | None = None
         self.threads_before: int | None = None  # restored when the engine has ended
 
@@ -237,12 +236,14 @@ class Watch(threading.Thread):
                 time.sleep(0.02)
 
     def run(self) -> None:
-        self.beats.start()
+        beats = threading.Thread(target=self._exchange_heartbeats, daemon=True)
+        beats.start()
         while not self.stopped.wait(HEARTBEAT_SECONDS):
             reason = self._look()
             if reason is not None and not self.stopped.is_set():
                 self._end_all(reason)
                 return
+        beats.join(GRACE_SECONDS)  # Python's end aborts a process with a thread in torch's store
 
     def _exchange_heartbeats(self) -> None:
         """In a thread of its own: if the store's machine loses power, these calls never return, and
@@ -270,12 +271,10 @@ class Watch(threading.Thread):
         _kill(self.children)
 
     def close(self) -> None:
-        """The engine has ended: wait for the children to exit, and kill those that don't. And for
-        the threads: a process whose interpreter ends while one is in torch's store aborts."""
+        """The engine has ended: wait for the children to exit, and kill those that don't."""
         self.stopped.set()
-        for thread in (self, self.beats):
-            if thread.is_alive() and thread is not threading.current_thread():  # in a finalizer
-                thread.join(GRACE_SECONDS)
+        if self.is_alive() and threading.current_thread() is not self:  # which a finalizer may use
+            self.join()
         deadline = time.monotonic() + GRACE_SECONDS
         for child in self.children:
             child.stdin.close()
