@@ -3,6 +3,7 @@
     python -m benchmarks.gpu                         everything, in less than 25 minutes
     python -m benchmarks.gpu --part attention        or a part of it, in less than 10:
     python -m benchmarks.gpu --part engine           one of attention, engine, ablation
+    python -m benchmarks.gpu --quick                 a few shapes and one model, in 3 minutes
     python -m benchmarks.gpu --table gpu-results/*.json      docs/devices.md's table of these
     python -m benchmarks.gpu --dry-run               all of it at toy sizes, without a GPU
 
@@ -15,7 +16,8 @@ Kernels are timed inside a CUDA graph, as the engine runs them; otherwise the ho
 them would be measured. Before it is timed, each launch is held against a softmax in float32.
 
 Nothing is lost: after each part all results so far are written, a part that fails leaves its
-traceback and the next one begins, and a part for which there is no time left says so.
+traceback and the next one begins, and a part for which there is no time left says so. A model that
+the GPU has no room for is left out. A dry run fails if anything in it does.
 """
 
 import argparse
@@ -29,7 +31,12 @@ import torch
 if not torch.cuda.is_available():  # before anything imports triton, which decides at its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from benchmarks.gpu_attention import compile_share, measure_attention  # noqa: E402
+from benchmarks.gpu_attention import (  # noqa: E402
+    compile_share,
+    measure_attention,
+    num_workers,
+    quick_tables,
+)
 from benchmarks.gpu_engine import measure_ablation, measure_engine  # noqa: E402
 from benchmarks.gpu_report import (  # noqa: E402
     ON_GPU,
@@ -41,10 +48,12 @@ from benchmarks.gpu_report import (  # noqa: E402
     machine,
     page_table,
     summary,
+    that_fit,
+    troubles,
 )
 
 RESULTS = Path(__file__).with_name("gpu.json")
-MINUTES = {"attention": 9, "engine": 9, "ablation": 7, "all": 24}
+MINUTES = {"attention": 9, "engine": 9, "ablation": 7, "quick": 3, "all": 24}
 
 
 def main(arguments: list[str] | None = None) -> dict:
@@ -54,24 +63,27 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--minutes", type=float, help="stop in time; default: by part, "
                         + ", ".join(f"{part} {n}" for part, n in MINUTES.items()))
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, on a CPU, too")
-    parser.add_argument("--workers", type=int, default=12,
+    parser.add_argument("--quick", dest="part", action="store_const", const="quick",
+                        help="--part quick: its file is what to send with a report")
+    parser.add_argument("--workers", type=int, default=num_workers(),
                         help="processes that compile ahead of the sweep; 0: none")
     parser.add_argument("--table", nargs="+", metavar="FILE",
                         help=f"join these in {RESULTS.name}, which the table of docs/devices.md, "
                              "printed here, is held against")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)  # "2/12": a worker's share
+    parser.add_argument("--compile", help=argparse.SUPPRESS)  # "2/12/sm_90": a share
     args = parser.parse_args(arguments)
     if args.table:
         results = joined([json.loads(Path(file).read_text()) for file in args.table])
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(page_table(results))
         return results
+    if args.compile:
+        index, count, arch = args.compile.split("/")
+        compile_share(REAL, int(index), int(count), arch)
+        return {}
     if not ON_GPU and not args.dry_run:
         parser.error("torch sees no GPU: --dry-run runs everything at toy sizes")
-    size = TOY if args.dry_run else REAL
-    if args.compile:
-        compile_share(size, *map(int, args.compile.split("/")))
-        return {}
+    size = TOY if args.dry_run else that_fit(REAL)
     out = Path(args.out or os.environ.get("OUT") or "gpu-results")
     report = Report(out, args.part, 60 * (args.minutes or MINUTES[args.part]))
     report.measure("machine", 0, machine)
@@ -83,8 +95,15 @@ def main(arguments: list[str] | None = None) -> dict:
             if args.part == "all":  # no part may eat up the time of those that follow it
                 report.until = min(report.end, time.monotonic() + share * report.seconds)
             measure_part(report, size, args.workers)
+    if args.part == "quick":
+        quick_tables(report, size)
+        size.models = dict(list(size.models.items())[:1])
+        measure_engine(report, size, args.workers)
     report.write()
     print(summary(report.results), flush=True)
+    print(f"all of it: {out / args.part}.json", flush=True)
+    if args.dry_run and (wrong := troubles(report.results)):
+        raise SystemExit("\n".join(["the dry run failed:", *wrong]))
     return report.results
 
 

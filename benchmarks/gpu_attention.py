@@ -3,11 +3,13 @@
 import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,9 +17,11 @@ from unittest import mock
 import torch
 import triton
 
-from benchmarks.gpu_report import DEVICE, ON_GPU, TOY, Report, timed
+from benchmarks.gpu_report import DEVICE, ON_GPU, Report, timed
+from benchmarks.kernels import compiled
 from nanoserve.device import kernels
 from nanoserve.device.kernels_fused import table_line
+from nanoserve.device.memory import free_cpu_memory
 
 CLONE = Path(__file__).parent.parent
 
@@ -107,8 +111,8 @@ def launches(tiles: dict | None = None, splits: int | None = None) -> Iterator[N
     with contextlib.ExitStack() as stack:
         if tiles is not None:
             stack.enter_context(mock.patch.object(
-                kernels, "_tiles", lambda arch, phase, dtype, group, head_dim: tiles | dict(
-                    BLOCK_D=max(16, triton.next_power_of_2(head_dim)))))
+                kernels, "_tiles", lambda arch, dtype, group, head_dim, is_small, phase: (
+                    tiles | dict(BLOCK_D=max(16, triton.next_power_of_2(head_dim))))))
         if splits is not None:
             stack.enter_context(mock.patch.object(
                 kernels, "_num_splits", lambda *shapes: splits))
@@ -122,7 +126,7 @@ def sweep_of(size: SimpleNamespace, phase: str) -> list[dict]:
     for name, values in axes.items():
         found = [entry | {name: value} for entry in found for value in values]
     ours = committed(phase)
-    return [ours] * (ours in found) + [entry for entry in found if entry != ours]
+    return [ours, *(entry for entry in found if entry != ours)]
 
 
 def sweep_order(size: SimpleNamespace) -> tuple[int, ...]:
@@ -134,30 +138,37 @@ def committed(phase: str) -> dict:
     return dict(kernels.LAUNCHES[table_line(DEVICE), phase])
 
 
-def compile_share(size: SimpleNamespace, index: int, count: int) -> None:
+def compile_share(size: SimpleNamespace, index: int, count: int, arch: str) -> list:
     """Every `count`th launch of the sweeps, for Triton's cache on the disk, from where the process
-    that measures takes them: compiling takes longer than all of the timing."""
+    that measures takes them: compiling takes longer than all of the timing. Nothing is launched, so
+    that a worker needs no memory of the GPU. Returns the programs."""
     jobs = [(heads, block_size, phase, tiles) for block_size in sweep_order(size)
             for phase in ("decode", "prefill") for tiles in sweep_of(size, phase)
             for heads in size.heads.values()]
+    programs = []
     for heads, block_size, phase, tiles in jobs[index::count]:
         for splits in (1, 2) if phase == "decode" else (1,):
             with launches(tiles, splits):
                 case = Case(size, heads, block_size, 1, 1 if phase == "decode" else 16, 15)
                 try:
-                    case.run(case.batches[0])
-                except Exception as error:  # too much shared memory, say: the sweep will report it
+                    programs += compiled(arch, partial(case.run, case.batches[0]))
+                except Exception as error:  # the sweep will report it
                     print(phase, tiles, type(error).__name__, error, flush=True)
-    if ON_GPU:
-        torch.cuda.synchronize()
+    return programs
 
 
-def compile_ahead(report: Report, size: SimpleNamespace, workers: int) -> dict:
+def num_workers() -> int:
+    """Half of the cores, or as many as there is memory for: a compiler beside torch takes 2 GB."""
+    return max(1, min((os.cpu_count() or 1) // 2, free_cpu_memory() // 2 ** 31))
+
+
+def compile_ahead(report: Report, workers: int) -> dict:
     """Starts the workers, and waits for them, but for half of the time at most."""
     start, end = time.monotonic(), time.monotonic() + report.left() / 2
-    flags = ["--dry-run"] if size is TOY else []
-    command = [sys.executable, "-m", "benchmarks.gpu", *flags]
-    running = [subprocess.Popen([*command, "--compile", f"{i}/{workers}"], cwd=CLONE)
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    running = [subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", "--compile",
+                                 f"{i}/{workers}/{arch}"], cwd=CLONE, env=hidden)
                for i in range(workers)]
     try:
         for worker in running:
@@ -173,8 +184,8 @@ def compile_ahead(report: Report, size: SimpleNamespace, workers: int) -> dict:
 
 
 def measure_attention(report: Report, size: SimpleNamespace, workers: int) -> None:
-    if workers:
-        report.measure("compile", 60, compile_ahead, report, size, workers)
+    if workers and ON_GPU:
+        report.measure("compile", 60, compile_ahead, report, workers)
     largest = max(size.batches) * max(size.contexts) * max(k * d for _, k, d in
                                                            size.heads.values())
     try:
@@ -186,6 +197,16 @@ def measure_attention(report: Report, size: SimpleNamespace, workers: int) -> No
     report.measure("decode splits", 20, decode_splits, report, size, memory)
     report.measure("decode sweep", 30, sweep, report, size, memory, "decode")
     report.measure("prefill sweep", 30, sweep, report, size, memory, "prefill")
+
+
+def quick_tables(report: Report, size: SimpleNamespace) -> None:
+    """One head size and one block size, for few and many rows."""
+    small = SimpleNamespace(**vars(size) | dict(
+        heads=dict(list(size.heads.items())[:1]), block_sizes=size.block_sizes[:1],
+        batches=(size.batches[0], size.batches[-1]), contexts=size.contexts[:2][-1:],
+        prefills=size.prefills[:2]))
+    report.measure("decode table", 20, decode_table, report, small, None)
+    report.measure("prefill table", 20, prefill_table, report, small, None)
 
 
 def row_of(report: Report, case: Case, **about) -> dict:

@@ -95,6 +95,32 @@ def failed(result) -> bool:
     return not result or isinstance(result, dict) and bool({"error", "skipped"} & set(result))
 
 
+def troubles(results: dict) -> list[str]:
+    """All that went wrong: a part, a line of a table, a sweep that has found no launch."""
+    found = [f"{name}: {json.dumps(result)[-300:]}" for name, result in results.items()
+             if failed(result)]
+    for name, result in results.items():
+        rows = result if isinstance(result, list) else (result or {}).get("rows", ())
+        found += [f"{name}: {row}" for row in rows if "error" in row]
+        if isinstance(result, dict) and result.get("best") == []:
+            found.append(f"{name}: no launch ran at every shape")
+    return found
+
+
+def that_fit(size: SimpleNamespace) -> SimpleNamespace:
+    """The same without the models whose weights, of 2 bytes each, take over 70% of the GPU."""
+    total, models = torch.cuda.mem_get_info()[1], {}
+    for name, model in size.models.items():
+        L, h, H, K, D, V = (model[key] for key in "LhHKDV")
+        numbers = L * h * (2 * (H + K) * D + 3 * model["I"]) + V * h * (1 if model["tied"] else 2)
+        if 2 * numbers < 0.7 * total:
+            models[name] = model
+        else:
+            print(f"{name} is left out: {2 * numbers / 2 ** 30:.1f} GB of weights, and the GPU has "
+                  f"{total / 2 ** 30:.1f} GB", flush=True)
+    return SimpleNamespace(**vars(size) | dict(models=models))
+
+
 # -------------------------------------------------------- machine, ceilings
 
 
@@ -239,8 +265,7 @@ def page_table(results: dict) -> str:
 def summary(results: dict) -> str:
     """What went wrong, the best launches, and the table of docs/devices.md."""
     lines = ["", "=== summary"]
-    lines += [f"{name}: {json.dumps(result)[-300:]}" for name, result in results.items()
-              if failed(result)]
+    lines += troubles(results)
     for phase in ("decode", "prefill"):
         found = results.get(f"{phase} sweep") or {}
         lines += [f"{phase}, blocks of {row['block_size']}: {cell(row['launch'])} takes "
