@@ -36,7 +36,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.controls import Constraints
 from nanoserve.device.choice import namespace
-from nanoserve.device.graphs import CudaGraph, DecodeGraphs
+from nanoserve.device.graphs import CudaGraph, DecodeGraphs, recorded
 from nanoserve.device.memory import (
     count_kv_blocks,
     largest_step,
@@ -177,15 +177,15 @@ class ModelRunner:
 
     def start(self, num_blocks: int, max_model_len: int) -> None:
         """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
-        memory that it has left over; raises `ValueError` when that is too little."""
+        memory that it has left over."""
         self.allocate_kv_cache(num_blocks, max_model_len)
         self.record()
         self.copier = self.parts.make_copier and self.parts.make_copier(self)
 
     def record(self) -> None:
-        """Graphs, once weights and cache are there."""
+        """Graphs, once weights and cache are there; none where that fails, which is said."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
-            self.graphs = DecodeGraphs(self.builder, self._decode, self.graph_class)
+            self.graphs = recorded(self.builder, self._decode, self.graph_class)
 
     @property
     def wants_graphs(self) -> bool:

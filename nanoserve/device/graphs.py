@@ -19,7 +19,8 @@ A recording keeps the memory of what it returns. So it returns hidden states and
 logits: those of 20 sizes and 152,000 tokens would be 0.7 GB. A step whose rows ask for edits or
 logprobs multiplies with the LM head once more.
 
-Invariant: a replay gives what the recorded function would have given, bit for bit.
+Invariants: a replay gives what the recorded function would have given, bit for bit. A recording
+that fails never ends an engine, whose steps then run one by one.
 
 Not known here: what is recorded. The model runner hands in the function, and, for a machine without
 a GPU, a class that can stand in for `CudaGraph`. Road not taken: piecewise graphs with attention
@@ -30,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from textwrap import shorten
 
 import torch
 from tqdm import tqdm
@@ -61,12 +63,33 @@ class CudaGraph:
         return self.graph.pool()
 
 
+def recorded(builder: BatchBuilder, run: Callable[[Batch], Recorded],
+             graph_class: type) -> "DecodeGraphs | None":
+    """`DecodeGraphs` of the same arguments; None, and a sentence on standard error, where recording
+    fails. What was recorded by then gives its memory back. Raises what a broken device raises."""
+    try:
+        return DecodeGraphs(builder, run, graph_class)
+    except Exception as error:  # a recording that ends early may have an error of its own
+        remedy, why = "", f"{type(error).__name__}: {shorten(str(error), 200)}"
+        if torch.OutOfMemoryError in (type(error), type(error.__context__)):
+            remedy = ("; for more memory beside the KV cache lower gpu_memory_utilization (or "
+                      "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs")
+            why = "memory ran out"
+    if graph_class is CudaGraph:  # behind the `except`, whose error holds the recordings
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    tqdm.write(f"nanoserve: CUDA graphs can't be recorded ({why}): each kernel of a step is "
+               f"launched, which is slower{remedy}. enforce_eager=True asks for that",
+               file=sys.stderr)
+    return None
+
+
 class DecodeGraphs:
     """The recordings of a step of decodes, by its number of rows.
 
     builder: makes the batches. run: what is recorded; nothing in it may depend on what the host
-    knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. Raises
-    `ValueError` when memory runs out.
+    knows of the batch, but for its size. graph_class: `CudaGraph`, or a stand-in. Raises whatever
+    ends a recording: see `recorded`.
     """
 
     @torch.inference_mode()
@@ -80,22 +103,14 @@ class DecodeGraphs:
         if on_gpu:
             torch.cuda.empty_cache()  # as each recording does: its gain must not count below
         free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-        try:
-            # The largest first: the smaller ones fit into the memory that it took.
-            for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
-                             disable=None, leave=False):  # on a terminal; then the line below
-                batch = self._fix_tables(builder.build(Step(0), size))
-                run(batch)  # once for real: kernels are compiled, and libraries take what they need
-                graph = self.graphs[size] = graph_class(memory)
-                graph.capture(lambda batch=batch: run(batch))
-                memory = memory or graph.memory()
-        except RuntimeError as error:  # a recording that ends early may have an error of its own
-            if torch.OutOfMemoryError not in (type(error), type(error.__context__)):
-                raise
-            raise ValueError(
-                "no memory for CUDA graphs beside the KV cache: lower gpu_memory_utilization (or "
-                "kv_cache_memory_bytes, num_gpu_blocks_override) or max_num_seqs, or do without "
-                "them with enforce_eager=True") from error
+        # The largest first: the smaller ones fit into the memory that it took.
+        for size in tqdm(self.sizes[::-1], desc="Recording CUDA graphs", unit="graph",
+                         disable=None, leave=False):  # on a terminal; then the line below
+            batch = self._fix_tables(builder.build(Step(0), size))
+            run(batch)  # once for real: kernels are compiled, and libraries take what they need
+            graph = self.graphs[size] = graph_class(memory)
+            graph.capture(lambda batch=batch: run(batch))
+            memory = memory or graph.memory()
         self.seconds = time.perf_counter() - start
         self.memory = free - torch.cuda.mem_get_info()[0] if on_gpu else 0
         tqdm.write(f"nanoserve: {len(self.sizes)} CUDA graphs for batches of 1 to {max_num_seqs} "

@@ -7,6 +7,7 @@ leaks and a buffer that is stale all show as wrong text. Kernels run in Triton's
 """
 
 import gc
+import re
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -297,21 +298,41 @@ def test_a_recording_keeps_no_logits(checkpoints, recorded):
         assert [tuple(out.shape) for out in graph.outputs] == [(size, 32), (size,)]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "an error of the recording's follows"])
-def test_no_memory_for_graphs_is_an_error_with_a_remedy(checkpoints, recorded, monkeypatch, late):
-    def capture(graph, function):
+@pytest.mark.parametrize("error, after, why", [
+    (torch.OutOfMemoryError, False, "memory ran out.*gpu_memory_utilization"),
+    (torch.OutOfMemoryError, True, "memory ran out.*gpu_memory_utilization"),
+    (RuntimeError, False, "RuntimeError: not permitted")])
+def test_where_recording_fails_steps_run_one_by_one(checkpoints, recorded, monkeypatch, capsys,
+                                                    error, after, why):
+    """At the start and behind `wake_up`, whose failure once ended the engine, with a traceback.
+    What was recorded before the failure gives its memory back."""
+    def ids(engine) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        [output] = engine.generate([[1, 2, 3]], params, use_tqdm=False)
+        return output.outputs[0].token_ids
+
+    engine = start(checkpoints["tiny"], max_num_seqs=2)
+    expected, capture, made = ids(engine), RecordedGraph.capture, []
+    assert engine.runner.graphs is not None
+
+    def fail(graph, function):
+        made.append(weakref.ref(graph))
+        if len(made) % 2:  # the first, and largest one is recorded
+            return capture(graph, function)
         try:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error("not permitted")
         finally:
-            if late:
+            if after:
                 raise RuntimeError("the recording was ended early")
 
-    monkeypatch.setattr(RecordedGraph, "capture", capture)
-    with pytest.raises(ValueError, match="no memory.*gpu_memory_utilization.*enforce_eager=True"):
-        start(checkpoints["tiny"], max_num_seqs=1)
-    monkeypatch.setattr(RecordedGraph, "capture", lambda graph, function: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        start(checkpoints["tiny"], max_num_seqs=1)
+    monkeypatch.setattr(RecordedGraph, "capture", fail)
+    engine.sleep(level=1)
+    engine.wake_up()
+    for tried in (engine, start(checkpoints["tiny"], max_num_seqs=2)):
+        assert tried.runner.graphs is None and ids(tried) == expected
+        assert not any(graph() for graph in made), "a failed start keeps no recording"
+    assert len(made) == 4
+    assert re.search(f"can't be recorded [(]{why}.*enforce_eager=True", capsys.readouterr().err)
 
 
 # ------------------------------------------------------------------- memory
