@@ -87,7 +87,7 @@ class EngineConfig:
     enforce_eager: bool = option(False, rules.FLAG)  # no CUDA graphs
     hf_overrides: dict | None = option(None, rules.OVERRIDES)  # entries laid over config.json
     trust_remote_code: bool = option(False, rules.FLAG)  # the tokenizer's, and no model's
-    device: str = option("auto", choice("auto", "cpu", "cuda"))
+    device: str = option("auto", rules.DEVICE)
     kernels: str = option("auto", choice(*KERNELS))  # whose operators: see device/choice.py
     async_scheduling: bool | None = option(None, rules.FLAG)  # step n+1 is scheduled while n runs
     runner: str = option("auto", choice("auto", "generate", "pooling"))  # "auto": the checkpoint's
@@ -108,6 +108,14 @@ class EngineConfig:
         if num_tokens is not None and num_seqs is not None and num_tokens < num_seqs:
             raise ValueError(f"max_num_batched_tokens={num_tokens} is less than max_num_seqs="
                              f"{num_seqs}: raise the first or lower the second")
+
+        if ":" in self.device and (ranks := self.tensor_parallel_size * self.num_stages) > 1:
+            raise ValueError(f"device={self.device!r} names one GPU, and {ranks} ranks take one "
+                             'each, from 0 on: use device="cuda"')
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
 
     @property
     def num_stages(self) -> int:

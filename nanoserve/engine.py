@@ -177,7 +177,8 @@ class LLMEngine:
             if step.num_new_tokens:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 alone = self.runner.ranks.size == 1
-                with self.turns.interruptible() if alone else nullcontext():
+                interruptible = self.turns.interruptible() if alone else nullcontext()
+                with interruptible, self.runner.on_device():
                     for call in self.before_launch:
                         call(step)
                     step.output = self.runner.launch(step)

@@ -23,8 +23,9 @@ stand behind the first one's. Not known here: the queue, text, users.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ from nanoserve.device.choice import namespace
 from nanoserve.device.graphs import CudaGraph, DecodeGraphs, recorded
 from nanoserve.device.memory import (
     count_kv_blocks,
+    current,
     largest_step,
     memory_for,
     return_freed_memory,
@@ -66,6 +68,15 @@ class RankParts:
     constraints: Constraints = field(default_factory=dict)  # of rows; rank 0's sampler reads them
     # What a rank above 0 does when it gets a message that is no step, by its first number.
     calls: dict[int, Callable[["ModelRunner", torch.Tensor], None]] = field(default_factory=dict)
+
+
+def on_its_device(method: Callable) -> Callable:
+    """A runner's method, within `on_device`."""
+    @wraps(method)
+    def call(self, *args, **kwargs):
+        with self.on_device():
+            return method(self, *args, **kwargs)
+    return call
 
 
 class ModelRunner:
@@ -96,12 +107,20 @@ class ModelRunner:
         self.networks: list[nn.Module] = []
         self.model: nn.Module | None = None  # the first of them, which is served
         self.on_load: list[Callable[[nn.Module], None]] = []  # annexes are told of each new one
-        if self.parts.make_draft is not None:
-            self.networks.append(self.parts.make_draft(self))
-        self.load()
-        self.config = replace(config, max_num_seqs=min(config.max_num_seqs, self.model.most_rows))
-        self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
+        with self.on_device():
+            if self.parts.make_draft is not None:
+                self.networks.append(self.parts.make_draft(self))
+            self.load()
+            most = min(config.max_num_seqs, self.model.most_rows)
+            self.config = replace(config, max_num_seqs=most)
+            self.adapters = self.parts.make_adapters and self.parts.make_adapters(self)
 
+    def on_device(self) -> AbstractContextManager:
+        """Encloses what runs on a GPU. The current GPU is a thread's: any thread but the one that
+        made the engine (a server's, for example) begins with GPU 0."""
+        return current(self.device)
+
+    @on_its_device
     def load(self, tensors: Tensors | None = None) -> None:
         """Make the network that is served, once more if need be. tensors: its weights, if they are
         not those in its folder. After an error there is none."""
@@ -116,6 +135,7 @@ class ModelRunner:
         return_freed_memory()
         self.record()
 
+    @on_its_device
     def unload(self, weights: bool = True, kv_cache: bool = False) -> None:
         """Give memory back to the system: that of the network that is served, or of the KV cache,
         and of the graphs, which read both. There can be no step until it is taken again."""
@@ -161,6 +181,7 @@ class ModelRunner:
                                    device)
                 for heads, head_dim in self.kv_shapes]
 
+    @on_its_device
     def count_kv_blocks(self) -> int:
         """How many KV blocks there is room for on every rank; none is allocated yet. Raises
         `ValueError` with the numbers when there is room for none."""
@@ -175,6 +196,7 @@ class ModelRunner:
             self.fetch(self.launch(replace(step, network=network)))
         self.kv_cache, self.builder, self.last_tokens = [], None, None
 
+    @on_its_device
     def start(self, num_blocks: int, max_model_len: int) -> None:
         """The cache has its size: make it, and what needs it. Then steps may come. Graphs use the
         memory that it has left over."""
@@ -182,6 +204,7 @@ class ModelRunner:
         self.record()
         self.copier = self.parts.make_copier and self.parts.make_copier(self)
 
+    @on_its_device
     def record(self) -> None:
         """Graphs, once weights and cache are there; none where that fails, which is said."""
         if self.wants_graphs and self.kv_cache and self.model is not None:
@@ -221,6 +244,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ step
 
     @torch.inference_mode()
+    @on_its_device
     def launch(self, step: Step) -> SamplerOutput:
         """Queue one step. Returns a token for each of `step.samples()`, and the logprobs that are
         wanted, on their way to the host; with a pooler, what it makes of the hidden states."""
@@ -287,6 +311,7 @@ class ModelRunner:
         self.ranks.broadcast(token_ids)
         self.last_tokens[batch.sample_rows] = token_ids.to(torch.int32)
 
+    @on_its_device
     def fetch(self, output: SamplerOutput) -> tuple[list[int], dict[int, list], list[list]]:
         """Wait for a launched step; see `SamplerOutput.tolist`."""
         with self.ranks.waiting():

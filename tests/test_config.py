@@ -22,7 +22,7 @@ pytestmark = pytest.mark.floor
     (dict(load_format="gguf"), ["load_format must be one of", "got 'gguf'", "safetensors"]),
     (dict(scheduling_policy="lifo"), ["scheduling_policy must be one of fcfs, priority, shortest",
                                       "got 'lifo'"]),
-    (dict(device="tpu"), ["device must be one of", "got 'tpu'", "cpu, cuda"]),
+    (dict(device="tpu"), ["device must be auto", "got 'tpu'", "cpu, cuda"]),
     (dict(gpu_memory_utilization=0), ["gpu_memory_utilization", "(0, 1]", "got 0"]),
     (dict(gpu_memory_utilization=1.1), ["gpu_memory_utilization", "(0, 1]", "got 1.1"]),
     (dict(gpu_memory_utilization=True), ["gpu_memory_utilization", "(0, 1]", "got True"]),

@@ -1,10 +1,10 @@
 """Which device and which operators run the model: what the user asked for, and what is available.
 
     asked            found                            becomes
-    device="auto"    a GPU that torch sees            "cuda", else "cpu"
+    device="auto"    a GPU that torch can use         "cuda", else "cpu"
     dtype="auto"     a GPU without bfloat16           float16
     kernels="auto"   a GPU from 8.0 on, and triton    "triton"
-                     another GPU, or no triton        "torch", the specification itself
+                     another GPU, or a kernel fails   "torch", the specification itself
                      a CPU and a compiler             "cpu", the compiled twin
                      a CPU without a compiler         "torch", which is slower
 
@@ -14,6 +14,8 @@ standard error; a choice that the user made and the machine lacks is an error wi
 Not known here: models, memory (`describe` asks the runner).
 """
 
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -25,14 +27,66 @@ import torch
 from nanoserve import ops
 from nanoserve.config import EngineConfig
 
+BFLOAT16 = (8, 0)  # the first compute capability with bfloat16
+
 
 def pick_device(device: str) -> str:
-    """ "auto" is the GPU if there is one. Raises `ValueError` for a GPU that isn't there."""
+    """ "auto" is the GPU if there is one. "cuda:1" stays as it is. Raises `ValueError` for a GPU
+    that isn't there, or that torch can't use."""
+    if device == "cpu":
+        return "cpu"
+    reason = why_unusable(device)
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device="cuda", but torch sees no GPU: use device="cpu" or "auto"')
+        return "cpu" if reason is not None else "cuda"
+    if reason is not None:
+        raise ValueError(f"device={device!r}, but {reason or 'torch sees no GPU'}: use "
+                         'device="cpu" or "auto"')
     return device
+
+
+# What a GPU's driver leaves on a machine: Linux, and Linux within Windows.
+TRACES = ("/dev/nvidiactl", "/dev/dxg")
+
+
+def why_unusable(device: str) -> str | None:
+    """Why torch can't use a GPU, with the remedy; "" where the machine seems to have none, None
+    where torch can. device: "cuda", "cuda:1" or "auto"."""
+    with warnings.catch_warnings():  # torch's, which says the same at greater length
+        warnings.simplefilter("ignore")
+        if not torch.cuda.is_available():
+            return _why_unseen()
+    if torch.version.hip:
+        return None
+    there = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if ":" in device and device not in there:
+        return f"torch sees {', '.join(there)}"
+    at = None if device == "auto" else device
+    name, (major, minor) = torch.cuda.get_device_name(at), torch.cuda.get_device_capability(at)
+    made_for = torch.cuda.get_arch_list()  # "sm_86": code for 8.6 and 8.9; "compute_90": 9.0 and up
+    kinds = [(kind, divmod(int(arch.rstrip("af")), 10)) for kind, _, arch in (
+        text.partition("_") for text in made_for)]
+    if kinds and not any((major, minor) >= arch and (kind == "compute" or major == arch[0])
+                         for kind, arch in kinds):
+        return (f"torch {torch.__version__} has no code for {name}, whose compute capability is "
+                f"{major}.{minor} (it has {' '.join(made_for)}; install another build of torch)")
+    return None
+
+
+def _why_unseen() -> str:
+    traces = [path for path in TRACES if Path(path).exists()]
+    if not traces and shutil.which("nvidia-smi") is None:
+        return ""
+    where = f"there may be a GPU ({', '.join(traces) or 'nvidia-smi'}), but "
+    if torch.version.cuda is None:
+        return (f"{where}torch {torch.__version__} is built without CUDA (install the build that "
+                "pytorch.org shows for CUDA)")
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the driver is too old, for example
+        return (f"{where}torch {torch.__version__}, built for CUDA {torch.version.cuda}, can't use "
+                f"it ({shorten(str(error), 200)}; update the driver, or install a build of torch "
+                "for an older CUDA)")
+    return f"{where}CUDA finds none (nvidia-smi and CUDA_VISIBLE_DEVICES may tell why)"
 
 
 def namespace(kernels: str) -> ModuleType:
@@ -51,9 +105,11 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
     """Adapt a resolved config to this machine; also returns a message for each change. Raises
     `ValueError` where the user asked for what isn't there."""
     said: list[str] = []
-    if config.device == "cuda" and config.dtype == "bfloat16" and (
-            not torch.cuda.is_bf16_supported(including_emulation=False)):
-        name = torch.cuda.get_device_name()
+    if asked.device == "auto" and config.device == "cpu" and (reason := why_unusable("auto")):
+        said.append(f"{reason}. The CPU takes its place, which is slower")
+    if config.on_gpu and config.dtype == "bfloat16" and (
+            torch.cuda.get_device_capability(config.device) < BFLOAT16):
+        name = torch.cuda.get_device_name(config.device)
         if asked.dtype != "auto":
             raise ValueError(f'dtype="bfloat16", but {name} has no bfloat16: use "float16"')
         said.append(f"{name} has no bfloat16: float16 takes its place, whose range is smaller")
@@ -63,16 +119,15 @@ def fit_to_device(config: EngineConfig, asked: EngineConfig) -> tuple[EngineConf
         raise ValueError(f"kernels={asked.kernels!r}, but {reason}: install what is missing, or "
                          f"use kernels={instead!r}")
     if reason:
-        said.append(f"{shorten(reason, 300)}. kernels={instead!r} takes its place, which is slower")
+        said.append(f"{shorten(reason, 500)}. kernels={instead!r} takes its place, which is slower")
         config = replace(config, kernels=instead)
     return config, said
 
 
 def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
     """Why `config.kernels` can't run here, and what can; "" if they can."""
-    on_gpu = config.device == "cuda"
     if config.kernels == "cpu":
-        if on_gpu:
+        if config.on_gpu:
             return "these kernels are for CPUs and the device is a GPU", "triton"
         try:
             namespace("cpu")
@@ -84,15 +139,33 @@ def _what_is_missing(config: EngineConfig) -> tuple[str, str]:
         interpreted = namespace("triton").INTERPRETED
     except ImportError as error:
         return f"triton can't be imported ({error})", "torch"
-    if on_gpu and interpreted:
+    if config.on_gpu and interpreted:
         return ("TRITON_INTERPRET is set, with which kernels run in Python and not on the GPU, and "
                 "no graph can be recorded (unset it)"), "torch"
-    if not on_gpu and not interpreted:
+    if not config.on_gpu and not interpreted:
         return ("there is no GPU (the environment variable TRITON_INTERPRET=1, set from the start, "
                 "runs them slowly in Python)"), "cpu"
-    if on_gpu and torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0", "torch"
-    return "", ""
+    if config.on_gpu and torch.cuda.get_device_capability(config.device) < (8, 0):
+        name = torch.cuda.get_device_name(config.device)
+        return f"{name} is older than compute capability 8.0", "torch"
+    return (first_kernel(config.device) if config.on_gpu else ""), "torch"
+
+
+def first_kernel(device: str) -> str:
+    """Launch and compare one tiny kernel: Triton builds its launcher at the first launch, which
+    takes more than an import. Returns why that fails, with the remedy, or ""."""
+    x, weight = torch.linspace(-1, 1, 64).view(2, 32), torch.linspace(0, 2, 32)
+    try:
+        with torch.cuda.device(device):
+            got = namespace("triton").rms_norm(x.to(device), weight.to(device), 1e-6).cpu()
+    except Exception as error:  # a compiler's, Triton's or the driver's
+        why = f"{type(error).__name__}: {shorten(str(error), 200)}"
+        return (f"Triton can't launch a kernel ({why}; it needs a C compiler, Python's headers and "
+                "the driver's libcuda.so.1: on Debian and Ubuntu apt install build-essential "
+                "python3-dev)")
+    if not torch.allclose(got, ops.rms_norm(x, weight, 1e-6), atol=1e-5):
+        return "Triton's first kernel gives wrong numbers here (another version may not)"
+    return ""
 
 
 def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: int) -> str:

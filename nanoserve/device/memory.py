@@ -25,7 +25,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,20 +158,27 @@ def free_memory(config: EngineConfig, device: torch.device) -> int:
 
 
 def take_device(name: str, local_rank: int | None) -> torch.device:
-    """The device of an engine, prepared. local_rank: this rank's GPU; None for an only rank, which
-    takes the user's current GPU.
+    """The device of an engine, prepared. name: "cpu", "cuda:1", or "cuda", the user's current GPU.
+    local_rank: this rank's GPU; None for an only rank.
 
     Memory that an earlier engine left in torch's own cache goes back to the GPU: otherwise torch
     would put small weights into that engine's large KV caches, and the rest of each would stay
     unused.
     """
-    if name != "cuda":
+    device = torch.device(name)
+    if device.type != "cuda":
         keep_freed_memory()
-        return torch.device(name)
+        return device
     if local_rank is not None:
-        torch.cuda.set_device(local_rank)  # kernels are launched on the current one
-    torch.cuda.empty_cache()
-    return torch.device("cuda", torch.cuda.current_device())  # with its number: it won't change
+        torch.cuda.set_device(local_rank)
+    with current(device):
+        torch.cuda.empty_cache()
+        return torch.device("cuda", torch.cuda.current_device())  # with its number: it won't change
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Within it `device` is the current one, on which kernels are launched and graphs recorded."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -236,7 +236,7 @@ class LayerPlan(Extra):
         self.plan = read_plan(config, plan.model_config)
         staged = len(self.plan) > 1
         for option, value in (
-                ("device", config.device == "cuda" and config.device),
+                ("device", config.on_gpu and config.device),
                 ("speculative_config", config.draft_model and config.speculative_config),
                 ("kv_offload_bytes", staged and config.kv_offload_bytes),
                 ("kv_store", staged and config.kv_store),

@@ -49,7 +49,7 @@ class Speculation(Extra, Observer):
             plan = _choose(config, asked).prepare(asked, plan)
         say(f"speculative decoding: {asked['method']}, up to {asked['num_speculative_tokens']} "
             "guesses a step" + (", which then runs without CUDA graphs"
-                                if config.device == "cuda" else ""))
+                                if config.on_gpu else ""))
         if config.async_scheduling:
             say("overlap is off: drafts follow tokens that the host must have seen")
         return replace(plan, config=replace(plan.config, speculative_config=asked,

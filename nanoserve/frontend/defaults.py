@@ -25,7 +25,7 @@ from nanoserve.words.rules import DTYPES
 
 
 def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> EngineConfig:
-    """A copy in which open options have values, for `device` "cpu" or "cuda".
+    """A copy in which open options have values, for `device` "cpu", "cuda" or "cuda:1".
 
     An explicit budget pulls the number of sequences down with it rather than being an error:
     `max_num_batched_tokens=1` alone runs one sequence.
@@ -36,7 +36,8 @@ def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> Engi
             f"max_model_len={max_model_len} is above the model's own maximum of "
             f"{model_config.max_position_embeddings} (max_position_embeddings): lower it, or "
             "override max_position_embeddings with hf_overrides if the model was trained so")
-    default_tokens, default_seqs = (8192, 256) if device == "cuda" else (2048, 64)
+    on_gpu = device != "cpu"
+    default_tokens, default_seqs = (8192, 256) if on_gpu else (2048, 64)
     num_tokens = asked.max_num_batched_tokens
     if num_tokens is None:
         num_tokens = max(default_tokens, asked.max_num_seqs or 0)
@@ -59,7 +60,6 @@ def resolve(asked: EngineConfig, device: str, model_config: ModelConfig) -> Engi
     if runner == "generate" and max_model_len < 2:
         raise ValueError("max_model_len=1 leaves no room for an answer behind a prompt: raise "
                          "it, and the model's max_position_embeddings if that is 1, too")
-    on_gpu = device == "cuda"
     kernels = asked.kernels if asked.kernels != "auto" else "triton" if on_gpu else "cpu"
     overlap = asked.async_scheduling
     if overlap is None:  # stages that share out matrices, too, take one step at a time

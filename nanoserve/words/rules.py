@@ -13,6 +13,7 @@ would be a package more, with errors in its own words.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields
@@ -182,6 +183,8 @@ MODEL_IMPL = choice("auto", "nanoserve", "transformers")
 OVERRIDES = instance(dict, "a dict laid over config.json")
 QUANTIZATION = Rule("dequantize, int8, int4 or fp8 (a quantised checkpoint's format is in its "
                     "config.json: leave it out)", choice("dequantize", "int8", "int4", "fp8").keep)
+DEVICE = Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', lambda name: only_if(
+    isinstance(name, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name), name))
 KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
                 choice("auto", "int8").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")

@@ -1,12 +1,15 @@
 """The choice of the device, its dtype and its kernels; a slow path is never silent."""
 
 import dataclasses
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from dummy_engines import start
 
+from nanoserve import ops
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device import choice
@@ -15,18 +18,86 @@ from nanoserve.frontend.defaults import resolve
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, dummy):
+    monkeypatch.setattr(choice, "TRACES", ())
+    monkeypatch.setattr(choice.shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == "cpu"
-    with pytest.raises(ValueError, match='device="cuda".*no GPU.*device="cpu"'):
+    with pytest.raises(ValueError, match='device=\'cuda\'.*no GPU.*device="cpu"'):
         start(dummy, device="cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert (pick_device("auto"), pick_device("cpu")) == ("cuda", "cpu")
+    with pytest.raises(ValueError, match='device must be .*"cuda:1".*, got \'gpu:1\''):
+        start(dummy, device="gpu:1")
+    with pytest.raises(ValueError, match="device='cuda:1' names one GPU, and 2 ranks"):
+        EngineConfig(model="none", device="cuda:1", tensor_parallel_size=2)
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Two GPUs, the second one newer, and a build of torch for these and no others."""
+    capabilities = [(8, 0), (9, 0)]
+    place = lambda device: int(str(device).partition(":")[2] or 0)  # noqa: E731
+    for name, stand_in in dict(
+            is_available=lambda: True, device_count=lambda: 2,
+            get_arch_list=lambda: ["sm_80", "sm_90a", "compute_90"],
+            get_device_name=lambda device=None: f"card {place(device)}",
+            get_device_capability=lambda device=None: capabilities[place(device)]).items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return capabilities
+
+
+def test_a_gpu_is_chosen_by_its_number(cards):
+    assert [pick_device(name) for name in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "cuda", "cpu", "cuda", "cuda:1"]
+    with pytest.raises(ValueError, match="device='cuda:2', but torch sees cuda:0, cuda:1: use"):
+        pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("capability, runs", [
+    ((7, 5), False), ((8, 0), True), ((8, 6), True), ((9, 0), True), ((12, 0), True)])
+def test_a_gpu_for_which_torch_has_no_code_is_named(cards, dummy, capability, runs):
+    """sm_80 is code for all 8.x, compute_90 is compiled for whatever comes later. Without either
+    the first kernel of torch's own was an error in the middle of loading."""
+    cards[0] = capability
+    assert pick_device("auto") == ("cuda" if runs else "cpu")
+    if not runs:
+        with pytest.raises(ValueError, match="no code for card 0.*7.5.*sm_80 sm_90a.*another"):
+            pick_device("cuda")
+        asked = EngineConfig(model="none", kernels="torch")
+        fitted, [said] = fit_to_device(resolve(asked, "cpu", ModelConfig.from_folder(dummy)), asked)
+        assert fitted.device == "cpu" and "card 0" in said and "slower" in said
+
+
+@pytest.mark.parametrize("built_for, error, says", [
+    (None, None, "built without CUDA .*pytorch.org"),
+    ("12.8", "The NVIDIA driver on your system is too old (found version 11040)",
+     "built for CUDA 12.8, can't use it .*too old.*update the driver"),
+    ("12.8", None, "CUDA finds none .nvidia-smi")])
+def test_a_gpu_that_torch_cannot_see_is_told(monkeypatch, tmp_path, dummy, built_for, error, says):
+    """A trace of its driver is there, and once the engine ran on the CPU without a word."""
+    def init():
+        if error is not None:
+            raise RuntimeError(error)
+
+    trace = tmp_path / "nvidiactl"
+    monkeypatch.setattr(choice, "TRACES", (str(trace),))
+    monkeypatch.setattr(choice.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    asked = EngineConfig(model="none", kernels="torch")
+    config = resolve(asked, "cpu", ModelConfig.from_folder(dummy))
+    assert fit_to_device(config, asked)[1] == []
+    trace.touch()
+    [said] = fit_to_device(config, asked)[1]
+    assert re.search(f"may be a GPU .*nvidiactl.*{says}.*The CPU takes its place", said)
+    assert fit_to_device(config, dataclasses.replace(asked, device="cpu"))[1] == []
+    with pytest.raises(ValueError, match=f"device='cuda', but there may.*{says}"):
+        pick_device("cuda")
 
 
 def test_a_card_without_bfloat16_gets_float16(dummy, monkeypatch):
     """bf16 unavailable (compute capability 7.5) must still work; not tested on such a card."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
     config = ModelConfig.from_folder(dummy)
 
     def fit(device, **options):
@@ -47,7 +118,7 @@ def test_a_gpu_without_triton_says_so_and_works_without(dummy, monkeypatch):
         raise ImportError("No module named 'triton'")
 
     monkeypatch.setattr(choice, "namespace", no_triton)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     config = ModelConfig.from_folder(dummy)
     asked = EngineConfig(model="none")
     fitted, said = fit_to_device(resolve(asked, "cuda", config), asked)
@@ -64,9 +135,9 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
     config, capability = ModelConfig.from_folder(dummy), [(7, 5)]
     interpreted = SimpleNamespace(INTERPRETED=False)
     monkeypatch.setattr(choice, "namespace", lambda name: interpreted)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[0])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old card")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(choice, "first_kernel", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
 
     def fit(kernels: str):
         asked = EngineConfig(model="none", kernels=kernels)
@@ -84,6 +155,27 @@ def test_a_gpu_that_cannot_run_kernels_says_so(dummy, monkeypatch):
     assert "unset it" in said[0] and "slow" in said[0]
     with pytest.raises(ValueError, match="TRITON_INTERPRET is set.*unset it.*kernels='torch'"):
         fit("triton")
+
+
+@pytest.mark.parametrize("kernel, reason", [
+    (lambda *_: 1 / 0, "ZeroDivisionError.*apt install build-essential python3-dev"),
+    (lambda x, weight, eps: x, "wrong numbers")])
+def test_a_first_kernel_that_fails_is_a_reason(dummy, monkeypatch, kernel, reason):
+    """Triton can be imported without a C compiler, Python.h and libcuda.so.1, and needs them when a
+    kernel is launched: public reports of three engines end in that traceback."""
+    twin = SimpleNamespace(INTERPRETED=False, rms_norm=kernel)
+    monkeypatch.setattr(choice, "namespace", lambda name: twin)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    asked = EngineConfig(model="none", dtype="float32")
+    config = resolve(asked, "cuda", ModelConfig.from_folder(dummy))
+    fitted, [said] = fit_to_device(config, asked)
+    assert fitted.kernels == "torch" and re.search(f"{reason}.*'torch' takes its place", said)
+    with pytest.raises(ValueError, match=f"kernels='triton', but .*{reason}"):
+        fit_to_device(config, dataclasses.replace(asked, kernels="triton"))
+    twin.rms_norm = ops.rms_norm
+    assert fit_to_device(config, asked) == (config, [])
 
 
 @pytest.mark.parametrize("device, kernels, reason, instead", [

@@ -6,12 +6,15 @@ import platform
 import re
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from dummy_engines import assert_serves, start
 
+from nanoserve import SamplingParams, ops
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.device import memory
@@ -135,6 +138,7 @@ def gpu_blocks(dummy, monkeypatch, gpu: FakeGpu, **options) -> int:
     gpu.install(monkeypatch)
     monkeypatch.setattr(runner, "run_largest_step", gpu.run_largest_step)
     monkeypatch.setattr(memory, "MIN_CACHE_TOKENS", 2 ** 40)  # nobody asks for less
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return runner.count_kv_blocks()
 
 
@@ -248,3 +252,58 @@ def test_a_cache_that_memory_can_not_hold_is_explained(dummy):
         start(dummy, num_gpu_blocks_override=10 ** 13)
     with pytest.raises(ValueError, match="no memory for .* lower max_num_batched_tokens=1,000,000"):
         start(dummy, num_gpu_blocks_override=8, max_num_batched_tokens=10 ** 15)
+
+
+# --------------------------------------------------------------- the current GPU
+
+
+def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
+    """The current GPU is a thread's: a server's engine on cuda:1 stepped in a thread of its own,
+    whose GPU is 0. All operators, and what annexes do before a launch, run within `on_device`."""
+    here, used = threading.local(), set()
+
+    @contextmanager
+    def on_device(runner):
+        before, here.is_current = getattr(here, "is_current", False), True
+        yield
+        here.is_current = before
+
+    def seen(name: str, function):
+        def call(*args, **options):
+            assert here.is_current, f"{name} outside of on_device"
+            used.add((name, threading.current_thread().name))
+            return function(*args, **options)
+        return call
+
+    monkeypatch.setattr(ModelRunner, "on_device", on_device)
+    names = [name for name in ops.__all__ if name not in ("experts", "floors", "new_cache")]
+    for name in names:
+        monkeypatch.setattr(ops, name, seen(name, getattr(ops, name)))
+    engine = start(dummy, kernels="torch")
+    engine.before_launch.append(seen("an annexe", lambda step: None))
+
+    def work():
+        params = [SamplingParams(temperature=heat, max_tokens=3) for heat in (0, 1)]
+        engine.generate([[1, 2, 3], [4]], params, use_tqdm=False)
+        engine.sleep(level=1)
+        engine.wake_up()
+        engine.generate([[1, 2, 3]], params[0], use_tqdm=False)
+
+    thread = threading.Thread(target=work, name="another")
+    thread.start()
+    thread.join()
+    assert {name for name, where in used if where == "another"} >= {
+        "an annexe", *names} - {"pack"}
+
+
+def test_a_gpu_by_its_number_is_the_current_one_within(monkeypatch):
+    """torch's own context manager gets it; a CPU needs none."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device",
+                        lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1].index)
+    device = memory.take_device("cuda:1", None)
+    assert device == torch.device("cuda", 1) == entered.pop()
+    with memory.current(device), memory.current(torch.device("cpu")):
+        assert entered == [device]
