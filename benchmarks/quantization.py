@@ -37,8 +37,7 @@ from nanoserve.config import SamplingParams
 from nanoserve.llm import BUNDLED_MODEL, LLM
 
 CONTEXT = 1024  # tokens of a window
-QUANTIZATIONS = (None, "int8", "int4", "fp8")
-TIMED = QUANTIZATIONS[:3]  # fp8 is for GPUs: on a CPU weights are widened for each product
+QUANTIZATIONS = (None, "int8", "int4")
 PROMPT = 512  # tokens of the prompt whose step is timed
 STEPS = 12  # decode steps of a round
 
@@ -97,10 +96,10 @@ def speed_table(folder: Path, dtype: str, rounds: int, rows: list[int],
     engines = [LLM(folder, dtype=dtype, quantization=one, load_format="dummy", max_num_seqs=most,
                    skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=longest,
                    num_gpu_blocks_override=max(4 * most, -(-longest // 16)))
-               for one in TIMED]
+               for one in QUANTIZATIONS]
     lines = [f"| a step of | {dtype}, ms " + "".join(
-        f"| {one}, ms | times as fast | of half the pairs " for one in TIMED[1:]) + "|",
-        "|---" * (3 * len(TIMED) - 1) + "|"]
+        f"| {one}, ms | times as fast | of half the pairs " for one in QUANTIZATIONS[1:]) + "|",
+        "|---" * (3 * len(QUANTIZATIONS) - 1) + "|"]
     cases = [(f"{n} row{'s' * (n > 1)}", n, 16, STEPS) for n in rows]
     for name, n, prompt, steps in [*cases, (f"a prompt of {PROMPT}", 1, PROMPT, 0)]:
         steps_of: list[list[float]] = [[] for _ in engines]
@@ -144,7 +143,7 @@ def measure_memory(folder: str, dtype: str, quantization: str | None) -> dict[st
 
 def memory_table(folder: Path, dtype: str) -> list[str]:
     lines = ["| weights | resident when ready, MB | the most while loading, MB |", "|---|---|---|"]
-    for quantization in TIMED:
+    for quantization in QUANTIZATIONS:
         question = json.dumps([str(folder), dtype, quantization])
         found = json.loads(subprocess.run(
             [sys.executable, "-m", "benchmarks.quantization", "--memory-of", question],

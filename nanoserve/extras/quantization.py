@@ -13,12 +13,13 @@ et al. 2022.) The formats differ in how they store q, s and z, under which names
 
 `assemble` stands between the files and the loader. It gathers the tensors of one matrix, hands on
 one weight in float32 and forgets the rest. `quantization="dequantize"` is this file alone, and
-saves no memory. `"int8"` and `"fp8"` round what comes out of here once more (quantized_linear.py,
-fp8_linear.py). For `"int4"` 4 bits in groups are handed on as they are (int4_linear.py).
+saves no memory. `"int8"` rounds what comes out of here once more (quantized_linear.py). For
+`"int4"` 4 bits in groups are handed on as they are (int4_linear.py).
 
 Invariant: what would change the text and is not computed here is refused by name, and so is a
-matrix of which a part is missing. Not known here: layers, shares of ranks. Road not taken: to read
-`ignore` and `targets`, patterns for modules' names. The names of the tensors say the same.
+matrix of which a part is missing. Not known here: layers, shares of ranks. Roads not taken: to read
+`ignore` and `targets`, patterns for modules' names, where the names of the tensors say the same;
+products of 8-bit floats, which many of the GPUs that have them refuse, or do wrong in a graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +33,6 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
-from nanoserve.extras.fp8_linear import Fp8Rows, ScaledRows, check_device
 from nanoserve.extras.int4_linear import Grouped, GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, Panels, Rows, library
 from nanoserve.frontend.metrics import say
@@ -91,7 +91,7 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
     elif config.quantization == "dequantize" and config.draft_model is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
                          "it out, or use 'int8', which rounds any checkpoint")
-    if config.quantization in ("int8", "int4", "fp8"):
+    if config.quantization in ("int8", "int4"):
         if any(model_config.moe_layers):
             raise ValueError(f"quantization={config.quantization!r}, but "
                              f"{model_config.architecture} has experts, which can't be rounded "
@@ -105,15 +105,9 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
             except ImportError as error:
                 raise ValueError(f"quantization={config.quantization!r} with kernels='cpu', but "
                                  f"{error}: mend that, or use kernels='torch'") from error
-        is_fp8_on_cpu = config.quantization == "fp8" and config.device == "cpu"
-        if config.kernels not in ("cpu", "triton") or is_fp8_on_cpu:
+        if config.kernels not in ("cpu", "triton"):
             say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
                 "memory and costs time: weights are widened for each product")
-    if config.quantization == "fp8":
-        check_device(config.device)
-        is_fast = config.device == "cuda" and config.kernels == "triton"
-        # A tied embedding is the LM head: it stays int8.
-        layers["linear"] = partial(Int8Linear, kind=ScaledRows if is_fast else Fp8Rows, head=rows)
     if config.quantization == "int4":
         form = None if stored is None else read_format(stored)
         # Made-up weights of such a checkpoint are rounded: there is nothing to keep.

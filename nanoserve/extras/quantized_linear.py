@@ -16,8 +16,8 @@ compiled twin (quantized_linear.cpp), a Triton kernel (quantized_triton.py), and
 specification. Invariant: they give the same up to the rounding of activations. A layer is told its
 kind by `Placement` (quantization.py).
 
-Not known here: files, formats, 4 bits (int4_linear.py), 8-bit floats (fp8_linear.py). Road not
-taken: torch's own int8 operators, which on a CPU were no faster than bfloat16.
+Not known here: files, formats, 4 bits (int4_linear.py). Road not taken: torch's own int8 operators,
+which on a CPU were no faster than bfloat16.
 """
 
 from collections.abc import Callable
@@ -40,13 +40,12 @@ PANEL = 16  # outputs that stand side by side in quantized_linear.cpp
 
 
 class Int8Linear(Linear):
-    """A `Linear` whose weight is rounded as soon as its last tensor has come. kind: to what. head:
-    the kind of an LM head, where that is another: each of its rows is a token's."""
+    """A `Linear` whose weight is rounded as soon as its last tensor has come. kind: to what."""
 
     def __init__(self, inputs: Span | int, matrices: dict[str, Span | int], bias: bool,
-                 on: Placement, kind: type, head: type | None = None):
+                 on: Placement, kind: type):
         super().__init__(inputs, matrices, bias, on)
-        self.ops = products(head if head and "lm_head" in self.matrices else kind)
+        self.ops = products(kind)
         self.awaited = len(self.matrices)
         self.new_weight = partial(on.weight, *self.weight.shape)
         self.weight = on.weight(0, self.inputs.size)  # for now
@@ -104,15 +103,10 @@ def products(kind: type) -> SimpleNamespace:
 
 def round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight (outputs, inputs) -> int8 of the same shape, and float32 scales (outputs,)."""
-    wide, scales = scaled_rows(weight, LARGEST)
+    wide = weight.float()
+    scales = wide.abs().amax(1) / LARGEST if weight.shape[1] else wide.new_zeros(len(weight))
+    wide = wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     return wide.round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
-
-
-def scaled_rows(x: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row with its largest number at `largest`, in float32, and what it was divided by."""
-    wide = x.float()
-    scales = wide.abs().amax(1) / largest if x.shape[1] else wide.new_zeros(len(x))
-    return wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], scales
 
 
 def portions(rows: int, columns: int) -> list[slice]:

@@ -26,7 +26,7 @@ def test_the_loss_is_that_of_transformers(checkpoints):
 def test_the_tables_have_a_line_for_each_case(checkpoints, toy, monkeypatch):
     monkeypatch.setattr(quantization, "PROMPT", 40)
     lines = perplexity_table(TOKENS, checkpoints["qwen3"], 20)
-    assert len(lines) == 2 + 8 and lines[2].endswith("| 100.00% |")
+    assert len(lines) == 2 + 6 and lines[2].endswith("| 100.00% |")
     lines = speed_table(toy, "float32", 1, [1, 2])
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1 row", "| 2 rows",
                                                            "| a prompt of 40"]

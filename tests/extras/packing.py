@@ -88,15 +88,6 @@ def groups_by_definition(weight: torch.Tensor, size: int = 32) -> torch.Tensor:
     return out
 
 
-def fp8_by_definition(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiples of a 448th of each row's largest, in float64, as e4m3 has them: 3 bits below the
-    first, and none below 2^-9. Also a row's 448th, (rows, 1)."""
-    scales = rows.float().abs().amax(1, keepdim=True) / 448
-    x = (rows.float() / scales.clamp(min=1e-37)).double()
-    step = 2 ** (x.abs().clamp(min=2 ** -6).log2().floor() - 3)
-    return (x / step).round() * step, scales.double()
-
-
 def contiguous(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array))
 

@@ -251,5 +251,5 @@ def test_it_is_refused_before_anything_is_loaded(dummy):
 def test_a_plain_checkpoint_has_nothing_to_assemble(qwen3):
     with pytest.raises(ValueError, match="quantization='dequantize', but .*qwen3 is not quantised"):
         LLM(qwen3, quantization="dequantize")
-    with pytest.raises(ValueError, match="must be dequantize, int8, int4 or fp8 .*got 'awq'"):
+    with pytest.raises(ValueError, match="must be dequantize, int8 or int4 .*got 'awq'"):
         LLM(qwen3, quantization="awq")

@@ -143,7 +143,7 @@ def test_a_pooling_model_keeps_its_embedding(quantization, near, checkpoints):
     assert not torch.equal(*vectors) and torch.dot(*vectors) > near
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_are_refused(checkpoints, quantization):
     with pytest.raises(ValueError, match=f"quantization='{quantization}', but Mixtral.*experts"):
         LLM(checkpoints["mixtral"], **SMALL, quantization=quantization)
@@ -157,10 +157,10 @@ def test_the_bundled_model_hardly_notices():
             "\"and we have not eaten since yesterday.\" So she gave them bread and milk, and when "
             "they had finished she told them of the king who lost his shadow.")
     params, losses = SamplingParams(max_tokens=1, prompt_logprobs=0), []
-    for options in ({}, *({"quantization": one} for one in ("int8", "fp8", "int4"))):
+    for options in ({}, *({"quantization": one} for one in ("int8", "int4"))):
         with LLM(max_model_len=256, num_gpu_blocks_override=32, device="cpu", **options) as llm:
             scored = llm.generate(text, params, use_tqdm=False)[0].prompt_logprobs[1:]
         losses.append(-sum(one.logprob for each in scored for one in each.values()) / len(scored))
     assert losses[0] < 4
-    for loss, bound in zip(losses[1:], (0.01, 0.02, 0.05), strict=True):
+    for loss, bound in zip(losses[1:], (0.01, 0.05), strict=True):
         assert abs(loss - losses[0]) < bound

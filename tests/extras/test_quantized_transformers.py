@@ -13,7 +13,7 @@ import wrappings
 from architectures import Made, make
 from checkpoints import Reference
 from hybrids import HYBRIDS
-from packing import FORMATS, by_definition, fp8_by_definition, groups_by_definition, write
+from packing import FORMATS, by_definition, groups_by_definition, write
 from small_kinds import needs_compiler
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -26,8 +26,7 @@ PROMPTS = [[7, 200, 31, 4], [99] * 3 + [5, 17, 250, 33, 8, 121, 64, 2, 78, 3, 11
 SMALL = dict(model_impl="transformers", dtype="float32", num_gpu_blocks_override=24,
              max_num_batched_tokens=16, max_num_seqs=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
-ROUNDED = {"int8": by_definition, "int4": groups_by_definition,
-           "fp8": lambda weight: torch.mul(*fp8_by_definition(weight))}
+ROUNDED = {"int8": by_definition, "int4": groups_by_definition}
 kernels = pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=needs_compiler)])
 
 
@@ -83,19 +82,6 @@ def test_a_delta_nets_matrices_are_rounded_too(tmp_path, name, quantization, cap
     assert expected != reference(source)
     assert texts(source, quantization=quantization) == expected
     assert "1 of 1 layers by delta_rule" in capfd.readouterr().err
-
-
-@kernels
-@pytest.mark.parametrize("name", ["glm4", "granite-swa"])
-def test_8_bit_floats_round_activations_as_well(made, tmp_path, name, kernels):
-    oracle = Reference(rounded(made[name], tmp_path / "rounded", "fp8"))
-    for module in oracle.model.modules():
-        if type(module) is nn.Linear and module is not oracle.model.get_output_embeddings():
-            module.register_forward_pre_hook(
-                lambda module, x: ROUNDED["fp8"](x[0].flatten(0, -2)).float().view_as(x[0]))
-    expected = [oracle.generate(prompt, GREEDY.max_tokens)[0] for prompt in PROMPTS]
-    assert expected != reference(made[name])
-    assert texts(made[name], quantization="fp8", kernels=kernels) == expected
 
 
 @kernels

@@ -11,9 +11,6 @@ from nanoserve import LLM, SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="torch sees no GPU")
-needs_fp8 = pytest.mark.skipif(
-    DEVICE.type == "cpu" or torch.cuda.get_device_capability() < (8, 9),
-    reason="8-bit floats are multiplied from compute capability 8.9 on")
 alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ,
                            reason="others use the GPU's memory: run it with -n 0")
 # Of the norm of what is right: a rounding at the end, and one of each weight on the way.
