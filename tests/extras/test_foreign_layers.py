@@ -9,7 +9,8 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES, randomise
+import transformers
+from architectures import ARCHITECTURES, GQA, randomise
 from hybrids import HYBRIDS
 from small_kinds import needs_compiler
 from torch import nn
@@ -77,13 +78,27 @@ def rms(x, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+def clamped(x, limit, start=0):
+    """From a channel on."""
+    return torch.cat((x[..., :start], x[..., start:].clamp(-limit, limit)), -1)
+
+
 @pytest.mark.parametrize("offset, how", [
     (0, lambda x, w, eps: rms(x, eps) * w), (1, lambda x, w, eps: rms(x, eps) * (1 + w)),
     (None, lambda x, w, eps: rms(x, 0) * w), (None, lambda x, w, eps: rms(x, 10 * eps) * w),
     (None, lambda x, w, eps: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + eps) * w),
     (None, lambda x, w, eps: F.layer_norm(x, w.shape, w, None, eps)),
     (None, lambda x, w, eps: rms(x, eps) * w ** 2), (None, lambda x, w, eps: rms(x, eps) + w),
-    (None, lambda x, w, eps: rms(x, eps).unflatten(-1, (2, 8)) * w)])
+    (None, lambda x, w, eps: rms(x, eps).unflatten(-1, (2, 8)) * w),
+    (None, lambda x, w, eps: rms(x, 1.01 * eps) * w),
+    (None, lambda x, w, eps: rms(x, eps) * w.abs()),
+    (None, lambda x, w, eps: rms(x, eps) * w + 1e-4),
+    (None, lambda x, w, eps: rms(x, eps) * w * 1.0001),
+    (None, lambda x, w, eps: rms(clamped(x, 1000), eps) * w),
+    (None, lambda x, w, eps: rms(clamped(x, 100, 15), eps) * w),
+    (None, lambda x, w, eps: (rms(x, eps) * w).clamp(max=16)),
+    (None, lambda x, w, eps: rms(x, eps).clamp(max=3) * w),
+    (None, lambda x, w, eps: rms(x if x.shape[1] > 1 else clamped(x, 7), eps) * w)])
 def test_a_norm_is_known_by_its_numbers(offset, how):
     found = our_norm(AlmostNorm(how), ON)
     if offset is None:
@@ -118,3 +133,48 @@ def gelu(x):
 def test_a_gated_mlp_is_known_by_its_numbers(expected, how):
     assert roles(AlmostGated(how), ON) == expected
 
+
+@pytest.mark.parametrize("limit", [7, 10, 16, 1000])
+@pytest.mark.parametrize("how", [
+    lambda x, a, b, c, most: c(F.silu(a(x)).clamp(max=most) * clamped(b(x), most)),  # Step 3.7
+    lambda x, a, b, c, most: c(F.silu(a(x).clamp(max=most)) * b(x)),
+    lambda x, a, b, c, most: c(F.silu(a(x)) * b(x).clamp(min=-most)),
+    lambda x, a, b, c, most: c(clamped(F.silu(a(x)) * b(x), most)),
+    lambda x, a, b, c, most: c(F.silu(a(x)) * b(x)).clamp(max=most),
+    lambda x, a, b, c, most: c(F.silu(a(clamped(x, most))) * b(x)),
+    lambda x, a, b, c, most: c(F.silu(a(x)) * clamped(b(x), most, 47)),  # one of 48 channels
+    lambda x, a, b, c, most: c(most * torch.tanh(F.silu(a(x)) * b(x) / most)),
+    lambda x, a, b, c, most: c(torch.where(a(x) > most, a(x).sqrt(), F.silu(a(x))) * b(x)),
+    lambda x, a, b, c, most: c(F.silu(a(x)) * clamped(b(x), most if x.shape[1] == 1 else 1e9)),
+    lambda x, a, b, c, most: c(F.silu(a(x)) * clamped(b(x), most if x.shape[1] > 4 else 1e9))])
+def test_a_clamp_far_from_zero_keeps_an_mlp_as_it_is(limit, how):
+    assert roles(AlmostGated(lambda *given: how(*given, limit)), ON) is None
+
+
+@pytest.mark.parametrize("how", [
+    lambda x, a, b, c: c(F.silu(a(x)) * b(x)) * 1.0001,
+    lambda x, a, b, c: c(F.silu(a(x) + 1e-4) * b(x)),
+    lambda x, a, b, c: c(F.silu(a(x)) * b(x)) + 1e-5,
+    lambda x, a, b, c: c(a(x) * torch.sigmoid(1.0001 * a(x)) * b(x)),
+    lambda x, a, b, c: c(F.silu(a(x).clamp(min=-10)) * b(x)),  # of -0.0005
+    lambda x, a, b, c: c(b(x).clamp(-7, 7) + 1) * a(x).clamp(max=7) * torch.sigmoid(1.702 * a(x)),
+    lambda x, a, b, c: F.silu(a(x)) * b(x), lambda x, a, b, c: c(c(F.silu(a(x)) * b(x))),
+    lambda x, a, b, c: F.silu(c(a(x))) * c(b(x))])
+def test_what_differs_by_little_or_in_order_keeps_an_mlp_as_it_is(how):
+    part = AlmostGated(how)
+    part.a, part.b, part.c = (nn.Linear(32, 32) for _ in "abc")
+    assert roles(part, ON) is None
+
+
+def test_an_mlp_with_a_parameter_beside_its_matrices_is_kept():
+    part = AlmostGated(lambda x, a, b, c: c(F.silu(a(x)) * b(x)) * part.scale)
+    part.scale = nn.Parameter(torch.ones(()))  # until new weights come
+    assert roles(part, ON) is None
+
+
+def test_only_layers_without_a_limit_are_taken_over():
+    """As Step-3.7-Flash has them: a limit for each layer."""
+    step = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    config = transformers.Step3p7TextConfig(**GQA, swiglu_limits_shared=[None, 7, 16.0])
+    assert [roles(step.Step3p7MLP(config, layer), ON) is None for layer in range(3)] == [
+        False, True, True]
