@@ -22,11 +22,11 @@ taken: kernels that gather each token's adapter (Punica, S-LoRA), one more funct
 """
 
 import hashlib
-import math
 import re
 import weakref
 from collections import OrderedDict
 from dataclasses import MISSING, dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from threading import Lock
 
@@ -244,6 +244,8 @@ class Adapters:
         try:
             files = [Path(asked.lora_path) / name for name in ("adapter_config.json", WEIGHTS)]
             stats = [file.stat() for file in files]
+            if not all(map(Path.is_file, files)):  # a pipe, which would be waited for
+                raise OSError("one of its files is no regular file")
             seen = tuple((str(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
                          for file, s in zip(files, stats, strict=True))
             if seen not in self.known:
@@ -337,10 +339,10 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
     if (tuple(a.shape), tuple(b.shape)) != expected or not rank:
         raise ValueError(f"{folder}: {path} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
                          f"{expected[0]} and {expected[1]} expected: is it made for this model?")
-    named = _of_module(folder, settings, "rank_pattern", path, settings.get("r", rank))
+    named = of_module(folder, settings, "rank_pattern", path, settings.get("r", rank))
     if rank != named:
         raise ValueError(f"{folder}: {path} has rank {rank}, and adapter_config.json says {named}")
-    alpha = _of_module(folder, settings, "alpha_pattern", path, settings.get("lora_alpha", 8))
+    alpha = of_module(folder, settings, "alpha_pattern", path, settings.get("lora_alpha", 8))
     b = b * (alpha / (rank ** 0.5 if settings.get("use_rslora") else rank))
     kinds = {tensor.dtype for tensor in pair.values()} - set(CHECKPOINT_DTYPES)
     if kinds or not (a.isfinite().all() and b.isfinite().all()):
@@ -348,18 +350,23 @@ def _scaled(folder: Path, path: str, pair: dict[str, torch.Tensor], settings: di
     return a, b
 
 
-def _of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
+def of_module(folder: Path, settings: dict, name: str, path: str, default: float) -> float:
     """What a pattern of PEFT's says for a module: the first key that matches the end of its path,
-    whole names only, and may be a regular expression. Raises `ValueError` for anything else."""
+    whole names only. PEFT takes a regular expression, which may search without end; here it is
+    names, and `.*` between them. Raises `ValueError` for anything else."""
     value = default
     given = settings.get(name) or {}
     with in_words(f"{folder}: adapter_config.json: {name}={given!r:.80} must name modules and "
-                  "their numbers", AttributeError, re.error):
+                  "their numbers, with no other pattern than .*", AttributeError, TypeError):
         for key, of_key in given.items():
-            if re.match(rf"(.*\.)?({key})$", f"model.{path}"):
+            if not re.fullmatch(r"\^?([\w-]|\\?\.|\.\*)+\$?", key):
+                raise TypeError(key)
+            names = key.strip("^$").replace(".*", "*").replace("\\.", ".")
+            start = "." if key.startswith("^") else "*."
+            if fnmatchcase(f".model.{path}", start + names):  # in steady time
                 value = of_key
                 break
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e308:
         raise ValueError(f"{folder}: adapter_config.json: {path} has the rank or alpha {value!r}, "
                          "which is no number")
     return value

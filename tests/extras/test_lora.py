@@ -5,8 +5,10 @@ the paper: W + scaling * B A.
 """
 
 import gc
+import re
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from small_kinds import needs_interpreter
 
 from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.extras import lora
 from nanoserve.layers import Linear
 
 
@@ -181,6 +184,18 @@ def test_patterns_give_modules_ranks_and_scalings_of_their_own(voices, tmp_path)
         other.check(llm, [1, 2])
 
 
+def test_a_pattern_matches_what_it_matches_in_peft():
+    """PEFT's own rule is a regular expression around the key; a hundred wildcards end, too."""
+    path = "layers.11.self_attn.q_proj"
+    for key in ("q_proj", "proj", "self_attn.q_proj", r"layers\.11\.self_attn\.q_proj", ".*q_proj",
+                "layers.1.*q_proj", "layers.12.*", "^model.layers.11.*", "^layers.11.*", "q_proj$",
+                "layers.11", "1.self_attn.q_proj", ".*.*.*.*.*", "model.*self_attn.*k_proj"):
+        matches = re.match(rf"(.*\.)?({key})$", f"model.{path}")
+        found = lora.of_module(Path(), {"alpha_pattern": {key: 3}}, "alpha_pattern", path, 8)
+        assert found == (3 if matches else 8), key
+    assert lora.of_module(Path(), {"a": {".*a" * 100 + "b": 3}}, "a", "a" * 10_000, 8) == 8
+
+
 @pytest.mark.parametrize("entries, words", [
     (dict(use_dora=True), "use_dora=True is not supported"),
     (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
@@ -195,6 +210,11 @@ def test_patterns_give_modules_ranks_and_scalings_of_their_own(voices, tmp_path)
     (dict(lora_alpha="16"), "alpha '16', which is no number"),
     (dict(lora_alpha=1e300), "numbers that are not finite"),
     (dict(alpha_pattern={"(": 3}), r"alpha_pattern=.* must name modules"),
+    (dict(rank_pattern={r"(\w+\.?)+x": 4}), r"rank_pattern=.* no other pattern"),
+    (dict(alpha_pattern={"(a|a)" * 30: 4}), "no other pattern"),
+    (dict(alpha_pattern={"(.*)*": 4}), "no other pattern"),
+    (dict(alpha_pattern={"q?" * 40: 4}), "no other pattern"),
+    (dict(lora_alpha=10 ** 400), "which is no number"),
     (dict(alpha_pattern=[1]), r"alpha_pattern=\[1\] must name modules"),
     (dict(peft_type="IA3"), "peft_type must be LORA")])
 def test_settings_that_are_refused(voices, tmp_path, entries, words):
