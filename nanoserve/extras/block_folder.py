@@ -36,7 +36,7 @@ import xxhash
 
 from nanoserve.checkpoint.hub import find_model
 from nanoserve.config import EngineConfig
-from nanoserve.words.rules import in_words
+from nanoserve.words.rules import in_words, private
 
 VERSION = 1  # of the files
 CHECKSUM = 16  # bytes that it takes
@@ -149,7 +149,8 @@ class Folder:
             return
         own = path.with_suffix(f".{os.getpid()}-{id(self)}.tmp")
         try:
-            with open(os.open(own, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+            _delete(own)  # of a process that died; a link that lies in wait
+            with open(own, "xb", opener=private) as file:
                 file.write(self._header(parent, tokens, len(data)))
                 file.write(xxhash.xxh3_128_digest(data))
                 file.write(data)

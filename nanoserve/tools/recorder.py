@@ -44,6 +44,7 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
 from nanoserve.tools.reasons import explain
+from nanoserve.words.rules import private
 
 MAX_STEPS = 20_000
 TEMPLATE = Path(__file__).parent / "trace.html"
@@ -313,7 +314,9 @@ class Trace:
         half_done = self.path.with_name(self.path.name + ".part")
         try:
             text = page(stream) if self.path.suffix == ".html" else json.dumps(chrome_trace(stream))
-            half_done.write_text(text, encoding="utf-8")
+            half_done.unlink(missing_ok=True)  # of a process that died; a link that lies in wait
+            with open(half_done, "x", encoding="utf-8", opener=private) as file:
+                file.write(text)
             os.replace(half_done, self.path)  # whoever interrupts us leaves the last whole file
         except OSError as error:  # a full disk must not cost the caller their outputs
             with suppress(OSError):

@@ -13,6 +13,7 @@ would be a package more, with errors in its own words.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -120,6 +121,11 @@ def new_file(what: str, *suffixes: str) -> Rule:
         return only_if(is_one and Path(path).parent.is_dir(), path)
 
     return Rule(what, keep)
+
+
+def private(path: str, flags: int) -> int:
+    """open(..., opener=private) makes a file that nobody else can read: prompts are in it."""
+    return os.open(path, flags, 0o600)
 
 
 def numbers_by_id(low: float, high: float, remedy: str) -> Rule:

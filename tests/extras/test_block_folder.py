@@ -77,6 +77,18 @@ def test_what_another_model_or_another_prefix_left_under_this_name_is_a_miss(tmp
         assert open_folder(tmp_path).read(name, parent, tokens, size) is None
 
 
+def test_a_link_that_lies_in_wait_is_not_followed(tmp_path):
+    """Under the temporary name: the block was written over whatever it led to."""
+    folder, name = open_folder(tmp_path / "store"), NAMES[0]
+    (tmp_path / "others").write_text("theirs")
+    own = folder.path / f"{name.hex()}.{os.getpid()}-{id(folder)}.tmp"
+    own.symlink_to(tmp_path / "others")
+    fill(folder, [name])
+    assert (tmp_path / "others").read_text() == "theirs"
+    file, = folder.path.iterdir()
+    assert found(folder, name) and not file.is_symlink() and file.stat().st_mode & 0o077 == 0
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
 def test_a_full_or_read_only_disk_switches_writing_off_and_says_so_once(tmp_path, monkeypatch,
                                                                         error):

@@ -129,6 +129,19 @@ def test_writing_often_is_not_what_a_script_spends_its_time_on(tmp_path, monkeyp
     assert len(written) == 4
 
 
+@pytest.mark.parametrize("name", ["run.html", "run.json"])
+def test_nobody_else_reads_a_trace_and_no_link_leads_it_elsewhere(tmp_path, name):
+    """It begins with each prompt, and was readable by all."""
+    trace = simulate(tmp_path, [Arrival(3, 9)], 8, 20, 4, 4)
+    trace.path, others = tmp_path / name, tmp_path / "others"
+    others.write_text("theirs")
+    for planted in (name, f"{name}.part"):
+        (tmp_path / planted).symlink_to(others)
+    trace.write(always=True)
+    assert others.read_text() == "theirs" and trace.is_written
+    assert trace.path.stat().st_mode & 0o777 == 0o600 and not trace.path.is_symlink()
+
+
 @pytest.mark.parametrize("path", ["run.txt", "run", "no/such/folder/run.html", ".html"])
 def test_a_wrong_target_is_refused_at_once(path):
     with pytest.raises(ValueError, match="trace must be a file"):
