@@ -14,6 +14,7 @@ Not known here: what the files say.
 from pathlib import Path
 
 HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # what is always fetched
+READ = (".json", ".model", ".txt", ".jinja", ".safetensors", ".bin")
 BUNDLED = Path(__file__).parent.parent / "assets"
 HUB_CODE = ["*.py", "*.tiktoken"]  # what `trust_remote_code` allows to run, and its vocabularies
 
@@ -61,8 +62,13 @@ def find_model(model: str | Path, option: str = "model", weights: bool = True,
 
 
 def check_fetched(folder: Path, weights: bool) -> None:
-    """Raises `ValueError` for what `git clone` leaves in the place of large files without LFS."""
-    for file in sorted(folder.glob("*")):
+    """Raises `ValueError` for what `git clone` leaves in the place of large files without LFS, and
+    for a pipe or a device, which whoever reads it would wait for."""
+    for file in sorted([*folder.glob("*"), *folder.glob("*/*")]):
+        if file.suffix not in READ or not file.exists() or file.is_dir():
+            continue
+        if not file.is_file():
+            raise ValueError(f"{file} is no regular file: remove it, or put the real one there")
         read = file.suffix == ".json" or weights and file.suffix in (".safetensors", ".bin")
         if read and file.stat().st_size < 1024 and file.read_bytes().startswith(
                 b"version https://git-lfs"):

@@ -21,7 +21,6 @@ this check answer with random text when a glob finds nothing (nano-vllm #97).
 Not known here: devices, what a share is, what the weights are for.
 """
 
-import json
 import pickle
 import re
 import zipfile
@@ -33,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig, inside, read_json
 from nanoserve.checkpoint.wrappings import check_names, is_text
 
 # How other files spell the names that layers know: applied in this order.
@@ -227,7 +226,7 @@ def _read_pickle(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError(f"{file} asks for {wanted[1]}, which is no tensor and could execute "
                          "anything: get the checkpoint as safetensors, or convert the file where "
                          "you trust it") from error
-    except (RuntimeError, EOFError) as error:  # torch's and Python's words for half a file
+    except Exception as error:  # torch's and Python's words for half a file, a dozen of them
         raise OSError((str(error) or "it ends too early").partition("\n")[0]) from error
     wrong = tensors if not isinstance(tensors, dict) else next(
         ((name, value) for name, value in tensors.items()
@@ -257,13 +256,13 @@ def _weight_files(folder: Path, load_format: str) -> list[Path]:
 
 
 def _files_of(index: Path) -> list[Path]:
-    """The files that an index names; they must be there."""
+    """The files that an index names; they must be there, in its folder."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [index.parent / name for name in sorted(set(weight_map.values()))]
+        names = sorted({Path(name) for name in read_json(index)["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map: {error!r}") from None
-    absent = [file.name for file in files if not file.exists()]
+    files = [inside(index.parent, name) for name in names]
+    absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise ValueError(f"{index.parent}: {index.name} names files that do not exist: "
                          f"{', '.join(absent)}")

@@ -80,6 +80,12 @@ OF_SOME_FAMILIES = {entry for family in FAMILIES.values() for entry in family} -
     "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"}
 
 
+# Entries that count layers (the first group), tokens, or rows of weights.
+SIZE = re.compile(r"^(n\w*_\w*layers?|\w+coder_layers|depth)$|_(window)$"
+                  r"|_(?:size|dim|heads?|experts|inner|embd)$|^d_")
+MOST_LAYERS, MOST_WEIGHTS, MOST_NESTED = 1000, 2 ** 32, 64  # the second: where files don't say
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder-only network, as flags and sizes. Read it with `from_folder` or `from_dict`."""
@@ -218,7 +224,7 @@ def read_architecture(config: dict) -> str:
 
 def read_flat(folder: Path, overrides: dict) -> dict:
     """config.json with overrides, a wrapping's as that of the text network inside."""
-    config = read_json(folder / "config.json", required=True)
+    config = read_config(folder)
     architecture = read_architecture(config | overrides)
     names = stored_names(folder) if architecture in WRAPPINGS else []
     return flatten(architecture, config, overrides, names)
@@ -230,6 +236,24 @@ def find_family(config: dict) -> dict | None:
     if architecture in WRAPPINGS:
         return FAMILIES[TEXTS[kind][0]] if kind in TEXTS else None
     return FAMILIES.get(HEAD.sub("", architecture) + "ForCausalLM")
+
+
+def read_config(folder: Path) -> dict:
+    """config.json, with sizes that its weight files can hold: another network takes all memory, or
+    years, before a tensor is found not to fit. Raises `ValueError`."""
+    config = read_json(folder / "config.json", required=True)
+    num_bytes = sum(file.stat().st_size for place in ("*", "*/*") for file in folder.glob(place)
+                    if file.suffix in (".safetensors", ".bin") and file.is_file())
+    for part in filter(lambda part: isinstance(part, dict), (config, *config.values())):
+        width = part.get("hidden_size", part.get("n_embd"))
+        for name, size in part.items():
+            if type(size) is int and (found := SIZE.search(name)):
+                wide = 1 if found.lastindex else width if type(width) is int else 64
+                most = MOST_LAYERS if found[1] else max(4 * num_bytes, MOST_WEIGHTS)
+                if size < 0 or size * wide > most:  # 2 bits a weight, at least
+                    raise ValueError(f"{folder}: config.json: {name}={size}, with a width of "
+                                     f"{width}, is below 0, or more than {num_bytes:,} bytes hold")
+    return config
 
 
 def read_json(path: Path, required: bool = False) -> dict:
@@ -244,11 +268,26 @@ def read_json(path: Path, required: bool = False) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: a model folder needs its config.json") from None
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    level = [content]
+    for _ in range(MOST_NESTED):  # what is nested deeper ends in a RecursionError somewhere
+        level = [one for each in level if isinstance(each, (dict, list))
+                 for one in (each.values() if isinstance(each, dict) else each)]
+    if level:
+        raise ValueError(f"{path} is nested more than {MOST_NESTED} deep")
     return content
+
+
+def inside(folder: Path, name: str | Path) -> Path:
+    """What a file of the folder names. Raises `ValueError` unless its path stays in the folder. A
+    link there may lead out: the hub's cache is made of links."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{folder}: {str(name)!r} is named by one of its files and lies outside "
+                         "of it: only files in the folder are read")
+    return folder / name
 
 
 def _read_sizes(config: dict) -> dict[str, Any]:
@@ -358,9 +397,9 @@ def read_eos(config: dict, generation: dict) -> tuple[int, ...]:
     found: list[int] = []
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
         ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-        if any(type(i) is not int for i in ids):
-            raise ValueError(f"eos_token_id={value!r} must be a token id or a list of them: see "
-                             "config.json and generation_config.json")
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise ValueError(f"eos_token_id={value!r:.80} must be a token id or a list of them: "
+                             "see config.json and generation_config.json")
         found += ids
     return tuple(dict.fromkeys(found))
 

@@ -111,7 +111,7 @@ def stored_names(folder: Path) -> list[str]:
         single = folder / "model.safetensors"
         files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
         return [name for file in files for name in safe_open(file, "numpy").keys()]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError):
         return []
 
 

@@ -24,9 +24,9 @@ from nanoserve.checkpoint.model_config import (
     QUANTIZED,
     ModelConfig,
     read_architecture,
+    read_config,
     read_eos,
     read_generation,
-    read_json,
     read_quantization,
 )
 from nanoserve.checkpoint.wrappings import text_part
@@ -68,7 +68,7 @@ def read_foreign(asked: EngineConfig,
         raise ValueError("limit_mm_per_prompt does not go together with model_impl='nanoserve': "
                          "the towers are transformers', leave one of the two out")
     asked = replace(asked, model_impl="transformers")
-    entries = override(read_json(folder / "config.json", required=True), asked.hf_overrides or {})
+    entries = override(read_config(folder), asked.hf_overrides or {})
     architecture = read_architecture(entries)
     if asked.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanoserve.checkpoint.model_config import ModelConfig, read_json
+from nanoserve.checkpoint.model_config import ModelConfig, inside, read_json
 from nanoserve.config import EngineConfig
 from nanoserve.layers import Embedding, Linear, Placement, Tensors
 from nanoserve.model import Decoder
@@ -288,7 +288,7 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
             and isinstance(one.get("path"), str) for one in modules):
         raise ValueError(f"{file} must list modules, each with a type and a path, got "
                          f"{modules!r:.80}")
-    return [(one["type"].rpartition(".")[2], folder / one["path"]) for one in modules]
+    return [(one["type"].rpartition(".")[2], inside(folder, one["path"])) for one in modules]
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:

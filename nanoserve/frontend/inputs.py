@@ -69,7 +69,7 @@ class InputProcessor:
                 setattr(params, name, self.model_config.vocab_size)
         bad_word_ids = self._bad_word_ids(params.bad_words or [])
         # EOS too early is no use even where it ends nothing (ignore_eos), says vLLM.
-        vocab_size = self.model_config.vocab_size  # some configs name an EOS beyond it, or -1
+        vocab_size = self.model_config.vocab_size  # some configs name an EOS beyond it
         late_ids = frozenset(i for i in (*params.stop_token_ids, *self._eos_ids())
                              if 0 <= i < vocab_size)
         _check_something_is_left(params, vocab_size, late_ids, bad_word_ids)

@@ -1,13 +1,15 @@
 """What may be named as a model: a folder, a file in it, or a hub id."""
 
+import os
 import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from loading import greedy
+from loading import greedy, load
 
 from nanoserve import LLM
+from nanoserve.checkpoint.hub import find_model
 
 
 def test_a_file_instead_of_its_folder(checkpoints):
@@ -97,3 +99,26 @@ def test_from_the_hub_comes_what_is_needed(checkpoints, hub, options, model, tok
                for repo_id, _, patterns in asked}
     assert brought == {"somebody/a-model": model, "somebody/a-tokenizer": tokenizer,
                        "somebody/a-draft": model}
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja",
+                                  "model.safetensors", "1_Pooling/config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoints, tmp_path, name):
+    folder = tmp_path / "strange"
+    shutil.copytree(checkpoints["qwen3"], folder)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        LLM(folder)
+
+
+def test_a_folder_of_links_is_a_folder(checkpoints, tmp_path):
+    """The hub's cache is made of links to `blobs`, and one that leads nowhere is no file."""
+    (tmp_path / "snapshots").mkdir()
+    shutil.copytree(checkpoints["qwen3-sharded"], tmp_path / "blobs")
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshots" / file.name).symlink_to(f"../blobs/{file.name}")
+    (tmp_path / "snapshots" / "gone.json").symlink_to("../blobs/gone")
+    assert find_model(tmp_path / "snapshots") == tmp_path / "snapshots"
+    load(tmp_path / "snapshots")

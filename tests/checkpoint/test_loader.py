@@ -245,7 +245,16 @@ def test_an_index_that_names_an_absent_file(copy_of):
         load(folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a'])
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "a/../../b.safetensors", "/c.bin"])
+def test_a_shard_outside_of_the_folder_is_not_read(copy_of, name):
+    folder = copy_of("qwen3-sharded")
+    write_json(folder / INDEX, weight_map={"model.norm.weight": name})
+    with pytest.raises(ValueError, match=f"{name}' is named by .* outside of it: only"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a',
+                                     "[" * 100_000])
 def test_an_unreadable_index(copy_of, content):
     folder = copy_of("qwen3-sharded")
     (folder / INDEX).write_text(content)

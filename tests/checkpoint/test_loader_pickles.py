@@ -9,6 +9,7 @@ from helpers import write_json
 from loading import greedy, load, stored_tensors
 
 from nanoserve import LLM
+from nanoserve.checkpoint import loader
 from nanoserve.checkpoint.hub import find_model
 
 
@@ -149,3 +150,15 @@ def test_pickles_are_fetched_only_where_there_is_nothing_else(checkpoints, copy_
     assert len(asked) == 2 and asked[1][2] == ["pytorch_model*.bin"]
     find_model("some/old", weights=False)
     assert len(asked) == 3
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_half_a_pickle_is_named_wherever_it_was_cut(tmp_path, zipped):
+    """torch has a dozen errors for it, IndexError and struct.error among them."""
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3)}, file, _use_new_zipfile_serialization=zipped)
+    whole = file.read_bytes()
+    for length in range(0, len(whole) - 1, 1 if len(whole) < 500 else 7):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="pytorch_model.bin (can't be read, truncated|asks)"):
+            list(loader.stored_tensors(tmp_path))

@@ -1,8 +1,10 @@
 """Checkpoints that can't be run are refused for the true reason, which names the entry."""
 
+import json
+
 import pytest
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import ModelConfig, read_config, read_json
 
 pytestmark = pytest.mark.floor
 
@@ -34,3 +36,59 @@ def test_a_config_without_architectures_is_told_which_entry_is_missing(names):
     without = {name: value for name, value in QWEN3.items() if name != "architectures"}
     with pytest.raises(ValueError, match="architectures=None names no network .*None"):
         ModelConfig.from_dict(without)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "hidden_size", "head_dim",
+                                  "num_attention_heads", "num_key_value_heads", "num_experts",
+                                  "intermediate_size", "moe_intermediate_size", "n_layer",
+                                  "depth", "n_embd", "encoder_layers"])
+@pytest.mark.parametrize("size", [10 ** 9, -1, 10 ** 30])
+@pytest.mark.parametrize("place", [None, "text_config", "vision_config"])
+def test_a_size_that_the_files_can_not_hold_is_named_before_anything_is_built(
+        tmp_path, name, size, place):
+    """A billion layers never ended; a billion of others were an allocator's error. Whoever's
+    network it is: this is read before transformers makes a list with an entry for each layer."""
+    entries = QWEN3 | {name: size} if place is None else {
+        place: dict(hidden_size=64) | {name: size}}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    with pytest.raises(ValueError, match=f"[= ]{size}[, ].* is below 0, or more than 1,000 b"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("layers, width, vocab, heads", [  # published, with the bytes of 4 bits
+    (126, 16384, 128256, 128), (61, 7168, 163840, 64), (18, 2048, 257216, 8), 
+    (94, 4096, 151936, 64)])
+def test_published_sizes_are_not_too_large(tmp_path, layers, width, vocab, heads):
+    entries = dict(num_hidden_layers=layers, hidden_size=width, vocab_size=vocab, num_experts=384,
+                   num_attention_heads=heads, intermediate_size=53248, sliding_window=2 ** 31)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_config(tmp_path) == entries
+
+
+@pytest.mark.parametrize("window", [-1, -4096])
+def test_a_window_below_zero_is_refused_whoever_computes_it(tmp_path, window):
+    entries = dict(text_config=dict(sliding_window=window))
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=f"sliding_window={window}, .* is below 0"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("depth, is_read", [
+    (60, True), (70, False), (900, False), (10 ** 6, False)])
+def test_brackets_in_brackets_have_a_bound(tmp_path, depth, is_read):
+    """Python's reader gave up with a RecursionError, and below that whoever copied the entry."""
+    (tmp_path / "config.json").write_text('{"a":' + "[" * depth + "]" * depth + "}")
+    if is_read:
+        assert read_json(tmp_path / "config.json")
+    else:
+        with pytest.raises(ValueError, match="is nested more than 64|not valid JSON"):
+            read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("eos", [-1, [2, -5], 1.0, True, "2", [[2]]])
+def test_an_eos_that_is_no_token_is_refused(eos):
+    """A server failed at its start: no tokenizer has a text for -1."""
+    for entries in ((QWEN3 | dict(eos_token_id=eos), {}), (QWEN3, dict(eos_token_id=eos))):
+        with pytest.raises(ValueError, match="eos_token_id=.* must be a token id or a list"):
+            ModelConfig.from_dict(*entries)
