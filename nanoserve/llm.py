@@ -109,7 +109,8 @@ class LLM(LLMEngine):
             raise
         self.inputs = plan.make_inputs(config, self.model_config, self.tokenizer)
         super().__init__(config, runner, num_blocks, self.inputs.process, extras)
-        say(describe(config, self.model_config.architecture, runner, num_blocks))
+        say(describe(config, self.model_config.architecture, runner, num_blocks),
+            *self.inputs.not_applied())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":

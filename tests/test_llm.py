@@ -28,6 +28,31 @@ def test_default_params_come_from_generation_config(qwen3, tmp_path):
     assert make(folder).get_default_sampling_params() == SamplingParams()
 
 
+def test_entries_of_generation_config_are_applied_or_said(qwen3, tmp_path, capsys):
+    """transformers' `generate` obeys all of these, and forbids tokens by some."""
+    folder, silent = copy_of(qwen3, tmp_path), dict(
+        transformers_version="5.24.0", pad_token_id=0, do_sample=True, num_beams=1, typical_p=1.0,
+        encoder_repetition_penalty=1.0, epsilon_cutoff=0.0, no_repeat_ngram_size=0, top_h=None,
+        suppress_tokens=[], cache_implementation="static", max_length=64)
+    write_json(folder / "generation_config.json", **silent, min_new_tokens=20, stop_strings=["q"])
+    llm = make(folder)
+    assert "not applied" not in capsys.readouterr().err
+    assert llm.get_default_sampling_params() == SamplingParams(
+        min_tokens=20, max_tokens=20, stop=["q"])
+    (output,) = run(llm, "Hello")
+    assert len(output.outputs[0].token_ids) == 20
+    said = dict(suppress_tokens=[1, 2], begin_suppress_tokens=[3], bad_words_ids=[[4, 5]],
+                no_repeat_ngram_size=3, forced_bos_token_id=0, forced_eos_token_id=1, min_length=1,
+                encoder_no_repeat_ngram_size=2, typical_p=0.9, epsilon_cutoff=0.1, top_h=0.4,
+                max_length=63, do_sample=False, sequence_bias=[[[6], 1.0]], a_new_one={"b": 1})
+    write_json(folder / "generation_config.json", **said)
+    make(folder)
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "not applied" in one]
+    assert line == "nanoserve: generation_config.json: not applied: " + ", ".join(
+        f"{name}={said[name]!r}" for name in json.loads(
+            (folder / "generation_config.json").read_text()) if name in said)
+
+
 def test_an_engine_without_a_tokenizer(qwen3, expected):
     """Token ids in, token ids out; whatever needs text says why it can't be had."""
     llm = make(qwen3, skip_tokenizer_init=True)

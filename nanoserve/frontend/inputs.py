@@ -15,6 +15,7 @@ checked in config.py. Road not taken: to cut a prompt that is too long, or to cl
 too large, as some servers do; the caller would get an answer to another question.
 """
 
+import re
 import time
 from collections import UserDict
 from dataclasses import replace
@@ -28,6 +29,22 @@ from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, is_token_id, one_encoded_prompt, salt_of
 from nanoserve.frontend.request import Request
 from nanoserve.words.vllm import in_our_words
+
+# Entries of generation_config.json: those that are applied; those that change texts unless they
+# have this value; and those that never do.
+RECOMMENDED = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
+                   repetition_penalty="repetition_penalty", max_new_tokens="max_tokens",
+                   min_new_tokens="min_tokens", stop_strings="stop")
+NEUTRAL = dict(
+    do_sample=True, max_length=20, min_length=0, no_repeat_ngram_size=0, epsilon_cutoff=0,
+    encoder_no_repeat_ngram_size=0, eta_cutoff=0, diversity_penalty=0, penalty_alpha=0, num_beams=1,
+    num_beam_groups=1, num_return_sequences=1, typical_p=1, encoder_repetition_penalty=1,
+    length_penalty=1, guidance_scale=1, early_stopping=False, remove_invalid_values=False,
+    token_healing=False)
+WITHOUT_EFFECT = re.compile(
+    "_.*|transformers_version|(bos|eos|pad|decoder_start)_token_id|.*cache.*|return_dict.*|output_.*|"
+    "renormalize_logits|.*compile.*|is_assistant|(num_)?assistant_.*|prompt_lookup.*|"
+    "max_matching_ngram_size|speculation_type|trust_remote_code|low_memory|prefill_chunk_size")
 
 
 class InputProcessor:
@@ -121,15 +138,28 @@ class InputProcessor:
 
     def default_sampling_params(self) -> SamplingParams:
         """What generation_config.json recommends, else the defaults of `SamplingParams`."""
-        names = dict(temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
-                     repetition_penalty="repetition_penalty", max_new_tokens="max_tokens")
         defaults = self.model_config.generation_defaults
+        found = {ours: defaults[theirs] for theirs, ours in RECOMMENDED.items()
+                 if defaults.get(theirs) is not None}
         try:
-            return SamplingParams(**{ours: defaults[theirs] for theirs, ours in names.items()
-                                     if defaults.get(theirs) is not None})
+            params = SamplingParams(**{"max_tokens": None} | found)
         except ValueError as error:
             raise ValueError("generation_config.json recommends what can't be used "
                              f"({error}): pass sampling_params") from error
+        if "max_tokens" not in found:
+            params.max_tokens = max(SamplingParams.max_tokens, params.min_tokens)
+        return params
+
+    def not_applied(self) -> list[str]:
+        """The entries of generation_config.json that would change texts, and don't, as a line."""
+        found = {name: value for name, value in self.model_config.generation_defaults.items()
+                 if name not in RECOMMENDED and not WITHOUT_EFFECT.fullmatch(name)
+                 and value is not None and value != [] and value != NEUTRAL.get(name, {})}
+        length = found.get("max_length")
+        if isinstance(length, int) and length >= self.config.max_model_len:
+            del found["max_length"]
+        entries = ", ".join(f"{name}={value!r:.60}" for name, value in found.items())
+        return [f"generation_config.json: not applied: {entries}"] * bool(found)
 
     def read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt in any of its forms -> its text, if it has one, and its token ids.

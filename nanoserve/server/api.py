@@ -199,7 +199,8 @@ class Server:
         """The values of generation_config.json, with its limit of tokens if it has one."""
         defaults = self.llm.get_default_sampling_params()
         if "max_new_tokens" not in self.llm.model_config.generation_defaults:
-            defaults.max_tokens = COMPLETION_TOKENS if body.prompts_in else None
+            defaults.max_tokens = max(
+                COMPLETION_TOKENS, defaults.min_tokens) if body.prompts_in else None
         return defaults
 
     async def _whole(self, answer: Answer, show: Callable[[dict], Any]) -> Any:

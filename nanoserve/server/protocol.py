@@ -140,7 +140,7 @@ class GenerationBody(Controls):
         given["logprobs"] = self.num_logprobs  # how many of the likeliest; None: no logprobs
         given["prompt_logprobs"] = self.num_prompt_logprobs
         if (limit := self.limit()) is not None:
-            given["max_tokens"] = limit
+            given = {"min_tokens": min(defaults.min_tokens, limit)} | given | {"max_tokens": limit}
         if self.response_format is not None:
             given["structured_outputs"] = self.form()
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

@@ -113,6 +113,15 @@ def test_prompts_come_in_four_forms(server):
         server, prompt, n=2, seed=1, max_tokens=4, temperature=0.8, top_p=0.95)]
 
 
+def test_a_clients_limit_wins_over_the_least_that_the_model_asks_for(server, monkeypatch):
+    monkeypatch.setitem(server.llm.model_config.generation_defaults, "min_new_tokens", 20)
+    (eos,) = server.llm.model_config.eos_token_ids
+    asked = dict(prompt=PROMPT, temperature=0, logit_bias={str(eos): 100})
+    for more, count in (({}, 20), (dict(max_tokens=3), 3), (dict(min_tokens=1), 2)):
+        _, answer = server.ask(COMPLETIONS, asked | more)  # the second token may be an EOS
+        assert answer["usage"]["completion_tokens"] == count
+
+
 def test_a_chat_fills_what_room_there_is(server):
     """Until the model ends it, or the longest it can be."""
     bias = {str(server.llm.tokenizer.eos_token_id): -100}
