@@ -4,6 +4,7 @@
     nanoserve serve [MODEL]     an HTTP server with OpenAI's endpoints (server/cli.py)
     nanoserve trace             the scheduler at work, without a model (tools/trace.py)
     nanoserve verify [MODEL]    the engine's text beside transformers' (tools/verify.py)
+    nanoserve doctor [MODEL]    what this machine has, and what works on it (tools/doctor.py)
     nanoserve convert FILE DIR  a GGUF file becomes a folder that this engine serves
 
 A command is a module with a function `main(argv)`, which is imported when the command is named, so
@@ -22,7 +23,8 @@ from nanoserve.frontend.command import command
 HOME = Path(__file__).parent.parent  # said, as there may be an installation elsewhere
 # A word, and the module with its `main`.
 COMMANDS = {"serve": "nanoserve.server.cli", "trace": "nanoserve.tools.trace",
-            "verify": "nanoserve.tools.verify", "convert": "nanoserve.tools.convert"}
+            "verify": "nanoserve.tools.verify", "convert": "nanoserve.tools.convert",
+            "doctor": "nanoserve.tools.doctor"}
 LIST = f"""\
 nanoserve {__version__}, {HOME}
 
@@ -30,6 +32,7 @@ Commands (--help tells more)
   nanoserve serve [MODEL]    an HTTP server with OpenAI's endpoints
   nanoserve trace            the scheduler at work, without a model
   nanoserve verify [MODEL]   the engine's text beside transformers', in every mode
+  nanoserve doctor [MODEL]   what this machine has, what works on it, and how fast
   nanoserve convert FILE DIR a GGUF file becomes a folder that this engine serves
 
 In Python

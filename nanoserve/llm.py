@@ -18,6 +18,7 @@ supported raises; nothing is accepted and ignored.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,8 +28,9 @@ from nanoserve.checkpoint.hub import find_model
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer, load_tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.device.choice import describe, fit_to_device, pick_device
+from nanoserve.device.choice import describe, fit_to_device, namespace, pick_device
 from nanoserve.device.memory import fit_to_cache
+from nanoserve.device.trial import untrusted
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.frontend.defaults import resolve
 from nanoserve.frontend.inputs import InputProcessor
@@ -92,6 +94,9 @@ class LLM(LLMEngine):
         for extra in extras:
             plan = extra.prepare(plan)
         config = plan.config
+        names, said = untrusted(config, self.model_config, namespace(config.kernels))
+        say(*said)
+        plan = replace(plan, parts=replace(plan.parts, replaced=names))
         make_runner = partial(ModelRunner, config, self.model_config, folder, parts=plan.parts)
         ranks = start_ranks(config.tensor_parallel_size * config.num_stages, config.device,
                             "nanoserve.parallel.serving:serve_rank", make_runner)

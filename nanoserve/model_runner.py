@@ -46,6 +46,7 @@ from nanoserve.device.memory import (
     return_freed_memory,
     take_device,
 )
+from nanoserve.device.trial import believed
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder, KVCache
 from nanoserve.parallel.ranks import SOLO, Ranks
@@ -58,6 +59,7 @@ from nanoserve.sequence import Step
 class RankParts:
     """What annexes give the runner of each rank; `engine.Extra.prepare` adds to it."""
 
+    replaced: tuple[str, ...] = ()  # functions that have failed: device/trial.py
     layers: dict[str, Callable] = field(default_factory=dict)  # entries of `Placement`
     decoder: Callable[..., Decoder] = Decoder  # or a class that has a part of the layers
     make_network: Callable[..., nn.Module] | None = None  # of (placement, tensors), for `decoder`
@@ -95,7 +97,7 @@ class ModelRunner:
         self.pooler = self.parts.pooler
         self.device = take_device(config.device, ranks.local_rank if ranks.size > 1 else None)
         self.dtype = getattr(torch, config.dtype)
-        self.ops = namespace(config.kernels)
+        self.ops = believed(namespace(config.kernels), self.parts.replaced)
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
         self.kv_cache: KVCache = []
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
@@ -215,9 +217,10 @@ class ModelRunner:
         """Whether decode steps are recorded. Not with plain torch operators, which read lengths on
         the host, nor with several ranks: collectives in a graph have not been tried. An annexe that
         computes sets `enforce_eager`, because nothing in a graph can change but numbers."""
-        config = self.config
-        return (not config.enforce_eager and config.kernels == "triton" and self.ranks.size == 1
-                and (config.device == "cuda" or self.graph_class is not CudaGraph))
+        config, can_record = self.config, "graph" not in self.parts.replaced and (
+            self.config.on_gpu or self.graph_class is not CudaGraph)
+        return (can_record and not config.enforce_eager and config.kernels == "triton"
+                and self.ranks.size == 1)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the cache, zeroed, and the buffers for steps with sequences of `max_model_len`."""

@@ -53,6 +53,18 @@ def prepare_torch() -> None:
     torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
     if not torch.cuda.is_available():  # before anything imports triton, which decides then
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    remember_trials()
+
+
+def remember_trials() -> None:
+    """As on a machine on which each model of the tests has been started before, and was right."""
+    from nanoserve.device import trial
+
+    class Passed(dict):
+        def get(self, key):
+            return {}
+
+    trial.remembered = lambda folder: Passed()
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,8 @@ __all__ = ["act_and_mul", "add_rms_norm", "argmax", "draw", "experts", "floors",
 
 PANEL = 16  # outputs of a panel, tokens of a tile of the cache
 IS_GELU = {"silu": False, "gelu_tanh": True}
-LIBRARY = functions_of(load())  # what is passed by name are sizes, which arguments must fit
+COMPILED = load()
+LIBRARY = functions_of(COMPILED)  # what is passed by name are sizes, which arguments must fit
 
 
 class Panels(NamedTuple):

@@ -1,0 +1,306 @@
+"""A twin is believed after a trial on the machine that it runs on.
+
+The tests hold the twins against `ops` on their makers' machines. A user's GPU, driver or compiler
+is another, and what goes wrong there is mostly silent: fluent text from wrong numbers. So the first
+start compares, at the model's shapes and in its dtype:
+
+    numbers ──┬──► a function of the twin ──┐
+              └──► its namesake in `ops`  ──┴──► relative error below TOLERANCE, or it is replaced
+
+One that raises or differs is replaced by that of `ops`, *together with all that share its memory's
+layout* (`LAYOUTS`), before anything is packed or allocated. A CUDA graph is replayed twice with
+other contents; where that is stale there are no graphs. The outcome is kept in the cache folder, by
+device, library, versions, dtype and shapes: later starts read a line.
+
+Invariant: each check gets the twin that it tries as an argument, and so it does the graph's class:
+tests hand in broken ones. `nanoserve doctor` prints the same checks.
+
+Not known here: layers, and what extras multiply by themselves. Road not taken: to compare while the
+engine runs, which would find more, and cost each step.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from nanoserve import ops
+from nanoserve.batch import Batch, BatchBuilder
+from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.device.build import cache_folder, digest
+from nanoserve.device.graphs import CudaGraph
+from nanoserve.device.memory import current
+from nanoserve.sequence import CoreRequest, Sequence, Step
+
+# Of the norm of what is right: a rounding at the end, and one of each number on the way.
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+LAYOUTS = ({"new_cache", "norm_rope_store", "paged_attention"}, {"pack", "linear", "experts"})
+WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
+ROWS = (1, 9, 64)
+# (query_len, seq_len) of each row: a long one, whose keys are split; many; chunks and decodes.
+CROWDS = {"1 row": [(1, 700)], "9 rows": [(1, n) for n in range(1, 80, 9)],
+          "64 rows": [(1, 1 + n % 7) for n in range(64)],
+          "chunks": [(1, 30), (40, 70), (17, 17), (2, 33)]}
+Compared = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # what, what came, what is right
+
+
+class Shapes(NamedTuple):
+    """What a model asks of the functions. group: query heads that share a KV head."""
+
+    dtype: torch.dtype
+    hidden_size: int
+    head_dim: int
+    group: int = 2
+    block_size: int = 16
+    activation: str = "silu"
+    qk_norm: bool = False
+    num_experts: int = 0
+    is_small: bool = False  # the KV cache is int8
+    windows: tuple[int | None, ...] = (None,)
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: Any) -> "Shapes":
+        """config: resolved; model: its `ModelConfig`, without an activation for a network of
+        transformers'. RoPE turns pairs: an odd head is tried as the next even one."""
+        return cls(getattr(torch, config.dtype), model.hidden_size,
+                   model.head_dim + model.head_dim % 2,
+                   model.num_attention_heads // model.num_key_value_heads, config.block_size,
+                   model.activation or "silu", model.qk_norm, min(model.num_experts, 8),
+                   config.kv_cache_dtype == "int8",
+                   tuple(sorted(set(model.windows), key=str)), model.attention_softcap)
+
+
+def untrusted(config: EngineConfig, model: Any,
+              twin: ModuleType) -> tuple[tuple[str, ...], list[str]]:
+    """The functions that `ops` has to take over in this engine, "graph" for CUDA graphs among them,
+    and a sentence if there are any. Raises `ValueError` if a kernel has broken the device."""
+    device = torch.device(config.device)
+    if twin is ops or device.type == "cpu" and config.kernels == "triton":  # its interpreter
+        return (), []
+    shapes, folder = Shapes.of(config, model), cache_folder()
+    known, key = remembered(folder), digest(repr((shapes, machine_of(twin, device))).encode())
+    found = known.get(key)
+    if found is None:
+        with current(device):
+            found = {name: error for name, (_, error) in trials(twin, shapes, device).items()
+                     if error}
+            remember(folder, known | {key: found})
+            try:
+                torch.zeros(1, device=device).item()
+            except RuntimeError as error:
+                raise ValueError(f"a kernel has broken the state of the GPU ({found}): start "
+                                 "again, which leaves it out, or with kernels='torch'") from error
+    if not found:
+        return (), []
+    names = replaced(found)
+    return names, [f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
+                   f"{', '.join(names)} are those of kernels='torch' here, which is slower. Please "
+                   "report this, with what nanoserve doctor prints"]
+
+
+def believed(twin: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
+    """The namespace with these functions of `ops`."""
+    return twin if not names else SimpleNamespace(**vars(twin) | {
+        name: getattr(ops, name) for name in names if name in ops.__all__})
+
+
+def replaced(found: dict[str, str]) -> tuple[str, ...]:
+    """All that has to go with what was found to be wrong."""
+    names = set(found).union(*(layout for layout in LAYOUTS if layout & set(found)))
+    return tuple(sorted(names | ({"graph"} if names & WAITS else set())))
+
+
+def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
+           graph_class: type = CudaGraph) -> dict[str, tuple[float, str]]:
+    """By function: its largest relative error, and a sentence if that is too large."""
+    checks = dict(CHECKS)
+    if device.type == "cuda" or graph_class is not CudaGraph:
+        checks["graph"] = lambda *given: check_graph(*given, graph_class)
+    tolerance = max(TOLERANCE[shapes.dtype], 6e-3 * shapes.is_small)  # one step of an int8 more
+    found = {}
+    for name, check in checks.items():
+        worst, error = 0.0, ""
+        try:
+            for what, got, expected in check(twin, shapes, device):
+                expected = expected.double()
+                apart = float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+                worst = max(worst, apart)
+                if not apart <= tolerance and not error:  # NaN is wrong, too
+                    error = f"{name} is wrong ({what}: relative error {apart:.1e})"
+        except Exception as raised:  # a compiler's, Triton's or the driver's
+            error = f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
+        found[name] = worst, error
+    return found
+
+
+# ------------------------------------------------------------- the outcome is kept
+
+
+def machine_of(twin: ModuleType, device: torch.device) -> tuple:
+    """Whatever may make a function right on one machine and wrong on another."""
+    if device.type == "cpu":  # its name has the CPU's features, the compiler, and a digest
+        return torch.__version__, twin.COMPILED._name
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return (torch.__version__, twin.triton.__version__, torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device), torch._C._cuda_getDriverVersion(),
+            digest(b"".join(path.read_bytes() for path in sources)))
+
+
+def remembered(folder: Path | None) -> dict[str, dict[str, str]]:
+    """By machine and shapes what was wrong. Nothing where nothing can be read."""
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(Path(folder, "trials.json").read_text()))
+    return {}
+
+
+def remember(folder: Path | None, known: dict[str, dict[str, str]]) -> None:
+    """A folder that can't be written to is no error: the next start tries again."""
+    with suppress(OSError, TypeError):
+        path = Path(folder, f"trials-{os.getpid()}.new")
+        path.write_text(json.dumps(known, indent=1))
+        path.replace(Path(folder, "trials.json"))
+
+
+# ---------------------------------------------------------------------- the checks
+
+
+def numbers(shapes: Shapes, device: torch.device, *sizes: int) -> torch.Tensor:
+    drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+    return drawn.to(device, shapes.dtype)
+
+
+def check_norms(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    weight = numbers(shapes, device, shapes.hidden_size).float()
+    for rows in ROWS:
+        x, residual = (numbers(shapes, device, rows, shapes.hidden_size) * k for k in (1, 2))
+        got, expected = ([space.rms_norm(x, weight, 1e-6), *space.add_rms_norm(
+            x, residual, weight, 1e-6)] for space in (twin, ops))
+        yield f"a batch of {rows}", torch.stack(got), torch.stack(expected)
+
+
+def check_gates(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    for rows in ROWS:
+        x = numbers(shapes, device, rows, 2 * 136)
+        yield (f"a batch of {rows}", twin.act_and_mul(x, shapes.activation),
+               ops.act_and_mul(x.float(), shapes.activation))
+
+
+def check_products(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    weight, bias = numbers(shapes, device, 136, shapes.hidden_size), numbers(shapes, device, 136)
+    packed = twin.pack(weight)
+    for rows in ROWS:
+        x = numbers(shapes, device, rows, shapes.hidden_size)
+        yield (f"a batch of {rows}", twin.linear(x, packed, bias),
+               ops.linear(x.float(), weight.float(), bias.float()))
+
+
+def check_experts(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    count, size = shapes.num_experts, shapes.hidden_size
+    both = numbers(shapes, device, count, 2 * 72, size) * size ** -0.5
+    down = numbers(shapes, device, count, size, 72) / 8
+    packed = [twin.pack(weight) for weight in (both, down)] if count else []
+    for rows in ROWS if count else ():
+        x = numbers(shapes, device, rows, size)
+        chosen = numbers(shapes, device, rows, count).float().softmax(-1).topk(min(count, 2))
+        yield (f"a batch of {rows}", twin.experts(x, *chosen, *packed, 0, shapes.activation),
+               ops.experts(x.float(), *chosen, both.float(), down.float(), 0, shapes.activation))
+
+
+def check_attention(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    """And `norm_rope_store`, whose keys and values it reads."""
+    for what, rows in CROWDS.items():
+        crowd = Crowd(shapes, device, rows)
+        for window in shapes.windows:
+            yield f"{what}, window {window}", crowd.attend(twin, window), crowd.attend(ops, window)
+
+
+def check_sampling(twin: ModuleType, shapes: Shapes, device: torch.device) -> Compared:
+    """Which tokens filters leave, and how often each of four is drawn."""
+    rows, order = 200, torch.Generator().manual_seed(0)
+    logits = torch.stack([torch.randperm(200, generator=order) for _ in range(rows)])
+    logits = (logits / 8).to(device, shapes.dtype)  # exact in every dtype
+    heat, top_p, min_p = (torch.full((rows,), x, device=device) for x in (0.5, 0.9, 1e-3))
+    top_k = torch.arange(rows, device=device).int() % 40
+    yield "argmax", twin.argmax(logits), ops.argmax(logits)
+    yield "filters", *(torch.stack(space.floors(logits, heat, top_k, top_p, min_p))
+                       for space in (twin, ops))
+    few, many = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), torch.arange(1000, device=device)
+    drawn = twin.draw(few.to(shapes.dtype).repeat(1000, 1), torch.full_like(many, 2).float(),
+                      many * 7919, many)
+    share, expected = torch.bincount(drawn, minlength=4) / 1000, (few / 2).softmax(-1)
+    # A twin draws in its own way: 0.1 is some six standard deviations of a share.
+    yield "shares", share.where((share - expected).abs().max() > 0.1, expected), expected
+
+
+def check_graph(twin: ModuleType, shapes: Shapes, device: torch.device,
+                graph_class: type) -> Compared:
+    """Recorded once, replayed twice, each time with other contents at the same addresses."""
+    crowd = Crowd(shapes, device, [(1, 30)] * 4)
+    weight = twin.pack(numbers(shapes, device, 136, 2 * shapes.group * shapes.head_dim))
+    caches = crowd.caches(twin)
+
+    def step() -> tuple[torch.Tensor]:
+        return (twin.linear(crowd.step(twin, caches).flatten(1), weight),)
+
+    step()  # once for real: kernels are compiled
+    recording = graph_class()
+    recording.capture(step)
+    for factor in (2, -1):
+        crowd.qkv.mul_(factor).add_(1)
+        yield f"contents {factor}", recording.replay()[0].clone(), step()[0]
+
+
+CHECKS: dict[str, Callable[..., Compared]] = {
+    "rms_norm": check_norms, "act_and_mul": check_gates, "linear": check_products,
+    "experts": check_experts, "paged_attention": check_attention, "draw": check_sampling}
+
+
+class Crowd:
+    """Rows of an ordinary step on two KV heads, whose earlier tokens are in the cache."""
+
+    def __init__(self, shapes: Shapes, device: torch.device, rows: list[tuple[int, int]]):
+        self.shapes, self.device, size, heads = shapes, device, shapes.block_size, shapes.group + 2
+        before, step, self.num_blocks = Step(0), Step(0), 0
+        for row, (query_len, seq_len) in enumerate(rows):
+            width = -(-seq_len // size)
+            seq = Sequence(CoreRequest(str(row), SamplingParams()), [0] * seq_len, row=row,
+                           block_table=[self.num_blocks + i for i in range(width)][::-1])
+            self.num_blocks += width
+            before.num_new_tokens[seq], step.num_new_tokens[seq] = seq_len, query_len
+            before.starts.append(0)
+            step.starts.append(seq_len - query_len)
+        total, longest = (of(seq_len for _, seq_len in rows) for of in (sum, max))
+        self.before, self.batch = (BatchBuilder(len(rows), total, longest, size, device).build(one)
+                                   for one in (before, step))
+        self.past, self.qkv = (numbers(shapes, device, len(batch.input_ids), 2 * heads,
+                                       shapes.head_dim) for batch in (self.before, self.batch))
+        self.weight = numbers(shapes, device, shapes.head_dim).float() if shapes.qk_norm else None
+
+    def attend(self, space: Any, window: int | None) -> torch.Tensor:
+        return self.step(space, self.caches(space), window)
+
+    def caches(self, space: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """With all keys and values, also those that a step then writes anew."""
+        dtype = torch.int8 if self.shapes.is_small else self.shapes.dtype
+        caches = space.new_cache(self.num_blocks, self.shapes.block_size, 2, self.shapes.head_dim,
+                                 dtype, self.device)
+        self.store(space, self.past, self.before, caches)
+        return caches
+
+    def step(self, space: Any, caches: tuple, window: int | None = None) -> torch.Tensor:
+        q = self.store(space, self.qkv, self.batch, caches)
+        return space.paged_attention(q, *caches, self.batch, self.shapes.head_dim ** -0.5, window,
+                                     self.shapes.softcap)
+
+    def store(self, space: Any, qkv: torch.Tensor, batch: Batch, caches: tuple) -> torch.Tensor:
+        size = self.shapes.head_dim
+        frequencies = 1e4 ** (-torch.arange(0, size, 2, device=self.device) / size)
+        angles = (batch.positions[:, None] * frequencies).repeat(1, 2)
+        return space.norm_rope_store(qkv, self.weight, self.weight, 1e-6, angles.cos(),
+                                     angles.sin(), *caches, batch.slot_mapping)

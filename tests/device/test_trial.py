@@ -1,0 +1,222 @@
+"""The trial at the first start: what is broken on purpose is found, named and replaced.
+
+A twin is a stand-in here: `ops` itself, with one function that goes wrong as a miscompiled kernel
+would. The compiled twin as it is passes.
+"""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import assert_same_text
+from dummy_engines import start
+
+from nanoserve import LLM, SamplingParams, llm, ops
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.device import choice, trial
+from nanoserve.device.trial import Shapes, believed, replaced, trials, untrusted
+from nanoserve.frontend.defaults import resolve
+
+CPU = torch.device("cpu")
+SMALL = Shapes(torch.float32, 48, 8, qk_norm=True, num_experts=3, windows=(None, 5), softcap=20.0)
+
+
+def twin(**functions) -> SimpleNamespace:
+    return SimpleNamespace(**vars(ops) | functions)
+
+
+def wrong(found: dict[str, tuple[float, str]]) -> dict[str, str]:
+    return {name: error for name, (_, error) in found.items() if error}
+
+
+@pytest.mark.parametrize("dtype", trial.TOLERANCE, ids=str)
+@pytest.mark.parametrize("is_small", [False, True], ids=["", "int8"])
+def test_the_compiled_twin_passes(dtype, is_small):
+    cpu = pytest.importorskip("nanoserve.device.cpu")
+    shapes = SMALL._replace(dtype=dtype, is_small=is_small, hidden_size=520, head_dim=64)
+    found = trials(cpu, shapes, CPU)
+    assert set(found) == set(trial.CHECKS) and not wrong(found)
+    assert all(apart > 0 for name, (apart, _) in found.items() if name in ("linear", "experts"))
+
+
+def last_row_lost(x, *args):
+    out = ops.linear(x, *args)
+    return out if len(out) != 9 else torch.cat((out[:-1], out[:1]))
+
+
+def nan_in_one(x, *args):
+    out = ops.act_and_mul(x, *args)
+    out[-1, -1] = torch.nan
+    return out
+
+
+def stale_cache(qkv, *args):
+    """Writes the keys of the first token for all."""
+    *others, k_cache, v_cache, slots = args
+    return ops.norm_rope_store(qkv, *others, k_cache, v_cache, slots.clamp(max=int(slots[0])))
+
+
+def without_window(q, k, v, batch, scale, window=None, softcap=None, sinks=None):
+    return ops.paged_attention(q, k, v, batch, scale, None, softcap, sinks)
+
+
+@pytest.mark.parametrize("broken, says", [
+    (dict(linear=last_row_lost), "linear is wrong .a batch of 9"),
+    (dict(act_and_mul=nan_in_one), "act_and_mul is wrong .a batch of 1: relative error nan"),
+    (dict(rms_norm=lambda x, weight, eps: 1 / 0), "rms_norm fails .ZeroDivisionError"),
+    (dict(add_rms_norm=lambda *given: ops.add_rms_norm(*given[:3], 0.1)), "rms_norm is wrong"),
+    (dict(experts=lambda *given: ops.experts(*given) * 1.001), "experts is wrong"),
+    (dict(norm_rope_store=stale_cache), "paged_attention is wrong"),
+    (dict(paged_attention=without_window), "paged_attention is wrong .1 row, window 5"),
+    (dict(argmax=lambda logits: logits.argmin(-1)), "draw is wrong .argmax"),
+    (dict(floors=lambda logits, heat, top_k, top_p, min_p: ops.floors(
+        logits, heat, top_k * 0, top_p, min_p)), "draw is wrong .filters"),
+    (dict(draw=lambda logits, heat, *rest: ops.draw(logits, heat * 0.5, *rest)),
+     "draw is wrong .shares")], ids=lambda given: str(*given) if isinstance(given, dict) else "")
+def test_a_function_that_differs_or_raises_is_named(broken, says):
+    [(_, error)] = wrong(trials(twin(**broken), SMALL, CPU)).items()
+    assert re.match(says, error), error
+
+
+class Graph:
+    """A recording that runs the function once more."""
+
+    def capture(self, function):
+        self.function = function
+
+    def replay(self):
+        return self.function()
+
+
+class StaleGraph(Graph):
+    """Gives what it gave when it was recorded: products on another stream would."""
+
+    def capture(self, function):
+        self.outputs = tuple(out.clone() for out in function())
+
+    def replay(self):
+        return self.outputs
+
+
+class NoGraph(Graph):
+    def capture(self, function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_graph_whose_replay_is_stale_is_found():
+    assert not wrong(trials(ops, SMALL, CPU, Graph))
+    for kind, says in ((StaleGraph, "graph is wrong (contents 2"), (NoGraph, "graph fails (Runt")):
+        [(name, error)] = wrong(trials(ops, SMALL, CPU, kind)).items()
+        assert name == "graph" and error.startswith(says)
+
+
+def test_what_shares_a_layout_in_memory_goes_together():
+    """Another namespace's panels or cache can't be read; and `ops` of some waits for the device."""
+    assert replaced({}) == ()
+    assert replaced({"rms_norm": ""}) == ("rms_norm",)
+    assert replaced({"linear": ""}) == ("experts", "graph", "linear", "pack")
+    assert replaced({"paged_attention": "", "graph": ""}) == (
+        "graph", "new_cache", "norm_rope_store", "paged_attention")
+    made = believed(twin(linear=None, draw=None), ("linear", "graph"))
+    assert made.linear is ops.linear and made.draw is None and not hasattr(made, "graph")
+    assert believed(ops, ()) is ops
+
+
+@pytest.fixture
+def trusted(monkeypatch, tmp_path):
+    """Nothing is remembered but in a cache folder of the test's own. Returns the CPU's twin."""
+    cpu = pytest.importorskip("nanoserve.device.cpu")
+    monkeypatch.setattr(trial, "remembered", REMEMBERED)
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path)
+    return cpu
+
+
+# The tests' conftest replaces it.
+def REMEMBERED(folder):
+    try:
+        return json.loads((folder / "trials.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def test_an_engine_with_a_broken_twin_writes_the_right_text(checkpoints, trusted, monkeypatch,
+                                                            references, prompts, capsys):
+    """From the first start on. The second one remembers."""
+    product = trusted.LIBRARY.product
+    monkeypatch.setattr(trusted, "linear", lambda x, packed, bias=None: product(
+        x.contiguous(), None, packed, bias) * 1.01)
+    for count in (1, 2):
+        engine = LLM(checkpoints["mixtral"], dtype="float32", num_gpu_blocks_override=64)
+        said = capsys.readouterr().err
+        assert "on this machine: linear is wrong (a batch of 1: relative error 1.0e-02)" in said
+        assert "experts, graph, linear, pack are those of kernels='torch' here" in said
+        assert "nanoserve doctor" in said
+        assert engine.runner.ops.linear is ops.linear is engine.runner.placement.ops.linear
+        assert engine.runner.ops.paged_attention is trusted.paged_attention
+        params = SamplingParams(temperature=0, max_tokens=8)
+        for prompt, output in zip(prompts[2:5], engine.generate(prompts[2:5], params,
+                                                                use_tqdm=False), strict=True):
+            got = output.outputs[0].token_ids
+            assert_same_text(got, *references("mixtral", prompt, 8, got), f"start {count}")
+        monkeypatch.setattr(trial, "CHECKS", {"linear": None})  # would fail if it were called
+
+
+def test_a_trial_is_remembered_by_all_that_matters(dummy, trusted, monkeypatch, tmp_path):
+    tries = []
+    monkeypatch.setattr(trial, "trials", lambda *given: tries.append(given) or {})
+
+    def starts(**options) -> int:
+        tries.clear()
+        asked = EngineConfig(model="none", **options)
+        config, model = ModelConfig.from_folder(dummy), trusted
+        untrusted(resolve(asked, "cpu", config), config, model)
+        return len(tries)
+
+    assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 0]
+    assert [starts(dtype="bfloat16"), starts(dtype="float32", kv_cache_dtype="int8"),
+            starts(dtype="float32", block_size=8)] == [1, 1, 1]
+    (tmp_path / "trials.json").write_text("{damaged")
+    assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 0]
+    monkeypatch.setattr(trusted, "COMPILED", SimpleNamespace(_name="another library"))
+    assert starts(dtype="float32") == 1
+    monkeypatch.setattr(trial, "cache_folder", lambda: tmp_path / "missing")  # no error
+    assert [starts(dtype="float32"), starts(dtype="float32")] == [1, 1]
+    monkeypatch.setattr(trial, "cache_folder", lambda: None)
+    assert starts(dtype="float32") == 1
+
+
+def test_a_kernel_that_breaks_the_device_is_left_out_by_the_next_start(dummy, trusted, monkeypatch):
+    """An illegal address ends a GPU's every later call in this process."""
+    def broken(*sizes, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(trial, "trials", lambda *given: {"draw": (0.0, "draw fails (illegal)")})
+    config = ModelConfig.from_folder(dummy)
+    engine = resolve(EngineConfig(model="none"), "cpu", config)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", broken)
+        with pytest.raises(ValueError, match="broken the state of the GPU.*draw.*start again"):
+            untrusted(engine, config, trusted)
+    names, [said] = untrusted(engine, config, trusted)
+    assert names == ("draw",) and "draw fails (illegal)" in said
+
+
+def test_the_specification_is_not_tried(dummy, trusted, monkeypatch):
+    monkeypatch.setattr(trial, "trials", None)
+    for kernels in ("torch", "triton"):  # in the interpreter
+        asked = EngineConfig(model="none", kernels=kernels)
+        config = resolve(asked, "cpu", ModelConfig.from_folder(dummy))
+        assert untrusted(config, None, choice.namespace(kernels)) == ((), [])
+
+
+def test_graphs_are_off_where_one_was_stale(dummy, monkeypatch, trusted):
+    monkeypatch.setattr(llm, "untrusted", lambda *given: (("graph",), ["a sentence"]))
+    runner = start(dummy).runner
+    runner.graph_class, runner.config = Graph, runner.config.__class__(
+        **vars(runner.config) | dict(kernels="triton", enforce_eager=False))
+    assert not runner.wants_graphs
+    runner.parts = runner.parts.__class__()
+    assert runner.wants_graphs
