@@ -96,6 +96,8 @@ def load_weights(model: nn.Module, config: ModelConfig, folder: Path,
         except ValueError as error:
             raise ValueError(f"{file}: the tensor {name} does not match config.json: {error}") \
                 from None
+    if tied_head is not None and (fill := missing.pop("embed_tokens.weight", None)):
+        fill(tied_head[1])  # which safetensors' `save_model` keeps of the two
     if missing:
         names = sorted(name if name.startswith(("lm_head.", "score.")) else f"model.{name}"
                        for name in missing)
@@ -148,7 +150,8 @@ def _check_tied(model: nn.Module, file: Path, head: torch.Tensor) -> None:
     although config.json says that it's tied: without it the text is fluent but wrong."""
     embedding = model.get_submodule("embed_tokens")
     share = head[embedding.tokens.start:embedding.tokens.stop].to(embedding.weight)
-    if not torch.equal(share, embedding.weight):
+    if share.shape != embedding.weight.shape or (
+            not share.is_meta and not torch.equal(share, embedding.weight)):
         raise ValueError(f"{file}: lm_head.weight is not the embedding, although config.json says "
                          "tie_word_embeddings: set that to false, hf_overrides will do")
 

@@ -79,7 +79,7 @@ def flatten(architecture: str, config: dict, overrides: dict, names: list[str]) 
     said = [c["tie_word_embeddings"] for c in (config, inner)
             if c.get("tie_word_embeddings") is not None]
     if any(re.search(r"(^|\.)lm_head\.", name) for name in names):
-        said = [False]  # a head that is stored counts, as in transformers
+        said = [bool(said) and all(said)]  # it counts, unless all say that it is the embedding
     if said or names:  # else the family's default
         text["tie_word_embeddings"] = any(said) if said else True
     nested = overrides.get("text_config") or {}

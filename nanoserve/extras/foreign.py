@@ -29,7 +29,7 @@ from nanoserve.checkpoint.model_config import (
     read_generation,
     read_quantization,
 )
-from nanoserve.checkpoint.wrappings import text_part
+from nanoserve.checkpoint.wrappings import WRAPPINGS, flatten, stored_names, text_part
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, Plan
 from nanoserve.extras.encoder import read_encoder
@@ -73,6 +73,10 @@ def read_foreign(asked: EngineConfig,
     if asked.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size={asked.tensor_parallel_size}, but transformers' "
                          f"{architecture} runs on one rank: leave it out")
+    if architecture in WRAPPINGS:  # whether the head is the embedding, as our decoder reads it
+        flat = flatten(architecture, entries, asked.hf_overrides or {}, stored_names(folder))
+        for part in (entries, entries.get("text_config") or {}):
+            part |= {k: v for k, v in flat.items() if k == "tie_word_embeddings"}
     stored = read_quantization(entries)
     hf_config = read_hf_config(architecture, {  # transformers would look for its own readers
         name: entry for name, entry in entries.items() if name not in QUANTIZED})

@@ -84,18 +84,14 @@ def fill(asked: EngineConfig, model_class: type, hf_config: transformers.PreTrai
 
 
 def check_weights(network: nn.Module, stored: dict[str, torch.Tensor], folder: Path) -> None:
-    """Weights must be plain floats. One parameter may be stored under several names, as embedding
-    and head are; these tensors must be equal, or one of them was trained and is lost."""
+    """Weights must be plain floats, and tied ones be stored once or twice alike: transformers takes
+    two that differ, and config.json says that they don't."""
     for name, tensor in stored.items():  # in any dialect of names; some buffers are integers
         if name.endswith(("weight", "bias")) and tensor.dtype not in CHECKPOINT_DTYPES:
             raise ValueError(f"{folder}: {name} is {tensor.dtype}: quantised weights are not "
                              "supported")
-    copies: dict[int, str] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        if name not in stored:
-            continue
-        other = copies.setdefault(id(parameter), name)
-        if not torch.equal(stored[name], stored[other]):
+    for name, other in network.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if network.get_parameter_or_buffer(name) is not network.get_parameter_or_buffer(other):
             raise ValueError(f"{folder}: {name} is not {other}, although config.json says "
                              "tie_word_embeddings: set that to false, hf_overrides will do")
 

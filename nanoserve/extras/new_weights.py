@@ -182,8 +182,7 @@ def try_names(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) 
     pooler = copy(runner.pooler)
     if pooler is not None:
         pooler.replace_head(model, on)
-    named = ((GIVEN, name, tensor) for name, tensor in checked(tensors)
-             if not (config.tie_word_embeddings and name.endswith("lm_head.weight")))
+    named = ((GIVEN, name, tensor) for name, tensor in checked(tensors))
     load_weights(model, config, GIVEN, unused=pooler.unused if pooler is not None else (),
                  assemble=runner.placement.assemble, tensors=named)
 

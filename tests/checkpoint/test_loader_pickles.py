@@ -69,6 +69,10 @@ def test_a_tied_head_that_is_stored_again(copy_of, references):
     pickled(folder, {"pytorch_model.bin": tensors | {"lm_head.weight": embedding}})
     with LLM(folder, num_gpu_blocks_override=16) as llm:
         assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
+    head = {name: tensor for name, tensor in tensors.items() if "embed_tokens" not in name}
+    pickled(folder, {"pytorch_model.bin": head | {"lm_head.weight": embedding}})
+    with LLM(folder, num_gpu_blocks_override=16) as llm:  # the first of the two by its name
+        assert greedy(llm) == references("qwen3-tied", list(range(20)), 8)[0]
     pickled(folder, {"pytorch_model.bin": tensors | {"lm_head.weight": embedding + 1}})
     with pytest.raises(ValueError, match="lm_head.weight is not the embedding.*hf_overrides"):
         load(folder)

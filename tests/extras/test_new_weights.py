@@ -79,6 +79,24 @@ def test_texts_after_an_update_are_a_fresh_engines(checkpoints, trained, mode):
             assert texts(llm) == before
 
 
+@pytest.mark.parametrize("impl", ["nanoserve", "transformers"])
+def test_a_tied_head_may_come_alone_and_must_not_differ(checkpoints, impl):
+    """A trainer's dict has both, one of the two, or two that were trained apart: transformers'
+    networks took these in silence."""
+    with LLM(checkpoints["qwen3-tied"], **SMALL, model_impl=impl) as llm:
+        before, tensors = texts(llm), stored_tensors(checkpoints["qwen3-tied"])
+        head = tensors["model.embed_tokens.weight"]
+        alone = {name: one for name, one in tensors.items() if name != "model.embed_tokens.weight"}
+        for others in (tensors, alone):
+            llm.update_weights(others | {"lm_head.weight": head})
+            assert texts(llm) == before
+        with pytest.raises(ValueError):  # of another shape: found before any weight goes
+            llm.update_weights(tensors | {"lm_head.weight": head[:5]})
+        assert texts(llm) == before
+        with pytest.raises(ValueError, match="lm_head.weight is not .*set that to false"):
+            llm.update_weights(tensors | {"lm_head.weight": head + 1})
+
+
 @pytest.mark.parametrize("ranks", [dict(tensor_parallel_size=2), dict(pipeline_parallel_size=2)])
 def test_two_ranks_get_their_shares(ranks_in_threads, checkpoints, trained, ranks):
     there = trained(checkpoints["qwen3"])

@@ -104,18 +104,31 @@ def test_random_weights_need_a_config_alone(folders, tmp_path):
             assert len(output.token_ids) == 3
 
 
-def test_a_head_that_is_stored_counts_whatever_the_config_says(folders, few_prompts, tmp_path):
-    """Mistral Small 3.1 has one, and its class says that the head is the embedding."""
+def test_a_head_that_is_stored_counts_unless_all_say_that_it_is_the_embedding(
+        folders, few_prompts, tmp_path):
+    """Mistral Small 3.1 has one and says nothing, and its class that the head is the embedding.
+    Where a file says so without a word against it, one of the two was trained and would be lost:
+    each network and each door refuses that, as for a model without towers."""
     folder = changed(folders["gemma3"], tmp_path)
     tensors = load_file(folder / "model.safetensors")
     head = torch.randn(260, 32, generator=torch.Generator().manual_seed(0))
     save_file(tensors | {"language_model.lm_head.weight": head}, folder / "model.safetensors",
               {"format": "pt"})
-    oracle = reference(folder)
-    texts = [oracle.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
+    config = json.loads((folder / "config.json").read_text())
     for impl in ("nanoserve", "transformers"):
-        with start(folder, model_impl=impl) as llm:
-            assert_parity(llm, few_prompts, texts, impl)
+        with pytest.raises(ValueError, match="lm_head.weight is not .*: set that to false"):
+            start(folder, model_impl=impl)
+    texts = None
+    for outer, inner in ((None, None), (False, True), (True, False)):
+        for part, says in ((config, outer), (config["text_config"], inner)):
+            part.pop("tie_word_embeddings", None)
+            part |= {} if says is None else dict(tie_word_embeddings=says)
+        (folder / "config.json").write_text(json.dumps(config))
+        oracle = None if texts else reference(folder)
+        texts = texts or [oracle.generate(prompt, MAX_TOKENS) for prompt in few_prompts]
+        for impl in ("nanoserve", "transformers"):
+            with start(folder, model_impl=impl) as llm:
+                assert_parity(llm, few_prompts, texts, impl)
 
 
 def test_overrides_reach_the_text(folders):
