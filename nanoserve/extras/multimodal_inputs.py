@@ -1,7 +1,7 @@
 """How images and sounds come in: from a file, a URL or a message to the tensors a tower takes.
 
-    PIL image, Path, "data:image/png;base64,..."  ──read_image──► PIL image
-    (samples, rate), WAV file                     ──read_sound──► samples
+    PIL image, file, data: URL             ──read_image──► RGB, as a viewer shows it
+    (samples, rate), WAV file, data: URL   ──read_sound──► one channel, from -1 to 1
                                                                      │ transformers' processor
     {"pixel_values": ...}, what somebody's processor made ──────► Picture
 
@@ -13,7 +13,7 @@ Road not taken: rules of our own for what becomes of an image, by family; the pr
 import base64
 import hashlib
 import io
-import wave
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,8 @@ from nanoserve.words.rules import in_words
 
 MAX_BYTES, MAX_PIXELS = 20 * 2 ** 20, 50 * 10 ** 6  # of an image that is decoded here
 MAX_SECONDS = 600  # of a sound
+# Of a WAV file: (1, whole numbers; or 3, floats; how many bytes).
+SAMPLES = {(1, 1): "u1", (1, 2): "<i2", (1, 3): "<i4", (1, 4): "<i4", (3, 4): "<f4", (3, 8): "<f8"}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
 PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # of a message
          "audio": ("audio_url", "audio", "input_audio")}
@@ -85,54 +87,83 @@ def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
 
 
 def read_image(image: object):
-    """A PIL image as it is, or that of a file (`Path`) or a data: URL, decoded. Raises `ValueError`
-    for anything else, and for what is too large to be decoded."""
-    try:
+    """An image in any form as a viewer shows it: its first frame, turned as EXIF says, on white.
+    Returns an RGB image of PIL's. Raises `ValueError` for what is none, or too large to decode."""
+    with in_words("images need Pillow: pip install 'nanoserve[vision]'", ImportError):
         from PIL import Image, ImageOps
-    except ImportError:
-        raise ValueError("images need Pillow: pip install 'nanoserve[vision]'") from None
-    if isinstance(image, Image.Image):
-        return image
-    image = io.BytesIO(from_url(image)) if isinstance(image, str) else image
-    if not isinstance(image, (Path, io.BytesIO)):
-        raise ValueError("an image must be a PIL image, a pathlib.Path, a data: URL or what a "
-                         f"processor made, got {image!r:.80}")
-    with in_words(f"this is no image, or a damaged one ({', '.join(FORMATS)} are read)"):
-        opened = Image.open(image, formats=FORMATS)  # reads its head alone
-        if opened.width * opened.height <= MAX_PIXELS:
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    raise ValueError(f"an image of {opened.width} x {opened.height} pixels is too large: at most "
-                     f"{MAX_PIXELS:,} in all, send a smaller one")
+    image = from_url(image) if isinstance(image, str) else image
+    with in_words(f"this is no image that can be read ({', '.join(FORMATS)} are)"):
+        if isinstance(image, (Path, bytes)):
+            image = Image.open(image if isinstance(image, Path) else io.BytesIO(image),
+                               formats=FORMATS)  # reads its head alone
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels is too large: at most "
+                                 f"{MAX_PIXELS:,} in all, send a smaller one")
+        if not isinstance(image, Image.Image):
+            raise ValueError("an image must be a PIL image, a pathlib.Path, bytes, a data: URL or "
+                             f"what a processor made, got {image!r:.80}")
+        image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":  # PIL would cut these off at 255
+            grays = np.asarray(image)
+            if image.mode == "F" or not 0 <= grays.min() <= grays.max() < 2 ** 16:
+                raise ValueError(f"nobody knows what is white in mode {image.mode}: make it L")
+            opaque = np.uint8(255) * (grays != image.info.get("transparency"))
+            image = Image.fromarray((grays >> 8).astype(np.uint8))
+            image.putalpha(Image.fromarray(opaque))
+        if image.has_transparency_data:  # PIL would show the hidden colour, which is mostly black
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
 
 
 def read_sound(sound: object, rate: int) -> np.ndarray:
-    """(samples, their rate), or a WAV file (`Path`, bytes, data: URL), as (num_samples,) at `rate`.
-    Raises `ValueError`."""
+    """(samples, their rate), or a WAV file (`Path`, bytes, data: URL), as (num_samples,) at `rate`:
+    float32 of a full scale of 1, the mean of the channels. Raises `ValueError`."""
     sound = from_url(sound) if isinstance(sound, str) else sound
-    try:
+    with in_words("a sound must be (samples from -1 to 1, or int16, rate) or a WAV file (ffmpeg -i "
+                  f"SOUND -c:a pcm_s16le SOUND.wav makes one), of at most {MAX_SECONDS} seconds"):
         samples, own = read_wav(sound) if isinstance(sound, (Path, bytes)) else sound
-        samples = np.asarray(samples, dtype=np.float32)
-        count = round(len(samples) / own * rate)
-        if samples.ndim != 1 or not 0 < count <= MAX_SECONDS * rate or not np.isfinite(
-                samples).all():
-            raise ValueError(f"got {samples.shape} numbers, {own} a second")
-    except (TypeError, ValueError, ArithmeticError, EOFError, OSError, wave.Error) as error:
-        raise ValueError("a sound must be (samples, sampling_rate), finite and with one channel, or"
-                         " a WAV file of 16 bits (ffmpeg -i SOUND -c:a pcm_s16le SOUND.wav makes "
-                         f"one), of at most {MAX_SECONDS} seconds: {error!s:.100}") from error
+        samples = np.asarray(samples)
+        if samples.dtype.kind in "iu" and samples.itemsize < 8:  # 8 has a list of Python's
+            full = 2.0 ** (8 * samples.itemsize - 1)
+            samples = (samples - (full if samples.dtype.kind == "u" else 0)) / full
+        if samples.ndim == 2:  # (2, n), or (n, 2) as in a file
+            samples = samples.mean(0 if len(samples) < samples.shape[1] > 8 else 1)
+        samples = samples.astype(np.float32)
+        count = round(len(samples) / own * rate) if own > 0 else 0
+        if samples.ndim != 1 or not 0 < count <= MAX_SECONDS * rate or not (
+                np.abs(samples) < 10).all():  # some are louder than 1, and clip
+            raise ValueError(f"got {samples.shape} numbers, {own} a second: {samples!s:.50}")
     # Band-limited: what both rates can hold of the spectrum stays, and no more.
     return samples if own == rate else np.fft.irfft(np.fft.rfft(samples)[:count // 2 + 1], count
                                                     ).astype(np.float32) * (count / len(samples))
 
 
 def read_wav(file: Path | bytes) -> tuple[np.ndarray, int]:
-    """The mean of its channels, from -1 to 1, and their rate. Its length is known before."""
-    with wave.open(str(file) if isinstance(file, Path) else io.BytesIO(file)) as opened:
-        channels, width, rate, count, *_ = opened.getparams()
-        if width != 2 or count > MAX_SECONDS * rate:
-            raise wave.Error(f"it has {count / rate:,.0f} seconds of {8 * width} bits")
-        whole = np.frombuffer(opened.readframes(count), "<i2").reshape(-1, channels)
-        return whole.mean(1) / 2 ** 15, rate
+    """(num_samples, num_channels) as they are stored, and their rate. A stream does not know its
+    length: it says 0, or more than any file has, and goes on to its end."""
+    file = file.read_bytes() if isinstance(file, Path) else file
+    if file[:4] != b"RIFF" or file[8:12] != b"WAVE":
+        raise ValueError("it does not begin as one")
+    at, form = 12, b""
+    while (name := file[at:at + 4]) not in (b"data", b""):
+        size = int.from_bytes(file[at + 4:at + 8], "little")
+        form = file[at + 8:at + 8 + size] if name == b"fmt " else form
+        at += 8 + size + size % 2
+    size, file = int.from_bytes(file[at + 4:at + 8], "little"), file[at + 8:]
+    code, channels, rate, _, block, bits = struct.unpack_from("<HHIIHH", form)
+    [code] = struct.unpack_from("<H", form, 24 if code == 0xFFFE else 0)  # an extended head
+    width = -(-bits // 8)
+    if (code, width) not in SAMPLES or not 0 < block == channels * width:
+        raise ValueError(f"it has {channels} channels of {bits} bits, code {code}: only whole "
+                         "numbers (1) and floats (3) are read, no A-law (6) or mu-law (7)")
+    count = min(size or len(file), len(file)) // block
+    if len(file) < size < 0x7FFF0000 or count > MAX_SECONDS * rate:
+        raise ValueError(f"it has {count:,} of {size // block:,} samples, {rate:,} a second")
+    whole = np.frombuffer(file, np.uint8, count * block)
+    if width == 3:  # and a zero below make four
+        whole = np.pad(whole.reshape(-1, 3), ((0, 0), (1, 0))).ravel()
+    return whole.view(SAMPLES[code, width]).reshape(-1, channels), rate
 
 
 def from_url(url: str) -> bytes:

@@ -2,7 +2,6 @@
 made, and from samples and WAV files. The oracle makes its own features."""
 
 import base64
-import wave
 
 import numpy as np
 import pytest
@@ -111,11 +110,11 @@ def test_another_rate_keeps_all_tones_that_both_can_hold(rate):
     assert np.abs(read_sound((given, rate), 16000) - tones(16000, 1000)).max() < 1e-4
 
 
-BAD = [(b"ID3 is an mp3", "a WAV file of 16 bits"), (7, "a sound must be"),
+BAD = [(b"ID3 is an mp3", "a WAV file .*begin"), (7, "a sound must be"),
        ("a.wav", "must be data:"),
-       ((np.zeros(0), 16000), "numbers"), ((np.zeros((2, 9)), 16000), "one channel"),
+       ((np.zeros(0), 16000), "numbers"), ((np.zeros((2, 2, 9)), 16000), "got .2, 2, 9. numbers"),
        ((np.zeros(9), 0), "a sound must be"), ((np.zeros(9), "fast"), "a sound must be"),
-       ((np.array([np.nan]), 16000), "finite"), ((["a"], 16000), "a sound must be"),
+       ((np.array([np.nan]), 16000), "nan"), ((["a"], 16000), "a sound must be"),
        ((np.zeros(601 * 16000, dtype=np.int8), 16000), "at most 600 seconds"),
        ({"input_features": torch.zeros(3)}, "the tower can't read this audio"),
        ({"pixel_values": torch.zeros(3)}, "must hold input_features"),
@@ -128,13 +127,6 @@ def test_what_is_no_sound_is_named_and_nothing_is_lost(engine, sound, says):
         engine.generate(["Hi", {"prompt": PLACE, "multi_modal_data": {"audio": sound}}], GREEDY,
                         use_tqdm=False)
     assert len(engine.generate("Hi", GREEDY, use_tqdm=False)) == 1
-
-
-def test_a_long_file_is_refused_before_it_is_decoded(engine, monkeypatch):
-    monkeypatch.setattr(wave.Wave_read, "readframes", lambda *_: pytest.fail("decoded"))
-    with pytest.raises(ValueError, match="700 seconds of 16 bits"):
-        engine.generate({"prompt": PLACE, "multi_modal_data": {
-            "audio": wav(np.zeros(7000), rate=10)}}, GREEDY)
 
 
 def test_who_does_not_hear_is_refused_in_words(folders, checkpoints, engine, tmp_path):
