@@ -205,9 +205,10 @@ class LLMEngine:
         step = self.scheduler.in_flight[0]
         with self.turns.interruptible():
             token_ids, logprobs, prompt_logprobs = self.runner.fetch(step.output)
-        for seq, error in step.output.failed.items():  # its request ends, and no other
-            say(why := f"request {seq.request.request_id}: logits_processors: {error!r}")
-            self._end(filter(None, [self.requests.get(seq.request.request_id)]), why)
+        for seq, error in (step.failed | step.output.failed).items():
+            if seq.finish_reason is None:  # its request ends, and no other
+                say(why := f"request {seq.request.request_id}: {error}")
+                self._end([self.requests[seq.request.request_id]], why)
         for seq, positions in step.prompt_logprob_positions.items():
             n = len(positions)
             entries, prompt_logprobs = prompt_logprobs[:n], prompt_logprobs[n:]

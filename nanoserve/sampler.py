@@ -118,7 +118,7 @@ class SamplerOutput:
     logprobs: Logprobs | None = None  # of the rows that want them ...
     logprob_rows: list[int] = field(default_factory=list)  # ... which are these
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # by position, in portions
-    failed: dict[Sequence, Exception] = field(default_factory=dict)  # see `controls.Edits`
+    failed: dict[Sequence, str] = field(default_factory=dict)  # see `controls.Edits`
     ready: torch.cuda.Event | None = None  # when it has arrived
 
     def to_host(self) -> "SamplerOutput":

@@ -166,6 +166,7 @@ class Step:
     pending_keys: dict[bytes, Sequence] = field(default_factory=dict)  # blocks it fills or loads
     num_loaded: dict[Sequence, int] = field(default_factory=dict)  # tokens of blocks from the host
     block_moves: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
+    failed: dict[Sequence, str] = field(default_factory=dict)  # ends with it, and why
     output: object = None  # of the launched step, on its way to the host: `sampler.SamplerOutput`
 
     @property

@@ -170,7 +170,7 @@ def test_a_function_that_does_not_return_logits_is_named(returned):
     seq = sequence("1", [1], params, num_unknown_tokens=1)
     edits = sampling_inputs([seq]).edits
     edits.apply(torch.zeros(1, VOCAB_SIZE))
-    assert re.match("logits_processors: <function .* of 24 numbers, got", str(edits.failed[seq]))
+    assert re.match(r"logits_processors: .*<function .* of 24 numbers, got", edits.failed[seq])
 
 
 EXAMPLES = dict(presence_penalty=1, frequency_penalty=1, repetition_penalty=2, min_tokens=9,

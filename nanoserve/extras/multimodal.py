@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from threading import RLock
 
@@ -121,17 +121,21 @@ class Eyes:
     # ------------------------------------------------------------ the tower
 
     def features_of(self, picture: Picture) -> torch.Tensor:
-        """(picture.num_tokens, width), from the cache or by the tower."""
+        """(picture.num_tokens, width), from the cache or by the tower. Raises `ValueError`."""
         with self.lock:
             self.num_asked += 1
             found = self.held.pop(picture.content, None)
             if found is None:
-                found = self.encode(picture)
+                with in_words(f"the tower can't read this {self.kind}"):  # whatever it raises
+                    found = self.encode(picture)
                 self.num_tokens += len(found)
                 while self.held and self.num_tokens > self.budget:
                     self.num_tokens -= len(self.held.popitem(last=False)[1])
             self.held[picture.content] = found
-            return found
+        if picture.num_tokens not in (None, len(found)):
+            raise ValueError(f"{picture.num_tokens} placeholders for {len(found)} features: correct"
+                             " the processor's files (image_seq_length, say, is another model's)")
+        return found
 
     @torch.inference_mode()
     def encode(self, picture: Picture) -> torch.Tensor:
@@ -150,6 +154,10 @@ class Eyes:
         marks = (tokens == self.token_id).int()
         positions = None
         if self.index_of is not None:
+            runs = [len([*run]) for mark, run in groupby(marks[0].tolist()) if mark]
+            if runs != [picture.num_tokens for picture in pictures]:
+                raise ValueError(f"placeholders stand in runs of {runs}: put each image's together,"
+                                 " and another token between two images")
             grids = torch.cat([picture.tensors["image_grid_thw"] for picture in pictures])
             positions = self.index_of()(tokens, mm_token_type_ids=marks,
                                         image_grid_thw=grids)[0][:, 0].numpy()
@@ -169,10 +177,13 @@ class Eyes:
             one = shown.get(seq, NOTHING)
             first, last = np.searchsorted(one.places, (start, start + count))
             index.append(one.places[first:last] - start + at)
-            # Two pictures of 4: places 3 .. 6 are the last of one, and three of the other.
-            features += [self.features_of(picture)[max(first - begin, 0):last - begin]
-                         for picture, begin in zip(one.pictures, one.firsts, strict=True)
-                         if first < begin + picture.num_tokens and begin < last]
+            try:  # two pictures of 4: places 3 .. 6 are the last of one, and three of the other
+                features += [self.features_of(picture)[max(first - begin, 0):last - begin]
+                             for picture, begin in zip(one.pictures, one.firsts, strict=True)
+                             if first < begin + picture.num_tokens and begin < last]
+            except Exception as error:  # the request ends with this step, and no other
+                step.failed[seq] = str(error)
+                features.append(features[0].new_zeros(last - first, self.width))
             positions.append(one.positions_of(start, count))
             at += count
         turned = torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
@@ -207,6 +218,7 @@ class MultimodalInputs(InputProcessor):
     def __init__(self, annexe: "Multimodal", folder: Path, *args):
         super().__init__(*args)
         self.annexe, self.eyes, self.folder = annexe, annexe.eyes, folder
+        self.tried: set[tuple] = set()  # shapes of tensors for which processor and tower agree
 
     @cached_property
     def processor(self) -> ProcessorMixin:
@@ -248,11 +260,15 @@ class MultimodalInputs(InputProcessor):
             raise ValueError(f"the prompt has {len(whole)} {kind}s, and limit_mm_per_prompt allows "
                              f"{most}: raise it")
         pictures = [self.read_picture(one) for one in whole]
-        for size in (one.num_tokens for one in pictures):
-            if not 0 < size <= budget:
+        for one in pictures:
+            if not 0 < (size := one.num_tokens) <= budget:
                 change = "smaller, or raise encoder_cache_tokens" if size else "larger"
                 raise ValueError(f"an {kind} of {size} tokens does not fit into the encoder cache "
                                  f"of {budget}: make it {change}")
+            shapes = tuple(tensor.shape[1:] for tensor in one.tensors.values())  # [0]: tiles, say
+            if shapes not in self.tried:
+                self.eyes.features_of(one)
+                self.tried.add(shapes)
         return pictures
 
     def read_picture(self, image: object) -> Picture:
@@ -260,13 +276,13 @@ class MultimodalInputs(InputProcessor):
         kind = self.eyes.kind
         if isinstance(image, Mapping):
             picture = from_tensors(image, self.eyes.takes)
-            with in_words(f"the tower can't read this {kind}"):  # whatever it stumbles over
-                picture.num_tokens = len(self.eyes.features_of(picture))
+            picture.num_tokens = len(self.eyes.features_of(picture))
             return picture
         given = dict(images=[read_image(image)]) if kind == "image" else dict(
             audio=[read_sound(image, self.processor.feature_extractor.sampling_rate)])
-        made = self.processor(**given, text=getattr(self.processor, f"{kind}_token"),
-                              return_tensors="pt", return_text_replacement_offsets=True)
+        with in_words(f"this model's processor can't read this {kind}"):
+            made = self.processor(**given, text=getattr(self.processor, f"{kind}_token"),
+                                  return_tensors="pt", return_text_replacement_offsets=True)
         written = self.processor.tokenizer.encode(
             made["text_replacement_offsets"][0][0]["replacement"], add_special_tokens=False)
         return Picture({name: made[name] for name in self.eyes.takes if name in made},

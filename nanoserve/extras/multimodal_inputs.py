@@ -40,7 +40,7 @@ class Picture:
     """What a processor has made of an image. tensors: the arguments of `get_image_features`."""
 
     tensors: dict[str, torch.Tensor]
-    num_tokens: int = 0  # of the prompt, that its features stand for
+    num_tokens: int | None = None  # of the prompt, that its features stand for, once it is known
     written: list[int] = field(default_factory=list)  # what its one placeholder becomes, if known
     content: bytes = field(init=False)  # a hash of all that the tower gets
 
