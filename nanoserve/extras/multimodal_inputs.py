@@ -66,24 +66,19 @@ def from_tensors(given: Mapping, names: list[str]) -> Picture:
 
 def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
     """transformers' own, without its part for videos, which alone needs torchvision."""
-    try:
-        kind = PROCESSOR_MAPPING[type(hf_config)]
-        parts = kind.get_attributes()
-        if "video_processor" not in parts:
-            return kind.from_pretrained(folder)
-
-        class ForImages(kind):
-            def __init__(self, *args, **options):
-                super().__init__(*args, video_processor=None, **options)
-
+    with in_words(f"{folder}: its processor can't be loaded, pass what a processor made (see "
+                  "docs/vision.md)"):  # transformers raises whatever its parts raise
+        class ForImages(PROCESSOR_MAPPING[type(hf_config)]):
             @classmethod
             def get_attributes(cls) -> list[str]:
-                return [name for name in parts if name != "video_processor"]
+                return [name for name in super().get_attributes() if name != "video_processor"]
 
-        return ForImages.from_pretrained(folder)
-    except Exception as error:  # transformers raises whatever its parts raise
-        raise ValueError(f"{folder}: its processor can't be loaded ({error}): pass what "
-                         "a processor made, see docs/vision.md") from error
+            @classmethod
+            def from_args_and_dict(cls, args: list, given: dict, **options):
+                return super().from_args_and_dict(
+                    args, given | dict(video_processor=None), **options)
+
+        return ForImages.from_pretrained(folder, trust_remote_code=False)
 
 
 def read_image(image: object):

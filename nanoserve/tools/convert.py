@@ -88,7 +88,8 @@ def read_config(file: Path) -> transformers.PreTrainedConfig:
 
 def read_weights(file: Path) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerBase]:
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, trust_remote_code=False)
         new = hasattr(transformers, "GgufConfig")  # from 5.23 on, it may leave blocks as they are
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,

@@ -213,7 +213,7 @@ def load_reference(folder: Path, dtype: str):
         if wraps:
             print("verify: texts are compared, and no images (docs/vision.md says with which "
                   "classes they were)", file=sys.stderr)
-        model = auto.from_pretrained(folder, dtype=getattr(torch, dtype))
+        model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"transformers can't load {folder}: {error}") from error
     return model.float().to(pick_device("auto")).eval()

@@ -127,14 +127,23 @@ class Seer:
 
 TOKENS = ("<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
           "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image_start|>", "<|image_end|>",
-          "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>")
+          "<|img_thumbnail|>", "<|img_row_1_col_1|>", "<|img_row_1_col_2|>", "<img>", "</img>",
+          "<IMG_CONTEXT>", "<video>", "<fake_token_around_image>", "<global-img>",
+          "<end_of_utterance>")
 TEMPLATE = """{% for m in messages %}<s>{{ m.role }}:{% if m.content is string %}{{ m.content }}{%
 else %}{% for p in m.content %}{% if p.type == 'image' %}PLACE{% else %}{{ p.text }}{% endif %}{%
 endfor %}{% endif %}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{%
 endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"""
 PLACES = {"llava": "<image>", "qwen2.5-vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 WRITTEN = {"mistral3": "[IMG]", "lfm2-vl": "<image>"}  # with ends of lines, and of tiles
+TILED = {"internvl": "<IMG_CONTEXT>", "idefics3": "<image>", "smolvlm": "<image>"}
 PREPROCESSORS = {
+    "internvl": dict(image_processor_type="GotOcr2ImageProcessorFast", crop_to_patches=True,
+                     processor_class="InternVLProcessor", size=dict(height=28, width=28)),
+    "idefics3": dict(image_processor_type="Idefics3ImageProcessor", do_image_splitting=False,
+                     processor_class="Idefics3Processor", max_image_size=dict(longest_edge=28)),
+    "smolvlm": dict(image_processor_type="SmolVLMImageProcessor", do_image_splitting=False,
+                    processor_class="SmolVLMProcessor", max_image_size=dict(longest_edge=28)),
     "mistral3": dict(image_processor_type="PixtralImageProcessor", patch_size=14,
                      processor_class="PixtralProcessor", size=dict(longest_edge=112)),
     "lfm2-vl": dict(image_processor_type="Lfm2VlImageProcessor", encoder_patch_size=2, tile_size=16,
@@ -147,7 +156,11 @@ PREPROCESSORS = {
                        temporal_patch_size=2)}
 PROCESSORS = {"llava": dict(patch_size=14, vision_feature_select_strategy="default",
                             image_token="<image>", num_additional_image_tokens=1),
-              "mistral3": dict(patch_size=14, spatial_merge_size=2)}
+              "mistral3": dict(patch_size=14, spatial_merge_size=2),
+              "internvl": dict(image_seq_length=1), "idefics3": dict(image_seq_len=1),
+              "smolvlm": dict(image_seq_len=1)}
+NAMED = {"internvl": dict(start_image_token="<img>", end_image_token="</img>",
+                          context_image_token="<IMG_CONTEXT>", video_token="<video>")}
 
 
 def make_with_processor(name: str, folder: Path) -> Path:
@@ -155,10 +168,10 @@ def make_with_processor(name: str, folder: Path) -> Path:
     the processor. The vocabulary is larger by the new tokens."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS]})
-    place = (PLACES | WRITTEN)[name]
+    place = (PLACES | WRITTEN | TILED)[name]
     tokenizer.chat_template = TEMPLATE.replace("PLACE", place)
     config = NETWORKS[name]()
-    config.text_config.vocab_size = 280
+    config.text_config.vocab_size = 290
     config.image_token_id = tokenizer.convert_tokens_to_ids(place.removeprefix(
         "<|vision_start|>").removesuffix("<|vision_end|>"))
     with torch.random.fork_rng(devices=[]):
@@ -168,6 +181,9 @@ def make_with_processor(name: str, folder: Path) -> Path:
         model.get_input_embeddings().weight *= 10
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(
+        extra_special_tokens=NAMED.get(name, {}))))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSORS[name]))
     (folder / "processor_config.json").write_text(json.dumps(dict(
         processor_class=PREPROCESSORS[name]["processor_class"]) | PROCESSORS.get(name, {})))
