@@ -416,4 +416,4 @@ class Multimodal(Extra, Observer):
         self.eyes.forget()
 
     def close(self) -> None:
-        del self.eyes
+        self.eyes.forget()

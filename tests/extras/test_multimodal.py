@@ -6,6 +6,7 @@ the first one's answer), M-RoPE's positions of the wrong chunk (vLLM #10388), fe
 the wrong placeholders (vLLM #15764).
 """
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,10 @@ def test_only_text_in_front_of_another_image_is_found_again(folders, seers):
         assert cached == [0, 20, 32]  # the image begins in the block of tokens 20 .. 23
         two = seer.prompt(first, other, before=22, behind=9)
         assert llm.generate(two, GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
+    with start(folders["llava"], block_size=16) as llm:  # both begin in the first block
+        pairs = [(first, other), (first, first), (other, first), (first, other)]
+        assert [llm.generate(seer.prompt(*pair, before=2, behind=4), GREEDY, use_tqdm=False)[
+            0].num_cached_tokens for pair in pairs] == [0, 0, 0, 16]
 
 
 def test_an_image_under_another_salt_is_another_prefix(folders, seers):
@@ -116,7 +121,8 @@ def test_another_dtype_or_grid_is_another_image(folders, seers):
 
 
 def test_an_image_is_encoded_once(folders, seers):
-    """For all samples of all requests, in all chunks, and again when they are preempted."""
+    """For all samples of all requests, in all chunks, and again when they are preempted. Requests
+    that have ended keep no pictures, and an engine that has ended no features."""
     seer = seers["qwen2.5-vl"]
     params = SamplingParams(n=3, max_tokens=20, seed=1, detokenize=False, ignore_eos=True)
     with start(folders["qwen2.5-vl"], num_gpu_blocks_override=14, block_size=5,
@@ -128,6 +134,10 @@ def test_an_image_is_encoded_once(folders, seers):
             outs[0].outputs[1].token_ids)
         for one, other in zip(outs[:2], outs[2:], strict=True):
             assert [s.token_ids for s in one.outputs] == [s.token_ids for s in other.outputs]
+        annexe = llm.extra(Multimodal)
+        assert not annexe.shown and not annexe.waiting
+        held = [weakref.ref(features) for features in annexe.eyes.held.values()]
+    assert len(held) == 2 and all(one() is None for one in held)
 
 
 def test_a_cache_too_small_for_all_images_encodes_them_anew(folders, seers):
