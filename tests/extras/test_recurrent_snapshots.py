@@ -147,6 +147,20 @@ def test_two_that_come_to_one_boundary_leave_one_snapshot(depth):
                         num_blocks=20, block_size=4, depth=depth)
 
 
+def test_an_entry_that_is_forgotten_in_the_same_step_names_no_snapshot():
+    """The second ask's first block is known by the first one's entry, which a long prompt evicts.
+    So when the last ask comes to the second block's boundary in the same step, it has computed the
+    first block anew, and its entry takes the second ask's place. A snapshot that was named by the
+    forgotten entry would never be freed."""
+    begins = Ask(FAMILIES[0][:3], 2, ignore_eos=True)
+    follows = Ask(begins.prompt + alone(begins, 0, None)[0], 9, arrival=1, ignore_eos=True)
+    again = follows.prompt + alone(follows, 100, None)[0][:4]
+    for arrival in range(3, 8):
+        run_with_states(begins, follows, Ask([10] * 20, 1, arrival=2, ignore_eos=True),
+                        Ask(again, 3, arrival=arrival, ignore_eos=True),
+                        num_snapshots=6, num_blocks=7, block_size=4)
+
+
 def test_a_boundary_behind_a_wrong_draft_gets_no_snapshot():
     """There is one snapshot. Drafts up to 8 evict that of 4, and one of them is wrong: what was
     copied is no state of 4 tokens, which whoever has the same prompt would go on from."""

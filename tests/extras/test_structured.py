@@ -285,7 +285,7 @@ def test_any_json_object(folder):
 
 @pytest.mark.parametrize("grammar", [
     'start: sum\nsum: NUMBER ("+" NUMBER)~1..3\nNUMBER: /[1-9][0-9]?/',
-    'root ::= number "+" number ("+" number)? ("+" number)?\nnumber ::= [1-9] [0-9]?'])
+    '# a sum\nroot ::= number "+" number ("+" number)? ("+" number)?\nnumber ::= [1-9] [0-9]?'])
 def test_a_grammar_in_larks_notation_or_in_ebnf(folder, grammar):
     with start(folder) as llm:
         for seed in range(5):

@@ -21,7 +21,7 @@ TYPES = {"string": st.text(max_size=12) | st.sampled_from(
     ["</tool_call>", 'a "b" \'c\'', "\n\n x ", "</think>", "\\n", "日本, ü)]", "{'a': 1}", "5",
      "null"]),
     "integer": st.integers(-10**6, 10**6), "boolean": st.booleans(),
-    "number": st.floats(-1e6, 1e6).filter(lambda x: x % 1)}
+    "number": st.integers(-99, 99) | st.floats(-1e6, 1e6).filter(lambda x: x % 1)}
 NESTED = st.recursive(st.none() | st.booleans() | st.integers(-99, 99) | TYPES["string"],
                       lambda inner: st.lists(inner, max_size=2) | st.dictionaries(
                           st.text("abc_", min_size=1, max_size=4), inner, max_size=2), max_leaves=5)
