@@ -138,8 +138,10 @@ ACTIVATIONS = {"silu": lambda x: x / (1 + (-x).exp()),
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tokens, size", [(1, 8), (3, 37), (9, 96)])
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # as Triton's interpreter remarks
 def test_gated_mlps(ops, dtype, activation, tokens, size):
     gate_up = 3 * numbers(tokens, 2 * size, dtype=dtype)
+    gate_up[0, 0] = -178  # exp overflows on the way, and nothing happens
     gate, up = gate_up.double().chunk(2, -1)
     close(ops.act_and_mul(gate_up, activation), ACTIVATIONS[activation](gate) * up)
 
@@ -253,19 +255,6 @@ def test_attention(ops, dtype, case, window, softcap, sinks):
         check_attention(ops, dtype, shape, CASES[case], window, softcap, sinks)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_attention_to_keys_and_values_in_8_bits(ops, dtype, case):
-    """The same, with the numbers that the oracle's rule leaves of K and V: each token's head has
-    whole numbers up to 127 and a scale. Some heads are all zeros, some tiny, some huge."""
-    is_slow = ops.__name__.endswith(".kernels")  # test_kernels has more of it
-    if is_slow and (case != "few" or dtype is torch.float16):
-        pytest.skip("the interpreter is slow")
-    for shape in SHAPES[3:4] if is_slow else SHAPES if dtype is not torch.float16 else SHAPES[::2]:
-        check_attention(ops, dtype, shape, CASES[case], None, None, None, torch.int8)
-    if not is_slow:
-        check_attention(ops, dtype, SHAPES[0], CASES[case], 9, 5.0, SINKS, torch.int8)
-
-
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     return (x.float() / scale.clamp(min=1e-37)).round().double() * scale
@@ -330,6 +319,7 @@ def test_norm_rope_store(ops, dtype, shape, tokens, norms):
         pytest.skip("the interpreter is slow: test_kernels has more of it")
     num_heads, num_kv_heads, head_dim, block_size = shape
     qkv = numbers(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    qkv[0] *= 1e-3  # beside its squares eps counts
     weights = [1 + 0.2 * numbers(head_dim) if norms else None for _ in range(2)]
     angles = torch.rand(tokens, head_dim // 2).repeat(1, 2) * 6
     eps, kept = 1e-6, qkv.clone()

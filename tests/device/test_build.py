@@ -312,7 +312,8 @@ def test_no_compiler_warns(flavour):
 
 
 HERE = Path(__file__).parent
-ORACLES = [str(HERE.parent / name) for name in ("test_ops.py", "test_ops_delta_rule.py")]
+ORACLES = [str(HERE.parent / name) for name in (
+    "test_ops.py", "test_ops_int8.py", "test_ops_delta_rule.py")]
 
 
 SMALL_WEIGHTS = [str(path) for name in ("int4_linear", "quantized_linear")

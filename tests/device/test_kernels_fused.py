@@ -105,7 +105,7 @@ def test_norm_rope_store(dtype, head_dim, heads, kv_heads, norms):
                for seed in range(2)]
     positions = torch.tensor([0, 3, 70, 4097, 131071], device=DEVICE)
     cos, sin = RotaryEmbedding(head_dim, RopeConfig(), DEVICE)(positions)
-    slots = torch.tensor([13, -1, 2, -1, 7], dtype=torch.int32, device=DEVICE)  # -1: padding
+    slots = torch.tensor([13, -1, 0, -1, 7], dtype=torch.int32, device=DEVICE)  # -1: padding
 
     before = torch.full((6, block_size, kv_heads, head_dim), NAN, dtype=dtype, device=DEVICE)
     k_cache, v_cache = before.clone(), before.clone()
@@ -132,7 +132,7 @@ def test_keys_and_values_are_rounded_to_8_bits_as_the_twin_rounds(dtype, head_di
     qkv[2], qkv[2, :, ::2] = 127, torch.arange(head_dim // 2).to(dtype) + 0.5
     qkv[3] *= torch.finfo(dtype).tiny
     ones = torch.ones(num_tokens, head_dim, device=DEVICE)
-    slots = torch.tensor([13, 14, 2, -1, 7, 1], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([13, 14, 2, -1, 7, 0], dtype=torch.int32, device=DEVICE)
     plain, got = ([cache.fill_(77) for cache in ops.new_cache(
         4, block_size, kv_heads, head_dim, torch.int8, DEVICE)] for _ in range(2))
     ops.norm_rope_store(qkv, None, None, 0.0, ones, ones * 0, *plain, slots)
