@@ -365,14 +365,15 @@ def read_dtype(config: dict) -> str:
 
 
 def read_quantization(config: dict) -> dict | None:
-    """The entry, unchanged: extras/quantization.py interprets it."""
+    """The entry, unchanged: extras/quantization.py interprets it. One that names no method (what
+    Gemma's QAT weights were trained for) is about no tensor: they must be plain, or are refused."""
     if config.get("quantization") is not None:
         raise ValueError(f"config.json: quantization={str(config['quantization'])[:60]}: MLX's "
                          "quantised checkpoints are not supported, use the unquantised one")
     entry = config.get("quantization_config")
     if entry is not None and not isinstance(entry, dict):
         raise ValueError(f"config.json: quantization_config={entry!r:.60} must be an object")
-    return entry
+    return entry if entry and entry.get("quant_method") is not None else None
 
 
 def _size(config: dict, name: str, default: int | None = None, low: int = 1) -> int:

@@ -43,9 +43,9 @@ WORD = 32  # bits of the integers into which small numbers are packed
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # bits 4 i .. 4 i + 3 of a word are column AWQ_ORDER[i]
 STORED = (torch.float8_e4m3fn, torch.int8)  # a `weight` of another dtype is plain
 BY_MODULE = ("bits", "group_size", "sym")  # what some formats let differ from matrix to matrix
-# Scales of activations and of the KV cache: without them the results would be others.
-OTHER_SCALES = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale",
-                "v_scale")
+# Scales of activations, passed over where they are those of 8-bit floats (`Format.fixed`).
+ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
+OTHER_SCALES = (*ACTIVATIONS, "output_scale", "k_scale", "v_scale")
 
 
 class Numbers(NamedTuple):
@@ -60,13 +60,16 @@ class Numbers(NamedTuple):
 
 
 class Format(NamedTuple):
-    """Which tensors make a matrix, and how. optional: a part that some files do without."""
+    """Which tensors make a matrix, and how. optional: a part that some files do without. fixed:
+    whether activations have scales beside it, by which they are rounded to 8-bit floats elsewhere.
+    """
 
     parts: tuple[str, ...]
     read: Callable[[Parts], Numbers]
     bits: int = 8
     is_ordered: bool = False  # "act-order": inputs are dealt out to groups by importance
     optional: str = ""
+    fixed: bool = False
 
 
 class Quantization(Extra):
@@ -85,8 +88,11 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
     if model_config.pools and config.model_impl == "transformers":
         raise ValueError(f"quantization={config.quantization!r}, but {model_config.architecture} "
                          "is an encoder, which is not rounded: leave it out")
-    if stored is not None:
-        read_format(stored)
+    form = None if stored is None else read_format(stored)
+    if form is not None:
+        if form.fixed:
+            say(f"{config.model}: fixed scales of activations are passed over, as rounding by "
+                "token is: they are as accurate as dtype says")
         config = replace(config, quantization=config.quantization or "dequantize")
     elif config.quantization == "dequantize" and config.draft_model is None:
         raise ValueError(f"quantization='dequantize', but {config.model} is not quantised: leave "
@@ -109,7 +115,6 @@ def choose_layers(config: EngineConfig, model_config: ModelConfig,
             say(f"quantization={config.quantization!r} with kernels={config.kernels!r} saves "
                 "memory and costs time: weights are widened for each product")
     if config.quantization == "int4":
-        form = None if stored is None else read_format(stored)
         # Made-up weights of such a checkpoint are rounded: there is nothing to keep.
         is_4 = form is not None and form.bits == 4 and config.load_format != "dummy"
         layers |= {"linear": partial(Int4Linear, kind=rows, groups=groups, rounds=not is_4),
@@ -139,6 +144,8 @@ def assemble(tensors: Tensors, entry: dict, keep: bool = False) -> Tensors:
     for file, name, tensor in tensors:
         module, _, part = name.rpartition(".")
         part = "weight_scale" if part == "weight_scale_inv" else part  # it is multiplied with, too
+        if form.fixed and part in ACTIVATIONS:
+            continue
         if part in OTHER_SCALES:
             raise ValueError(f"{file}: {name} is a scale of activations or of a KV cache, which "
                              "are not rounded here: use a checkpoint whose weights alone are")
@@ -188,8 +195,13 @@ def read_format(entry: dict) -> Format:
     if method == "mxfp4":
         refuse("quant_method", method, "have transformers write it in bfloat16 "
                "(from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained)")
+    if method == "auto-round":  # which writes GPTQ's tensors, or AWQ's
+        allow(entry, "data_type", ("int",), "int")
+        allow(entry, "act_bits", (16, None))
+        method = allow(entry, "packing_format", (
+            "auto_round:auto_gptq", "auto_round:auto_awq")).rpartition("_")[2]
     if not isinstance(method, str) or method not in readers:
-        refuse("quant_method", method, f"choose one of {', '.join(readers)}")
+        refuse("quant_method", method, f"choose one of {', '.join(readers)}, auto-round")
     for name, value in entry.items():  # GPTQModel's dynamic, AutoRound's extra_config
         for one in value.values() if isinstance(value, dict) else ():
             if isinstance(one, dict) and one.get("bits") != 16 and any(  # 16: it is left plain
@@ -229,15 +241,15 @@ def section(entry: dict, name: str) -> dict:
 
 
 def read_fp8(entry: dict) -> Format:
-    """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Activations are rounded on
-    the fly elsewhere, which is left out here."""
-    allow(entry, "activation_scheme", ("dynamic",), "dynamic")
+    """DeepSeek's and Qwen's FP8: a scale for each block of 128 x 128. Mistral's: one for all of a
+    matrix. Activations are rounded elsewhere, on the fly or by a fixed scale, and not here."""
+    scheme = allow(entry, "activation_scheme", ("dynamic", "static"), "dynamic")
     allow(entry, "fmt", ("e4m3",), "e4m3")
     block = entry.get("weight_block_size")
     if block is not None:
         block = blocks("weight_block_size", block, 2)
     return Format(("weight", "weight_scale"), lambda p: Numbers(
-        p["weight"], None, p["weight_scale"], block or p["weight"].shape))
+        p["weight"], None, p["weight_scale"], block or p["weight"].shape), fixed=scheme == "static")
 
 
 def read_compressed(entry: dict) -> Format:
@@ -251,13 +263,16 @@ def read_compressed(entry: dict) -> Format:
     if not groups or any(group.get("weights") != groups[0].get("weights") for group in groups):
         refuse("config_groups", entry.get("config_groups"), "there must be some, all with the "
                "same weights")
+    fixed = False
     for group in groups:
         allow(group, "format", (form, None))
         allow(group, "output_activations", (None, {}))
         inputs = section(group, "input_activations")
-        if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") is not True):
+        if inputs and (inputs.get("type") != "float" or inputs.get("dynamic") not in (
+                True, False, None)):
             refuse("input_activations", inputs, "activations are not rounded (W8A8), choose a "
                    "checkpoint whose weights alone are quantised")
+        fixed |= bool(inputs) and not inputs.get("dynamic")
     weights = section(groups[0], "weights")
     block = partial_block(weights)
     allow(weights, "dynamic", (False, None))
@@ -267,7 +282,8 @@ def read_compressed(entry: dict) -> Format:
         allow(weights, "type", (kind,), kind)
         allow(weights, "num_bits", (8,))
         return Format(("weight", "weight_scale", *zeros), lambda p: Numbers(
-            p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)))
+            p["weight"], p.get("weight_zero_point"), p["weight_scale"], block(p["weight"].shape)),
+            fixed=fixed)
     allow(weights, "type", ("int",), "int")
     bits = allow(weights, "num_bits", (4, 8))
     is_ordered = str(weights.get("actorder")).lower() in ("group", "dynamic", "true")
@@ -288,7 +304,7 @@ def read_compressed(entry: dict) -> Format:
         return Numbers(values, zeros, p["weight_scale"], block(values.shape), groups)
 
     return Format(("weight_packed", "weight_shape", "weight_scale", *zeros, *order), read, bits,
-                  is_ordered)
+                  is_ordered, fixed=fixed)
 
 
 def partial_block(weights: dict) -> Callable[[torch.Size], tuple[int, int]]:

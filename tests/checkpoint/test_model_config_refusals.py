@@ -24,6 +24,8 @@ def test_how_weights_are_stored_is_kept_as_it_stands():
     """What it means is extras/quantization.py's business."""
     entry = dict(quant_method="of the future", bits=1)
     assert ModelConfig.from_dict(QWEN3 | dict(quantization_config=entry)).quantization == entry
+    for plain in ({}, dict(bits=4), dict(quant_method=None, modules_to_not_convert=["lm_head"])):
+        assert ModelConfig.from_dict(QWEN3 | dict(quantization_config=plain)).quantization is None
     with pytest.raises(ValueError, match="quantization_config=\\['gptq'\\] must be an object"):
         ModelConfig.from_dict(QWEN3 | dict(quantization_config=["gptq"]))
 

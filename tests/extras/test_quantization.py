@@ -201,15 +201,20 @@ def two_groups() -> dict:
 
 
 GPTQ, FP8 = gptq(8, 16, 0).entry, fp8(8, 16, 0).entry
+AUTO = dict(quant_method="auto-round", bits=4, group_size=128,
+            packing_format="auto_round:auto_gptq")
 REFUSED = [
     (dict(quant_method="bitsandbytes", load_in_4bit=True),
      "quant_method='bitsandbytes'.*choose one of fp8, compressed-tensors, gptq, awq"),
     (dict(bits=4), "quant_method=None is not supported"),
-    (FP8 | dict(activation_scheme="static"), "activation_scheme='static'.*dynamic"),
+    (FP8 | dict(activation_scheme="tensor"), "activation_scheme='tensor'.*dynamic or static"),
+    (AUTO | dict(packing_format="auto_round:gptqmodel_marlin"), "packing_format=.*auto_gptq or"),
+    (AUTO | dict(data_type="mx_fp"), "data_type='mx_fp'"), (AUTO | dict(act_bits=8), "act_bits=8"),
     (FP8 | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme=.*KV cache is not"),
     (FP8 | dict(fmt="e5m2"), "fmt='e5m2'"),
     (activations(type="int", dynamic=True), "input_activations=.*W8A8"),
-    (activations(type="float", dynamic=False), "input_activations=.*W8A8"),
+    (activations(type="float", dynamic="local"), "input_activations=.*W8A8"),
+    (activations(dynamic=False), "input_activations=.*W8A8"),
     (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'.*pack-quantized"),
     (compressed("pack-quantized", strategy="channel", num_bits=3), "num_bits=3.*4 or 8"),
     (compressed("pack-quantized", strategy="tensor_group"), "strategy='tensor_group'"),

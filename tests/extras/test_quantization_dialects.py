@@ -17,6 +17,7 @@ from packing import (
     Packed,
     awq,
     compressed,
+    float_rows,
     fp8,
     gptq,
     int_rows,
@@ -292,8 +293,46 @@ def test_exponents_are_scales():
     assert torch.equal(got, expected)
 
 
+def static_fp8(*of: int) -> Packed:
+    """Ministral 3's and Devstral Small 2's files."""
+    one = fp8(*of, block=None)
+    return Packed(one.entry | dict(activation_scheme="static", weight_block_size=None), dict(
+        weight=one.tensors["weight"], weight_scale_inv=one.tensors["weight_scale"],
+        activation_scale=torch.tensor(0.013)), one.dense)
+
+
+def static_compressed(*of: int) -> Packed:
+    """llm-compressor's FP8; older files have zero points of zeros beside the scales."""
+    one = float_rows(*of)
+    one.entry["config_groups"]["group_0"]["input_activations"] = dict(
+        num_bits=8, type="float", dynamic=False, symmetric=True, strategy="tensor")
+    return beside(one, input_scale=torch.tensor([0.02]), input_zero_point=torch.zeros(1))
+
+
+@pytest.mark.parametrize("make", [static_fp8, static_compressed])
+def test_fixed_scales_of_activations_are_passed_over_and_said_once(checkpoints, tmp_path, make,
+                                                                   capsys):
+    """As for scales that are found in the step: activations are not rounded."""
+    folder, dense = write(checkpoints["qwen3"], tmp_path, make)
+    expected = text_of(dense)
+    for impl in ("nanoserve", "transformers"):
+        capsys.readouterr()
+        assert text_of(folder, model_impl=impl) == expected
+        assert capsys.readouterr().err.count("fixed scales of activations are passed over") == 1
+
+
+@pytest.mark.parametrize("packing, make", [("gptq", gptq), ("awq", awq)])
+def test_auto_rounds_files_are_gptqs_or_awqs(packing, make):
+    """intel/auto-round's own method; `extra_config` names what stays plain."""
+    one = make(40, 64, 3)
+    entry = dict(quant_method="auto-round", packing_format=f"auto_round:auto_{packing}", bits=4,
+                 group_size=GROUP, data_type="int", sym=False, autoround_version="0.8.0", iters=200,
+                 extra_config={"lm_head": dict(bits=16, data_type="fp")})
+    assert torch.equal(read(one._replace(entry=entry)), one.dense)
+
+
 @pytest.mark.parametrize("part", ["activation_scale", "input_scale"])
-def test_a_fixed_scale_of_activations_is_refused_by_its_name(part):
+def test_a_scale_of_activations_that_config_json_does_not_know_is_refused_by_its_name(part):
     one = fp8(96, 64, 3)
     with pytest.raises(ValueError, match=f"layer.{part} is a scale of activations"):
         list(assemble(iter([("a file", f"layer.{part}", torch.ones(1))]), one.entry))
