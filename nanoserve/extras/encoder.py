@@ -26,6 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -47,6 +48,7 @@ from nanoserve.extras.transformers_model import (
 )
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache
+from nanoserve.sampler import put
 from nanoserve.words.rules import in_words
 
 # Positions of these begin behind that of padding: with a padding token of 1, at 2.
@@ -135,10 +137,8 @@ class Encoder(TransformersModel):
         """0 up to a row's first separator, 1 behind it: CLS q q SEP d d SEP is 0 0 0 0 1 1 1."""
         is_separator = (ids == self.separator).long()
         before = is_separator.cumsum(0) - is_separator  # of all rows up to here
-        counts = torch.tensor(lengths, device=ids.device)
-        starts = counts.cumsum(0) - counts
-        own = before - before[starts.clamp(max=len(ids) - 1)].repeat_interleave(counts)
-        return own.clamp(max=1)
+        starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)  # of each token's row
+        return (before - before[put(starts, torch.int64, device=ids.device)]).clamp(max=1)
 
     @torch.inference_mode()
     def _probe(self, width: int) -> dict[int, tuple]:

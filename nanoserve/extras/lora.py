@@ -183,7 +183,7 @@ class Adapters:
         self.masks = None
         if len(batch.adapter_ids):
             lengths = (batch.cu_seqlens_q[1:] - batch.cu_seqlens_q[:-1]).long()
-            ids = batch.adapter_ids.repeat_interleave(lengths)
+            ids = batch.adapter_ids.repeat_interleave(lengths, output_size=batch.num_tokens)
             mask = (ids[:, None] == self.id_of_column).to(self.dtype)
             self.masks = mask, mask[wanted]
 

@@ -51,6 +51,7 @@ from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, salt_of
 from nanoserve.frontend.request import Request
+from nanoserve.sampler import put
 from nanoserve.sequence import Sequence, Step
 from nanoserve.words.rules import in_words
 
@@ -140,8 +141,8 @@ class Eyes:
     @torch.inference_mode()
     def encode(self, picture: Picture) -> torch.Tensor:
         """Run the tower. Qwen3-VL's gives features for several layers: they lie side by side."""
-        given = {name: tensor.to(self.on.device, self.on.dtype if tensor.is_floating_point()
-                                 else None) for name, tensor in picture.tensors.items()}
+        given = {name: put(tensor, self.on.dtype if tensor.is_floating_point() else tensor.dtype,
+                           device=self.on.device) for name, tensor in picture.tensors.items()}
         out = getattr(self.network, f"get_{self.kind}_features")(**given, return_dict=True)
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
         self.num_runs += 1
@@ -186,9 +187,9 @@ class Eyes:
                 features.append(features[0].new_zeros(last - first, self.width))
             positions.append(one.positions_of(start, count))
             at += count
-        turned = torch.from_numpy(np.concatenate(positions, 1))[:, None].to(self.on.device)
-        self.view = (torch.from_numpy(np.concatenate(index)).to(self.on.device),
-                     torch.cat(features), None if self.index_of is None else turned)
+        turned, index = (put(numbers, torch.int64, device=self.on.device) for numbers in (
+            np.concatenate(positions, 1), np.concatenate(index)))
+        self.view = index, torch.cat(features), None if self.index_of is None else turned[:, None]
 
     def look(self, decoder: torch.nn.Module, args: tuple, given: dict) -> tuple | None:
         """In front of the decoder: what it is given, with the step's features in it."""

@@ -40,6 +40,7 @@ from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
 from nanoserve.extras.transformers_model import Pages, Probe, TransformersModel
 from nanoserve.frontend.metrics import Metric, say
 from nanoserve.model import KVCache
+from nanoserve.sampler import put
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
 CHUNKS = (4, 3, 1, 1)  # of the trial at load
@@ -102,7 +103,7 @@ class Rows:
                 for tokens, sources, targets in batches + chunks]
 
     def on_device(self, numbers: Iterable[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(list(numbers), dtype=dtype, device=self.device)
+        return put(list(numbers), dtype, device=self.device)
 
     # The same for an op that computes all rows at once, see `recurrent_delta.delta_rule`.
 
@@ -240,7 +241,7 @@ class RecurrentModel(TransformersModel):
         out = self.run(input_ids, positions, wanted, self.pages(kv_cache, batch),
                        Rows(self.states, copies.places, batch.query_lens, self.on.device))
         if copies.after:
-            sources, targets = torch.tensor(copies.after, device=self.on.device).T
+            sources, targets = put(copies.after, torch.int64, device=self.on.device).T
             for states in self.states.values():
                 states.index_copy_(0, targets, states.index_select(0, sources))
         return out
