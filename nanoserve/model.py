@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         everything = range(config.num_hidden_layers)
         self.here = everything if here is None else here
         self.elsewhere = tuple(f"layers.{i}." for i in everything if i not in self.here)
-        self.config, self.ranks = config, on.ranks  # the first: a `ModelConfig`
+        self.config, self.on, self.ranks = config, on, on.ranks  # the first: a `ModelConfig`
         self.left_out = 0  # bytes of a wrapping's towers, which were passed over
         self.most_rows = 2 ** 31  # sequences whose states it can keep: there is no limit
         _, kv_heads = on.ranks.share_heads(config.num_attention_heads, config.num_key_value_heads)
@@ -100,6 +100,17 @@ class Decoder(nn.Module):
                                               wanted if is_last else None)
         return hidden, residual
 
+    def too_wide(self) -> list[int]:
+        """Which of `kv_shapes` are of keys or values that don't `fit_8_bits`: random rows tell."""
+        x = torch.randn(16, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        x, found = x.to(self.on.device, self.on.dtype), []
+        for i, (heads, size) in enumerate(self.kv_shapes):
+            layer = self.layers[self.here[i]]
+            qkv = layer.self_attn.qkv_proj(layer.input_layernorm(x)).view(len(x), -1, size)
+            if not self.ranks.least(fit_8_bits(qkv[:, -2 * heads:])):
+                found.append(i)
+        return found
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """(num_rows, hidden_size) -> (num_rows, vocab_size), on rank 0; None on the others. Only
         rows that sample come here."""
@@ -108,6 +119,14 @@ class Decoder(nn.Module):
         logits = self.ranks.gather(logits, self.config.vocab_size)
         cap = self.config.logits_softcap
         return logits if cap is None or logits is None else cap * torch.tanh(logits / cap)
+
+
+def fit_8_bits(x: torch.Tensor) -> bool:
+    """Whether keys or values, (num_tokens, heads, head_dim), bear one scale a head. Qwen 2.5's keys
+    have biases of hundreds in a few channels: what differs between tokens would be rounded away."""
+    wide = x.float().transpose(0, 1)
+    differs = wide.diff(dim=1).abs().median(2).values.median(1).values  # 0.95 for normal numbers
+    return bool((wide.abs().amax((1, 2)) <= 16 * differs).all())
 
 
 class DecoderLayer(nn.Module):

@@ -100,6 +100,7 @@ class ModelRunner:
         self.ops = believed(namespace(config.kernels), self.parts.replaced)
         self.placement = Placement(self.dtype, self.device, ranks, self.ops, **self.parts.layers)
         self.kv_cache: KVCache = []
+        self.unrounded: list[int] | None = None  # caches that stay in `dtype`, if others are int8
         self.builder: BatchBuilder | None = None  # made with the cache, see allocate_kv_cache
         self.last_tokens: torch.Tensor | None = None  # of each row, the newest sample
         self.graph_class = graph_class
@@ -132,6 +133,8 @@ class ModelRunner:
                       else make(self.placement, tensors=tensors))
         self.networks.insert(0, self.model)
         self.kv_shapes = [shape for network in self.networks for shape in network.kv_shapes]
+        if self.unrounded is None and self.config.kv_cache_dtype == "int8":
+            self.unrounded = self.model.too_wide()  # once: a cache keeps its layout
         for tell in self.on_load:
             tell(self.model)
         return_freed_memory()
@@ -146,6 +149,7 @@ class ModelRunner:
             self.networks.remove(self.model)
         self.model = None if weights else self.model
         self.kv_cache = [] if kv_cache else self.kv_cache
+        self.unrounded = None if weights and kv_cache else self.unrounded  # other layers may come
         self.graphs = None
         return_freed_memory()
         if self.device.type == "cuda":
@@ -178,10 +182,10 @@ class ModelRunner:
 
     def _new_caches(self, num_blocks: int, device: torch.device) -> KVCache:
         """The caches of all networks' layers: one block table serves all of them."""
-        dtype = torch.int8 if self.config.kv_cache_dtype == "int8" else self.dtype
-        return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim, dtype,
-                                   device)
-                for heads, head_dim in self.kv_shapes]
+        kept = range(len(self.kv_shapes)) if self.unrounded is None else self.unrounded
+        return [self.ops.new_cache(num_blocks, self.config.block_size, heads, head_dim,
+                                   self.dtype if i in kept else torch.int8, device)
+                for i, (heads, head_dim) in enumerate(self.kv_shapes)]
 
     @on_its_device
     def count_kv_blocks(self) -> int:

@@ -184,6 +184,9 @@ def describe(config: EngineConfig, architecture: str, runner: Any, num_blocks: i
         text += f", {runner.model.left_out / 1e9:.2g} GB of towers left out"
     reserved = " reserved, used as it fills" if c.kernels == "cpu" else ""
     stored = "" if c.kv_cache_dtype == "auto" else f" in {c.kv_cache_dtype}"
+    if runner.unrounded:
+        reserved += (f" ({len(runner.unrounded)} of {len(runner.kv_shapes)} layers in {c.dtype}: "
+                     "their biases are too large for 8 bits)")
     dtype = c.dtype if c.quantization is None else f"{c.dtype}, quantization={c.quantization!r}"
     return (f"{Path(c.model).name}: {architecture} by {c.model_impl}, {device}, {dtype}{ranks}, "
             f"{c.kernels} attention, {graphs}{pools}{text} | "

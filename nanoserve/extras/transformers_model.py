@@ -43,7 +43,7 @@ from nanoserve.extras.foreign_weights import fill, text_config_of
 from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.latent import keep_latents
 from nanoserve.layers import Placement
-from nanoserve.model import KVCache, Pair
+from nanoserve.model import KVCache, Pair, fit_8_bits
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
 # What layers do in the place of attention, and how configs call such layers.
@@ -214,6 +214,8 @@ class TransformersModel(nn.Module):
         self.attending = list(probed)  # layers; all of them, but for hybrids
         self.windows = [window for *_, window in probed.values()]
         self.kv_shapes = [(k.shape[1], k.shape[3]) for _, k, _, _ in probed.values()]
+        self.wide = [i for i, (_, k, v, _) in enumerate(probed.values())
+                     if not all(fit_8_bits(one[0].transpose(0, 1)) for one in (k, v))]
         self.set_attention(PAGED)
 
     def set_attention(self, name: str) -> None:
@@ -230,6 +232,9 @@ class TransformersModel(nn.Module):
     def pages(self, kv_cache: KVCache, batch: Batch) -> Pages:
         by_layer = dict(zip(self.attending, zip(kv_cache, self.windows, strict=False), strict=True))
         return Pages(by_layer, batch, self.on)
+
+    def too_wide(self) -> list[int]:
+        return self.wide
 
     def compute_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Nothing to do: `forward` has returned logits."""
