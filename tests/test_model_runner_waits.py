@@ -70,8 +70,9 @@ def test_nor_does_one_with_images(tmp_path, monkeypatch, name):
 def test_nor_does_an_encoder(tmp_path, monkeypatch):
     """BERT's, whose rows have token types."""
     with LLM(make_encoder("bert", tmp_path / "bert"), dtype="float32", runner="pooling") as llm:
+        llm.runner.model.separator = 3  # as a tokenizer says it that joins pairs
         faults = watch_launches(llm, monkeypatch)
-        llm.embed([[1, 2, 3], [4] * 20], use_tqdm=False)
+        llm.embed([[1, 2, 3, 4], [4] * 20], use_tqdm=False)
     assert not faults
 
 
