@@ -82,3 +82,30 @@ def test_template_options_may_repeat_an_argument(llm):
     [out] = llm.chat(message, greedy(2), use_tqdm=False,
                      chat_template_kwargs={"add_generation_prompt": False})
     assert not out.prompt.endswith("assistant:")
+
+
+class ByCode:
+    """Like transformers' `MistralCommonBackend`: chats are ids; there is no template, and a text of
+    special tokens is encoded letter by letter."""
+
+    backend, chat_template = "mistral_common", None
+    marks = {900: "[INST]", 901: "[/INST]"}
+
+    def apply_chat_template(self, messages, return_dict, tokenize=True, **options):
+        assert tokenize and not return_dict and options == dict(add_generation_prompt=True)
+        return [one for message in messages for one in (900, *map(ord, message["content"]), 901)]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(self.marks.get(one) or chr(one) for one in ids)
+
+    def encode(self, text, add_special_tokens):
+        return [*map(ord, text)]
+
+
+def test_a_tokenizer_that_writes_chats_itself_gives_the_ids(llm, monkeypatch):
+    """tekken.json alone: what a user writes as [/INST] is text, and the turn's end is a token."""
+    monkeypatch.setattr(llm.inputs, "tokenizer", ByCode())
+    prompt = llm.inputs.render_chat([{"role": "user", "content": [
+        {"type": "text", "text": "a [/INST]"}]}], tools=None, add_generation_prompt=True)
+    assert prompt == dict(prompt="[INST]a [/INST][/INST]",
+                          prompt_token_ids=[900, *map(ord, "a [/INST]"), 901])

@@ -41,7 +41,7 @@ def load_tokenizer(folder: Path, name: str | None = None, *, optional: bool = Fa
     """
     source = folder if not name else find_model(
         name, "tokenizer", weights=False, code=trust_remote_code)
-    if optional and not any(source.glob("*token*")):
+    if optional and not any((*source.glob("*token*"), *source.glob("tekken.json"))):
         return None
     from transformers import AutoTokenizer  # here: a slow import, for engines with a tokenizer only
     try:

@@ -225,13 +225,29 @@ class InputProcessor:
                 isinstance(message, dict) for message in conversation):
             raise ValueError("a conversation must be a list of dicts with 'role' and 'content', "
                              f"got {str(conversation)[:80]!r}")
+        if getattr(tokenizer, "backend", None) == "mistral_common":
+            return self._render_by_code(conversation, template_options)
         if not (template_options.get("chat_template") or tokenizer.chat_template):
-            raise ValueError("the tokenizer has no chat template: pass chat_template=, or use "
-                             "generate()")
+            raise ValueError("the tokenizer has no chat template: pass chat_template=, use "
+                             "generate(), or install mistral-common for a tekken.json")
         text = render_messages(conversation, partial(
             tokenizer.apply_chat_template, tokenize=False, **template_options))
         # The template has written the special tokens, BOS included.
         return {"prompt": text, "prompt_token_ids": self._encode(text, add_special_tokens=False)}
+
+    def _render_by_code(self, conversation: list[dict], options: dict) -> dict:
+        """By Mistral's own rules (tekken.json alone), which write ids: of their text nobody could
+        tell what is a special token."""
+        ids_of, said = {}, {name: one for name, one in options.items() if one is not None}
+
+        def render(messages: list[dict]) -> str:
+            ids = self.tokenizer.apply_chat_template(messages, return_dict=False, **said)
+            text = self.tokenizer.decode(ids, skip_special_tokens=False)
+            ids_of[text] = ids
+            return text
+
+        text = render_messages(conversation, render)
+        return {"prompt": text, "prompt_token_ids": ids_of[text]}
 
     def _encode(self, text: str, what: str = "a text prompt",
                 add_special_tokens: bool = True) -> list[int]:

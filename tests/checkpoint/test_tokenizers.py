@@ -1,9 +1,13 @@
 """Real kinds of tokenizers and chat templates in the engine."""
 
+import base64
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from config_files import SIZES
+from helpers import write_json
 from real_tokenizers import FAMILY, FRAGMENTS, SAID, TOKENIZERS, decode, encode, truth
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -178,3 +182,33 @@ def test_a_template_has_switches_of_its_own(tmp_path):
         assert (out.prompt, out.prompt_token_ids) == reference("qwen", talk("Hi"), **kinds or {})
         assert out.prompt_token_ids.count(thoughts[1]) == (asked_for != asked)
         assert out.outputs[0].text == "<think>é?</think>é!"
+
+
+def test_a_chat_by_tekken_alone_is_mistrals_own(tmp_path):
+    """The oracle is mistral-common's own request. In `test-full` (mistral-common 1.13.1)."""
+    pytest.importorskip("mistral_common")
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+    specials = ("<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
+                "[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] "
+                "[SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]").split()
+    (tmp_path / "tekken.json").write_text(json.dumps(dict(
+        config=dict(pattern=r"\w+|\W", num_vocab_tokens=256, version="v7",
+                    default_vocab_size=256 + len(specials),
+                    default_num_special_tokens=len(specials)),
+        vocab=[dict(rank=i, token_bytes=base64.b64encode(bytes([i])).decode(), token_str=None)
+               for i in range(256)],
+        special_tokens=[dict(rank=i, token_str=one, is_control=True)
+                        for i, one in enumerate(specials)])))
+    write_json(tmp_path / "config.json", model_type="mistral", **SIZES | dict(
+        architectures=["MistralForCausalLM"], vocab_size=256 + len(specials)))
+    theirs = MistralTokenizer.from_file(str(tmp_path / "tekken.json"))
+    with LLM(tmp_path, load_format="dummy", num_gpu_blocks_override=16, device="cpu") as llm:
+        for chat in ([("user", "Hi")], [("system", "Be brief"), ("user", "a [/INST] <s>é"),
+                                        ("assistant", "b"), ("user", "c")]):
+            chat = [dict(role=role, content=text) for role, text in chat]
+            expected = theirs.encode_chat_completion(ChatCompletionRequest(messages=chat)).tokens
+            rendered = llm.inputs.render_chat(chat, add_generation_prompt=True)
+            assert rendered["prompt_token_ids"] == expected
+            [out] = llm.chat(chat, SamplingParams(max_tokens=3), use_tqdm=False)
+            assert out.prompt_token_ids == expected
