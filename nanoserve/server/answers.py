@@ -29,6 +29,7 @@ from uuid import uuid4
 
 from nanoserve.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoserve.frontend.request import Request
+from nanoserve.server.async_llm import EngineGenerateError
 from nanoserve.server.protocol import ChatBody, CompletionBody
 from nanoserve.server.tools import Reader
 
@@ -74,7 +75,10 @@ class Answer:
     def _take(self, output: RequestOutput) -> None:
         """Count it, and keep the prompt's logprobs, which come in pieces in a stream."""
         self.latest[output.request_id] = output
-        self.num_output += sum(len(sample.token_ids) for sample in output.outputs)
+        for sample in output.outputs:
+            if sample.finish_reason == "abort" and sample.stop_reason:  # the engine's, in words
+                raise EngineGenerateError(sample.stop_reason)
+            self.num_output += len(sample.token_ids)
         self.scored[output.request_id] += output.prompt_logprobs or []
 
     async def whole(self, outputs: AsyncIterator[RequestOutput]) -> dict:

@@ -15,6 +15,7 @@ Image = pytest.importorskip("PIL.Image", reason="the extra 'vision' brings Pillo
 from serving import NAME, Serving  # noqa: E402
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
+from nanoserve.extras.multimodal import Multimodal  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,22 @@ def test_an_image_in_a_tools_answer_is_where_the_template_puts_it(serving, langu
     body = body_of(language, seen=image_part(language, png("red")))
     status, answer = serving.ask(PATHS[language], body)
     assert status == 200 and text_of(language, answer) == told, answer
+
+
+@pytest.mark.parametrize("language", PATHS)
+def test_a_tower_that_fails_is_an_error_and_no_empty_answer(serving, monkeypatch, language):
+    """Whatever the language's word for an end is: the client must not take it for a turn's."""
+    eyes = serving.llm.extra(Multimodal).eyes
+    expected(serving, "<image>", png("red"))  # the first of its shape would be refused: a 400
+    monkeypatch.setattr(eyes, "encode", lambda picture: 1 / 0)
+    color = {"chat": "green", "responses": "navy", "messages": "gray"}[language]
+    body = body_of(language, image_part(language, png(color)))
+    status, answer = serving.ask(PATHS[language], body)
+    assert status == 500 and "can't read this image: division" in answer["error"]["message"]
+    _, data = serving.ask_raw(PATHS[language], body | dict(stream=True))
+    assert b"can't read this image: division" in data.splitlines()[-2]
+    monkeypatch.undo()
+    assert serving.ask(PATHS[language], body)[0] == 200
 
 
 def test_an_image_is_counted_as_what_it_stands_for(serving):
