@@ -66,17 +66,15 @@ def from_tensors(given: Mapping, names: list[str]) -> Picture:
 
 def load_processor(folder: Path, hf_config: PreTrainedConfig) -> ProcessorMixin:
     """transformers' own, without its part for videos, which alone needs torchvision."""
-    with in_words(f"{folder}: its processor can't be loaded, pass what a processor made (see "
-                  "docs/vision.md)"):  # transformers raises whatever its parts raise
+    with in_words(f"{folder}: its processor can't be loaded, pass what a processor made"):
         class ForImages(PROCESSOR_MAPPING[type(hf_config)]):
             @classmethod
             def get_attributes(cls) -> list[str]:
                 return [name for name in super().get_attributes() if name != "video_processor"]
 
             @classmethod
-            def from_args_and_dict(cls, args: list, given: dict, **options):
-                return super().from_args_and_dict(
-                    args, given | dict(video_processor=None), **options)
+            def from_args_and_dict(cls, args: list, given: dict, **more):
+                return super().from_args_and_dict(args, given | {"video_processor": None}, **more)
 
         return ForImages.from_pretrained(folder, trust_remote_code=False)
 
@@ -102,9 +100,8 @@ def read_image(image: object):
             grays = np.asarray(image)
             if image.mode == "F" or not 0 <= grays.min() <= grays.max() < 2 ** 16:
                 raise ValueError(f"nobody knows what is white in mode {image.mode}: make it L")
-            opaque = np.uint8(255) * (grays != image.info.get("transparency"))
-            image = Image.fromarray((grays >> 8).astype(np.uint8))
-            image.putalpha(Image.fromarray(opaque))
+            clear = grays == image.info.get("transparency")
+            image = Image.fromarray(np.stack((grays >> 8, ~clear * 255), -1).astype(np.uint8))  # LA
         if image.has_transparency_data:  # PIL would show the hidden colour, which is mostly black
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -120,8 +117,7 @@ def read_sound(sound: object, rate: int) -> np.ndarray:
         samples, own = read_wav(sound) if isinstance(sound, (Path, bytes)) else sound
         samples = np.asarray(samples)
         if samples.dtype.kind in "iu" and samples.itemsize < 8:  # 8 has a list of Python's
-            full = 2.0 ** (8 * samples.itemsize - 1)
-            samples = (samples - (full if samples.dtype.kind == "u" else 0)) / full
+            samples = samples / 2.0 ** (8 * samples.itemsize - 1) - (samples.dtype.kind == "u")
         if samples.ndim == 2:  # (2, n), or (n, 2) as in a file
             samples = samples.mean(0 if len(samples) < samples.shape[1] > 8 else 1)
         samples = samples.astype(np.float32)
