@@ -3,13 +3,14 @@
     nanoserve convert Qwen3-0.6B-Q8_0.gguf Qwen3-0.6B      then: nanoserve serve Qwen3-0.6B
 
 GGUF (llama.cpp's format) is one file with metadata, a tokenizer, and weights in small blocks, each
-with a scale. transformers rebuilds a config from the metadata, and multiplies the blocks out. What
-comes out is rounded a second time, to bfloat16; the last line says how much that changes.
+with a scale. transformers names the network's class, and multiplies the blocks out; what the
+metadata says is read in gguf_entries.py. What comes out is rounded a second time, to bfloat16; the
+last line says how much that changes.
 
-Invariants: the folder is there whole, or not at all. What transformers passes over in silence is
-an error: it leaves out how RoPE was scaled (by a tensor in Llama 3.1, by metadata with YaRN), and
-makes up what one part of a split file lacks. So every number of the file must be in the network. A
-network that the engine would refuse is refused before weights are read.
+Invariants: the folder is there whole, or not at all. Every number of the file is in the network,
+and every entry of its metadata is known. A network that the engine would refuse is refused before
+weights are read, and before the folder has its name the engine has written a text from it, which is
+that of transformers.
 
 Not known here: how blocks are stored. Confessed: all weights are in memory in float32. Road not
 taken: blocks that stay as they are, as in llama.cpp: some thirty kinds, each with products of its
@@ -18,6 +19,8 @@ own.
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +30,15 @@ import transformers
 
 from nanoserve.config import EngineConfig
 from nanoserve.llm import read_model
+from nanoserve.tools.gguf_entries import (
+    check_names,
+    mend_tokenizer,
+    read_ends,
+    read_network,
+)
+from nanoserve.tools.verify import BATCHED, NEAR_TIE, run_mode, write_reference
 
+THEIRS = f"transformers {transformers.__version__}"
 PACKAGES = ("gguf", "accelerate")  # transformers asks for both
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,22 +47,36 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     """Write the folder, and print what came out. Raises `ValueError` for what can't be converted,
     naming the remedy."""
     check(file, folder)
-    config = read_config(file)
-    model, tokenizer = read_weights(file)
-    check_whole(file, config, model)
+    from gguf import GGUFReader  # here, where it is known to be there
+    with refusing(str(file)):
+        reader = GGUFReader(file)
+        entries = {name: field.contents() for name, field in reader.fields.items()}
+        others = check_names(entries)
+    factors = {one.name: one.data for one in reader.tensors if one.name.startswith("rope_")}
+    config = read_config(file, entries, factors)
+    model, tokenizer = read_weights(file, config)
+    with refusing(str(file)):
+        mend_tokenizer(tokenizer, entries)
+        check_whole([one for one in reader.tensors if one.name not in factors], entries, model)
     loss = rounding_loss(model, getattr(torch, dtype))
     with torch.device("meta"):  # the same without what transformers keeps of a GGUF file
         plain = type(model)(config)
     plain.load_state_dict(model.to(getattr(torch, dtype)).state_dict(), assign=True)
     plain.tie_weights()
+    plain.generation_config.eos_token_id = read_ends(entries) or None
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as work:
-        made = Path(work, "made")
+        made = Path(work, folder.name)
         plain.save_pretrained(made)
         tokenizer.save_pretrained(made)
+        name = type(plain).__name__
+        del model, plain
+        probe(made)
         made.replace(folder)
+    if others:
+        print(f"Passed over: {', '.join(others)}")
     size = sum(one.stat().st_size for one in folder.iterdir())
-    print(f"{folder}: {type(model).__name__}, {size / 1e6:,.1f} MB in {dtype}, of "
+    print(f"{folder}: {name}, {size / 1e6:,.1f} MB in {dtype}, of "
           f"{file.stat().st_size / 1e6:,.1f} MB in {file.name}")
     print(f"What rounding the file's numbers once more changes, relative to them: {loss:.2%}")
 
@@ -68,15 +93,18 @@ def check(file: Path, folder: Path) -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(f"converting needs {' and '.join(missing)}: pip install "
                          "'nanoserve[gguf]', or in a clone pip install -e '.[gguf]'")
+    if not hasattr(transformers, "GgufConfig"):
+        raise ValueError(f"converting needs transformers 5.23, here is {transformers.__version__}")
 
 
-def read_config(file: Path) -> transformers.PreTrainedConfig:
-    """What transformers makes of the metadata. The engine must be able to serve it."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # whatever its parsers raise
-        raise ValueError(f"{file}: transformers {transformers.__version__} can't read it: {error}; "
-                         "use the checkpoint in safetensors") from error
+def read_config(file: Path, entries: dict, factors: dict) -> transformers.PreTrainedConfig:
+    """What the metadata says, for the class that transformers has. The engine must be able to serve
+    it."""
+    with refusing(f"{file}: {THEIRS} can't read it"):
+        base, _ = transformers.PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+        kind = transformers.CONFIG_MAPPING[base["model_type"]]
+    with refusing(str(file)):
+        config = kind(**read_network(entries, base, kind(), factors))
     if config.architectures is None:
         known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         config.architectures = [getattr(known, "__name__", "a model that does not generate")]
@@ -86,40 +114,65 @@ def read_config(file: Path) -> transformers.PreTrainedConfig:
     return config
 
 
-def read_weights(file: Path) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerBase]:
-    try:
+def read_weights(file: Path, config: transformers.PreTrainedConfig,
+                 ) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerBase]:
+    with refusing(f"{file}: {THEIRS} can't load it"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             file.parent, gguf_file=file.name, trust_remote_code=False)
-        new = hasattr(transformers, "GgufConfig")  # from 5.23 on, it may leave blocks as they are
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True,
-            **dict(quantization_config=transformers.GgufConfig(dequantize=True)) if new else {})
-    except Exception as error:
-        raise ValueError(f"{file}: transformers {transformers.__version__} can't load it: {error}; "
-                         "use the checkpoint in safetensors") from error
+            file.parent, gguf_file=file.name, config=config, dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            output_loading_info=True, ignore_mismatched_sizes=True)  # they are named below
+    for name, stored, meant in found.pop("mismatched_keys"):
+        raise ValueError(f"{file}: {name} has {list(stored)} numbers, and {list(meant)} by the "
+                         "metadata: take another file")
     for what, names in found.items():
         if names:
-            raise ValueError(f"{file}: {what.replace('_', ' ')} {', '.join(sorted(names)[:5])}. If "
-                             "it is one part of several, join them: llama-gguf-split --merge")
+            named = ", ".join(sorted(names)[:5])
+            raise ValueError(f"{file}: {what.replace('_', ' ')} {named}. If it is one part of "
+                             "several, join them: llama-gguf-split --merge")
     return model, tokenizer
 
 
-def check_whole(file: Path, config: transformers.PreTrainedConfig,
-                model: torch.nn.Module) -> None:
-    """Raises `ValueError` if the file has numbers that nobody asked for."""
-    from gguf import GGUFReader  # here, where it is known to be there
-    reader = GGUFReader(file)
-    scaled = [name for name, field in reader.fields.items()
-              if name.endswith(".rope.scaling.type") and field.contents() != "none"]
-    rope = getattr(config, "rope_parameters", None) or {}
-    strange = [one.name for one in reader.tensors if one.name.startswith("rope_")] + [
-        name for name in scaled if rope.get("rope_type", "default") == "default"]
-    stored = sum(int(one.n_elements) for one in reader.tensors)
+@contextmanager
+def refusing(words: str) -> Iterator[None]:
+    """Any error within becomes a `ValueError` with these words and the remedy."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{words}: {error}; use the checkpoint in safetensors") from error
+
+
+def check_whole(tensors: list, entries: dict, model: torch.nn.Module) -> None:
+    """Raises `ValueError` if the file has numbers that nobody asked for, or if RoPE turns another
+    part of each head than it says. Layers that only draft (nextn) are left out."""
+    arch, layers = entries["general.architecture"], model.config.num_hidden_layers
+    drafts = {f"blk.{i}" for i in range(layers, entries[f"{arch}.block_count"])}
+    stored = sum(int(one.n_elements) for one in tensors
+                 if ".".join(one.name.split(".")[:2]) not in drafts)
     read = sum(p.numel() for p in model.parameters())
-    if strange or stored != read:
-        raise ValueError(f"{file}: transformers {transformers.__version__} reads {read:,} numbers "
-                         f"of {stored:,}, and leaves out {', '.join(strange[:5]) or 'the rest'}: "
-                         "texts would differ, so use the checkpoint in safetensors")
+    if stored != read:
+        raise ValueError(f"{THEIRS} reads {read:,} numbers of {stored:,}")
+    turned = entries.get(f"{arch}.rope.dimension_count")
+    for name, waves in model.named_buffers():
+        if turned and name.endswith("inv_freq") and 2 * len(waves) != turned:
+            raise ValueError(f"{arch}.rope.dimension_count={turned}, but the class turns "
+                             f"{2 * len(waves)}")
+
+
+def probe(folder: Path) -> None:
+    """Raises `ValueError` unless the engine writes from the folder what transformers' network does,
+    both in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    length = min(40, model.config.max_position_embeddings - 4)
+    prompt = [i * 7919 % model.config.vocab_size for i in range(length)]
+    ends = model.generation_config.eos_token_id or ()
+    text = write_reference(model, prompt, ends, 4, NEAR_TIE["float32"], dense=True)
+    del model
+    row = run_mode(folder, BATCHED, [text], 4, dtype="float32", device="cpu",
+                   tensor_parallel_size=1)
+    if row.differ:
+        raise ValueError(f"the engine writes another text than transformers: {row.differ[0]}")
 
 
 def rounding_loss(model: torch.nn.Module, dtype: torch.dtype) -> float:

@@ -227,7 +227,8 @@ def write_reference(model, prompt: list[int], eos_token_ids: tuple[int, ...], ma
     text, new, cache = Text(prompt), prompt, None
     while len(text.token_ids) < max_tokens and not set(text.token_ids) & set(eos_token_ids):
         out = model(torch.tensor([prompt + text.token_ids if dense else new], device=model.device),
-                    past_key_values=cache, use_cache=not dense, logits_to_keep=1)
+                    use_cache=not dense, logits_to_keep=1,
+                    **({} if dense else dict(past_key_values=cache)))
         cache, logits = out.past_key_values, out.logits[0, -1]  # (vocab_size,)
         best = logits.topk(min(NUM_RIVALS, len(logits)))
         gaps = (best.values[0] - best.values).tolist()

@@ -1,0 +1,232 @@
+"""What the metadata of a GGUF file says, in the words of transformers' configs.
+
+    qwen3.rope.freq_base = 1000000     ──►  "rope_parameters": {"rope_theta": 1000000, ...}
+    tokenizer.ggml.eot_token_id = 258  ──►  "eos_token_id": [256, 258]
+
+transformers reads some entries of each architecture, and the defaults of its classes stand in for
+the others. So all are read here, by one table for all architectures: a name means the same in each.
+
+Invariant: an entry that is not known, or that the network's class has no field for, is an error.
+What a file leaves out has llama.cpp's default and not the class's.
+"""
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+from tokenizers import decoders, pre_tokenizers
+
+from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.rope_frequencies import rope_frequencies
+
+# An entry of the network, and its names as a field of transformers' classes.
+FIELDS = {
+    "vocab_size": "vocab_size", "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size n_inner",
+    "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads num_kv_heads",
+    "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps layer_norm_eps",
+    "attention.layer_norm_epsilon": "norm_epsilon layer_norm_eps layer_norm_epsilon norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "use_parallel_residual": "use_parallel_residual", "expert_weights_norm": "norm_topk_prob",
+    "expert_count": "num_experts num_local_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+NEEDED = ("block_count", "context_length", "embedding_length", "attention.head_count")
+# What needs no field: sizes that tensors show (of others they would not fit), what is 0, or as
+# always.
+SHOWN = ("attention.head_count_kv", "attention.key_length", "attention.value_length",
+         "feed_forward_length")
+OFF = re.compile("attention.(sliding_window|max_alibi_bias|clamp_kqv|scale)|.*logit_softcapping|"
+                 "expert_.*(count|scale|func)|leading_dense_block_count|logit_scale|pooling_type")
+AS_ALWAYS = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_scale": 1.0}
+ROPE = re.compile(r"rope\.(freq_base(_swa)?|dimension_count|scale_linear|scaling\.(type|factor|"
+                  "attn_factor|original_context_length|finetuned|"
+                  "yarn_(attn_factor|beta_fast|beta_slow)))")
+# Of hybrids alone, whose entries transformers reads one by one.
+HYBRID = re.compile("(lfm2|qwen35|qwen35moe) (shortconv.l_cache|full_attention_interval|ssm.(state_"
+                    "size|conv_kernel|group_count|time_step_rank|inner_size)|rope.dimension_sections)")
+TOKENIZER = re.compile(
+    r"tokenizer\.(ggml\.(model|pre|tokens|token_type|scores|merges|add_((bos|eos)_token|space_prefix)|"
+    "(bos|eos|eot|eom|unknown|seperator|padding|mask|cls|fim_...|prefix|suffix|middle)_token_id)|"
+    r"chat_templates?|chat_template\..+|huggingface\.json)")
+# Control tokens that end a text by their spelling, as in llama.cpp.
+CONTROL = 3
+ENDS = set("""<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
+    <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance>
+    <eos> <turn|> <|tool_response>""".split())
+# Ways to split text before merging: by GPT-2's pattern, and as Llama 3, where a word of the
+# vocabulary needs no merges and BOS comes first.
+AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
+             "lfm2", "jina-v5-nano", "tekken"}
+
+
+def check_names(entries: dict) -> list[str]:
+    """What is passed over: other tools' entries, ways to sample, further templates.
+
+    Raises `ValueError` for a file that is not a whole text model, and for an entry of the tokenizer
+    that is not known."""
+    if entries.get("general.type", "model") != "model" or entries.get("split.count", 1) > 1:
+        raise ValueError(f"general.type={entries.get('general.type')!r}, split.count="
+                         f"{entries.get('split.count')!r}: convert the file of a whole text model; "
+                         "parts are joined by llama-gguf-split --merge")
+    for name, value in entries.items():
+        if name.startswith("tokenizer.") and value and not TOKENIZER.fullmatch(name):
+            raise ValueError(f"{name}={value!r:.80} is not known")
+    ours = ("GGUF", "general", "split", "quantize", "tokenizer", entries["general.architecture"])
+    return [name for name in entries if name.split(".")[0] not in ours
+            or name.startswith(("general.sampling.", "tokenizer.chat_template."))]
+
+
+def read_network(entries: dict, base: dict, usual: object, factors: dict) -> dict:
+    """The fields of the network's config. base: what transformers makes of the file; usual: the
+    class's config, with its defaults; factors: RoPE's tensors.
+
+    Raises `ValueError` naming the entry and its value for what the class has no place for.
+    """
+    arch, fields = entries["general.architecture"], {}
+    known = usual.to_dict().keys() | usual.attribute_map.keys()
+    said = {name.removeprefix(f"{arch}."): value for name, value in entries.items()
+            if name.startswith(f"{arch}.")}
+
+    def refuse(name: str, why: str) -> None:
+        raise ValueError(f"{arch}.{name}={said.get(name)!r:.80}: {why}")
+
+    norms = [name for name in said if name.startswith("attention.layer_norm_")]
+    for name in (*NEEDED, *(norms or ["attention.layer_norm_rms_epsilon"])):
+        if name not in said:
+            refuse(name, "every network has it")
+    for name, value in said.items():
+        if isinstance(value, list) and not HYBRID.fullmatch(f"{arch} {name}"):
+            if len(set(value) - {0}) != 1:  # 0: a layer that does not attend (LFM2)
+                refuse(name, "layers differ in it")
+            said[name] = max(value)
+    heads, hidden = said["attention.head_count"], said["embedding_length"]
+    said = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads,
+            "attention.sliding_window": 4096 * (arch == "gemma2")} | said
+    said["block_count"] -= said.pop("nextn_predict_layers", 0)  # drafts' layers are left out
+    for name, value in said.items():
+        if HYBRID.fullmatch(f"{arch} {name}") or (
+                "rope_parameters" in known and ROPE.fullmatch(name)):
+            continue
+        value = None if OFF.fullmatch(name) and not value else value
+        names = FIELDS.get(name, "").split()
+        field = next((one for one in names if one in known), None)
+        if names == ["head_dim"] and value != hidden // heads:
+            field = "head_dim"  # some classes read it unsaid
+        elif field is None and name not in SHOWN and value not in (None, AS_ALWAYS.get(name)):
+            refuse(name, f"transformers' {type(usual).__name__} has no place for it")
+        if field is not None and fields.setdefault(field, value) != value:
+            refuse(name, f"another entry says {field}={fields[field]!r}")
+    layers, head_dim = said["block_count"], said["attention.key_length"]
+    if "query_pre_attn_scalar" in known:  # Gemma's 27B have another one, by llama.cpp's rule, too
+        large = (arch, layers) in (("gemma2", 46), ("gemma3", 62))
+        fields["query_pre_attn_scalar"] = hidden // heads if large else head_dim
+    if "use_sliding_window" in known:
+        fields |= dict(use_sliding_window=bool(fields["sliding_window"]), max_window_layers=0)
+    elif "layer_types" in known and not fields.get("sliding_window", True):
+        fields |= dict(layer_types=["full_attention"] * layers,
+                       sliding_window=said["context_length"])
+    if "rope_parameters" in known:
+        rope = read_rope(said, head_dim, factors, refuse)
+        local = dict(rope_type="default", rope_theta=said.get("rope.freq_base_swa", 1e4))
+        if "sliding_attention" in (usual.rope_parameters or {}):  # Gemma 3 stretches no window
+            rope = dict(full_attention=rope, sliding_attention=local)
+        elif "rope.freq_base_swa" in said and local["rope_theta"] != rope["rope_theta"]:
+            refuse("rope.freq_base_swa", "the class has one base for all layers")
+        fields["rope_parameters"] = (base.get("rope_parameters") or {}) | rope
+    for ours, theirs in dict(bos="bos", eos="eos", pad="padding").items():
+        fields[f"{ours}_token_id"] = entries.get(f"tokenizer.ggml.{theirs}_token_id")
+    return {k: v for k, v in base.items() if k not in ("rope_theta", "rope_scaling")} | fields
+
+
+def read_rope(said: dict, head_dim: int, factors: dict, refuse: Callable) -> dict:
+    """One object of `rope_parameters`. factors: by how much each pair's wave is longer."""
+    rope = dict(rope_type="default", rope_theta=said.get("rope.freq_base", 10000.0))
+    if (turned := said.get("rope.dimension_count", head_dim)) != head_dim:
+        rope["partial_rotary_factor"] = turned / head_dim
+    factor = said.get("rope.scaling.factor", said.get("rope.scale_linear")) or 1.0
+    kind = said.get("rope.scaling.type", "linear" if factor != 1 else "none")
+    trained = said.get("rope.scaling.original_context_length", said["context_length"])
+    sharp = (said.get("rope.scaling.attn_factor", 1.0)
+             * said.get("rope.scaling.yarn_attn_factor", 1.0))
+    match kind, *sorted(factors):
+        case "none" | "longrope", "rope_factors_long.weight", "rope_factors_short.weight":
+            return rope | dict(
+                rope_type="longrope", original_max_position_embeddings=trained,
+                factor=said["context_length"] / trained, attention_factor=sharp,
+                **{f"{name}_factor": factors[f"rope_factors_{name}.weight"].tolist()
+                   for name in ("long", "short")})
+        case "none", "rope_freqs.weight" if sharp == 1:
+            return rope | llama3(rope["rope_theta"], factors["rope_freqs.weight"])
+        case ("yarn",):
+            return rope | dict(
+                rope_type="yarn", factor=factor, original_max_position_embeddings=trained,
+                beta_fast=said.get("rope.scaling.yarn_beta_fast", 32.0),
+                beta_slow=said.get("rope.scaling.yarn_beta_slow", 1.0),
+                attention_factor=sharp * (0.1 * math.log(factor) + 1))
+        case ("linear",) if sharp == 1:
+            return rope | dict(rope_type="linear", factor=factor)
+        case ("none",) if sharp == 1:
+            return rope
+    refuse("rope.scaling.type", f"not known together with {', '.join(factors) or 'attn_factor'}")
+
+
+def llama3(theta: float, factors) -> dict:
+    """The recipe that makes these factors, (head_dim / 2,). Published ones blend between one and
+    four turns in training, and their numbers are powers of 2."""
+    factors = torch.from_numpy(factors.copy())
+    plain = rope_frequencies(2 * len(factors), RopeConfig(theta))
+    for factor in (float(factors.max()), *(2.0 ** i for i in range(1, 7))):
+        for length in (2 ** i for i in range(3, 21)):
+            recipe = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0,
+                          high_freq_factor=4.0, original_max_position_embeddings=length)
+            made = rope_frequencies(2 * len(factors), RopeConfig(theta, **recipe))
+            if torch.allclose(plain / made, factors, rtol=1e-5):
+                return recipe
+    raise ValueError(f"rope_freqs.weight: no recipe makes {factors.tolist()!s:.80}")
+
+
+def read_ends(entries: dict) -> list[int]:
+    """The tokens that end a text: those with a name, and those that are spelled like one."""
+    types = entries.get("tokenizer.ggml.token_type", [])
+    ends = {text: i for i, (text, kind) in enumerate(zip(
+        entries["tokenizer.ggml.tokens"], types, strict=False)) if kind == CONTROL and text in ENDS}
+    if {"<|return|>", "<|call|>"} <= ends.keys() or {"<|flush|>", "<|calls|>"} <= ends.keys():
+        ends.pop("<|end|>", None)  # here it ends a message and not the turn
+    if "<|tool_response>" in ends:
+        ends.pop("</s>", None)
+    named = [entries.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for i in (*named, *ends.values()) if i is not None))
+
+
+def mend_tokenizer(tokenizer, entries: dict) -> None:
+    """What transformers passes over: llama.cpp's defaults, and that no space comes in front.
+
+    Raises `ValueError` for a way to split text before merging that it doesn't know: it would take
+    GPT-2's."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    kind, pre = (entries.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    backend = tokenizer.backend_tokenizer
+    if kind == "gpt2" and pre == "starcoder":
+        backend.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif kind == "gpt2" and pre not in {*GGUF_PRE_TOKENIZER_SPLITS, *AS_GPT2}:
+        raise ValueError(f"tokenizer.ggml.pre={pre!r}: nobody here knows how it splits text")
+    if kind == "gpt2" and pre in AS_LLAMA3:
+        backend.model.ignore_merges = True
+    if kind == "llama" and entries.get("tokenizer.ggml.add_space_prefix") is False and (
+            tokenizer.tokenize("a") != ["a"]):
+        backend.normalizer = None
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        backend.decoder = decoders.Sequence([
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if kind in ("gpt2", "llama"):
+        tokenizer.add_bos_token = tokenizer.bos_token is not None and entries.get(
+            "tokenizer.ggml.add_bos_token", kind == "llama" or pre in AS_LLAMA3)
