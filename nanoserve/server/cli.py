@@ -232,13 +232,13 @@ def main(argv: list[str] | None = None) -> int:
         check_names([*names, *(name for name, _ in args.lora_modules or ())])
         llm = LLM(getattr(args, "model", BUNDLED_MODEL), **engine_options(args))
         lora_requests = load_adapters(llm, args.lora_modules)
+        keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
+        app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
+                         root_path=args.root_path, max_requests=args.max_requests,
+                         max_body_bytes=args.max_body_bytes
+                         or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)
     except (ValueError, OSError) as error:
         parser.exit(2, f"nanoserve: {error}\n")
-    keys = (args.api_key or []) + list(filter(None, [os.environ.get(KEY_VARIABLE)]))
-    app = create_app(AsyncLLM(llm), names, template, lora_requests, args.strict, api_keys=keys,
-                     root_path=args.root_path, max_requests=args.max_requests,
-                     max_body_bytes=args.max_body_bytes
-                     or (32 if args.limit_mm_per_prompt else 4) * 2 ** 20)
     if args.allowed_origins:  # around the guard: a browser asks without a key first
         origins = sum([[one] if isinstance(one, str) else one for one in args.allowed_origins], [])
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],

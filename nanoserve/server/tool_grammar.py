@@ -18,11 +18,19 @@ Not known here: masks, which extras/structured.py makes of a grammar. Road not t
 """
 
 import json
+import os
 import re
+import resource
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import SamplingParams
 from nanoserve.llm import EXTRAS, LLM
 from nanoserve.server.errors import BadRequest
@@ -34,6 +42,8 @@ TEXT = "/(?s:.*)/"
 LITERAL = r"""/'([^'\\\n]|\\['"\\nrt])%s'/"""  # a text as Python writes it
 OTHERS = {"number", "boolean", "null"}
 MAX_VALUES = 2_000
+# Bounds of a chat template while its format is derived, which takes a tenth of a second.
+CPU_SECONDS, WALL_SECONDS, ROOM, MOST_TEXT = 5, 60, 2 ** 29, 2 ** 20
 
 
 class Turns:
@@ -45,9 +55,11 @@ class Turns:
         if tokenizer is None or not (chat_template or tokenizer.chat_template):
             self.form = Format("", why="tools need a chat template, and the tokenizer has none")
             return
-        ends = {*llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
-        self.form = derive(lambda chat, **more: llm.inputs.render_chat(chat, **options, **more)[
-            "prompt"], [tokenizer.decode([token_id]) for token_id in ends])
+        ends = [tokenizer.decode([token_id]) for token_id in {
+            *llm.model_config.eos_token_ids, tokenizer.eos_token_id} - {None}
+            if token_id < llm.model_config.vocab_size]
+        self.form = apart(tokenizer, lambda: derive(lambda chat, **more: llm.inputs.render_chat(
+            chat, **options, **more)["prompt"], ends))
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {one.content: token_id for token_id, one in added.items()
                         if one.special or re.fullmatch("<.+>", one.content)}  # as llguidance does
@@ -94,6 +106,42 @@ class Turns:
             raise BadRequest("structured_outputs: with tools only json is possible: leave one of "
                              "them out", "structured_outputs")
         return json.loads(schema) if isinstance(schema, str) else schema
+
+
+def apart(tokenizer: Tokenizer, work: Callable[[], Format]) -> Format:
+    """What `work` returns, in a process of its own: a chat template is a program that came with a
+    model, and may never end, or take all memory. Raises `ValueError` beyond the bounds."""
+    context = get_context("fork")  # nothing is imported, or sent there
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_work_apart, args=(tokenizer, work, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if ours.poll(WALL_SECONDS):
+            return ours.recv()
+    except EOFError:
+        pass
+    finally:
+        child.kill()
+        child.join()
+    raise ValueError(f"the chat template takes more than {CPU_SECONDS} seconds, {ROOM:,} bytes or "
+                     f"{MOST_TEXT:,} characters for a few words: choose another (--chat-template)")
+
+
+def _work_apart(tokenizer: Tokenizer, work: Callable[[], Format], answer: Connection) -> None:
+    def render(*args, **options) -> str:
+        try:
+            text = template(*args, **options)
+        except MemoryError:
+            os._exit(1)
+        return text if len(text) <= MOST_TEXT else os._exit(1)
+
+    template, tokenizer.apply_chat_template = tokenizer.apply_chat_template, render
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    with suppress(OSError, ValueError):  # where there is no /proc, time is the bound
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+    answer.send(work())
 
 
 class ToolGrammar:

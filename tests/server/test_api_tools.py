@@ -293,6 +293,23 @@ def test_a_template_without_calls_has_its_tools_refused(server):
     assert Turns(server.llm, TEMPLATES["Qwen3"]).form.why == ""
 
 
+MANY = "{%% for i in range(99999) %%}{%% for j in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize("template", [
+    "{% if tools %}" + MANY % "" + "{% endif %}", MANY % ("x" * 1000), "{{ 'a' * 10**10 }}",
+    "{% set n = namespace(x='aa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"])
+def test_a_template_without_end_is_refused_and_the_server_goes_on(server, monkeypatch, template):
+    """It comes with the model, and was rendered at the start without a bound."""
+    from nanoserve.server import tool_grammar
+    monkeypatch.setattr(tool_grammar, "CPU_SECONDS", 1)
+    before = server.llm.tokenizer.apply_chat_template
+    with pytest.raises(ValueError, match="chat template takes more than .*--chat-template"):
+        tool_grammar.Turns(server.llm, template + TEMPLATES["Qwen3"])
+    assert server.llm.tokenizer.apply_chat_template == before
+    assert server.ask(PATH, BODY | dict(max_tokens=3))[0] == 200
+
+
 def test_offline_tools_are_shown_to_the_template_and_calls_are_read(server):
     from nanoserve import SamplingParams
     from nanoserve.server.tool_grammar import Turns
