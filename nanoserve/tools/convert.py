@@ -33,7 +33,7 @@ from nanoserve.llm import read_model
 from nanoserve.tools.gguf_entries import (
     check_names,
     mend_tokenizer,
-    read_ends,
+    read_generation,
     read_network,
 )
 from nanoserve.tools.verify import BATCHED, NEAR_TIE, run_mode, write_reference
@@ -63,7 +63,7 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
         plain = type(model)(config)
     plain.load_state_dict(model.to(getattr(torch, dtype)).state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config.eos_token_id = read_ends(entries) or None
+    plain.generation_config.update(**read_generation(entries))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as work:
         made = Path(work, folder.name)
@@ -193,6 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights in the "
                         "folder; default: bfloat16")
     args = parser.parse_args(argv)
+    transformers.logging.set_verbosity_error()  # its reports name flags that nobody has set
     try:
         convert(args.file, args.folder, args.dtype)
     except (ValueError, OSError) as error:

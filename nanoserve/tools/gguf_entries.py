@@ -54,6 +54,9 @@ TOKENIZER = re.compile(
     r"tokenizer\.(ggml\.(model|pre|tokens|token_type|scores|merges|add_((bos|eos)_token|space_prefix)|"
     "(bos|eos|eot|eom|unknown|seperator|padding|mask|cls|fim_...|prefix|suffix|middle)_token_id)|"
     r"chat_templates?|chat_template\..+|huggingface\.json)")
+SAMPLING = {f"general.sampling.{ours}": theirs for ours, theirs in dict(
+    temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
+    penalty_repeat="repetition_penalty").items()}
 # Control tokens that end a text by their spelling, as in llama.cpp.
 CONTROL = 3
 ENDS = set("""<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn>
@@ -67,7 +70,7 @@ AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral
 
 
 def check_names(entries: dict) -> list[str]:
-    """What is passed over: other tools' entries, ways to sample, further templates.
+    """What is passed over: other tools' entries, some ways to sample, further templates.
 
     Raises `ValueError` for a file that is not a whole text model, and for an entry of the tokenizer
     that is not known."""
@@ -79,8 +82,8 @@ def check_names(entries: dict) -> list[str]:
         if name.startswith("tokenizer.") and value and not TOKENIZER.fullmatch(name):
             raise ValueError(f"{name}={value!r:.80} is not known")
     ours = ("GGUF", "general", "split", "quantize", "tokenizer", entries["general.architecture"])
-    return [name for name in entries if name.split(".")[0] not in ours
-            or name.startswith(("general.sampling.", "tokenizer.chat_template."))]
+    return [name for name in entries if name.split(".")[0] not in ours or name not in SAMPLING
+            and name.startswith(("general.sampling.", "tokenizer.chat_template."))]
 
 
 def read_network(entries: dict, base: dict, usual: object, factors: dict) -> dict:
@@ -192,8 +195,9 @@ def llama3(theta: float, factors) -> dict:
     raise ValueError(f"rope_freqs.weight: no recipe makes {factors.tolist()!s:.80}")
 
 
-def read_ends(entries: dict) -> list[int]:
-    """The tokens that end a text: those with a name, and those that are spelled like one."""
+def read_generation(entries: dict) -> dict:
+    """For generation_config.json: how to sample, and the tokens that end a text, which have a name
+    or are spelled like one."""
     types = entries.get("tokenizer.ggml.token_type", [])
     ends = {text: i for i, (text, kind) in enumerate(zip(
         entries["tokenizer.ggml.tokens"], types, strict=False)) if kind == CONTROL and text in ENDS}
@@ -202,7 +206,9 @@ def read_ends(entries: dict) -> list[int]:
     if "<|tool_response>" in ends:
         ends.pop("</s>", None)
     named = [entries.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(i for i in (*named, *ends.values()) if i is not None))
+    ids = dict.fromkeys(i for i in (*named, *ends.values()) if i is not None)
+    sampling = {theirs: entries[name] for name, theirs in SAMPLING.items() if name in entries}
+    return sampling | dict(eos_token_id=list(ids) or None, do_sample=bool(sampling) or None)
 
 
 def mend_tokenizer(tokenizer, entries: dict) -> None:

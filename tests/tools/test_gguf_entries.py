@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoserve.tools.convert import main
-from nanoserve.tools.gguf_entries import mend_tokenizer, read_ends, read_network
+from nanoserve.tools.gguf_entries import mend_tokenizer, read_generation, read_network
 
 SIZES = dict(vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -79,7 +79,8 @@ def write(path, arch: str, model, said: dict, tensors=(), **tokenizer) -> None:
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
                str: writer.add_string, list: writer.add_array}.get(type(value))
         if add is not None:
-            add(name if name.startswith(("general.", "tokenizer.")) else f"{arch}.{name}", value)
+            whole = name.startswith(("general.", "tokenizer.", "other."))
+            add(name if whole else f"{arch}.{name}", value)
     names = TOP | {f"blk.{i}.{name}": f"model.layers.{i}.{ours}"
               for i in range(model.config.num_hidden_layers) for name, ours in LAYERS[arch].items()}
     for name, ours in names.items():
@@ -241,14 +242,18 @@ def test_tokens_that_end_a_text(special, named, ends):
     """By name or by spelling; `<|end|>` of gpt-oss ends a message only, and a text is no token."""
     entries = {"tokenizer.ggml.tokens": [*TOKENS[:256], *special, "<EOT>"],
                "tokenizer.ggml.token_type": [1] * 256 + [3] * 4 + [1]}
-    assert read_ends(entries | {
-        f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}) == ends
+    assert read_generation(entries | {
+        f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()})["eos_token_id"] == ends
 
 
-def test_the_folder_has_all_ends_and_bos_as_llama_cpp_puts_it(tmp_path):
+def test_the_folder_has_all_ends_and_bos_as_llama_cpp_puts_it(tmp_path, capsys):
     folder = converted(tmp_path, "llama", network("llama"), {
-        "tokenizer.ggml.eot_token_id": 259}, bos_token_id=256, tokenizer_pre="llama-bpe")
+        "tokenizer.ggml.eot_token_id": 259, "general.sampling.temp": 0.5, "other.tool": "it",
+        "general.sampling.top_k": 7, "general.sampling.mirostat": 2}, bos_token_id=256,
+        tokenizer_pre="llama-bpe")
+    assert "Passed over: other.tool, general.sampling.mirostat\n" in capsys.readouterr().out
     written = json.loads((folder / "generation_config.json").read_text())
+    assert (written["temperature"], written["top_k"]) == (0.5, 7)
     assert written["eos_token_id"] == [257, 259, 258]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("ab<|im_end|>").input_ids == [256, 260, 258]  # Llama 3's need no flag for it
