@@ -165,7 +165,7 @@ def test_no_code_of_a_folder_runs_and_nobody_is_asked(folders, tmp_path, monkeyp
 # ------------------------------------------------- made and saved by transformers' own classes
 
 MEAN, STD = dict(image_mean=[0.5] * 3), dict(image_std=[0.5] * 3)
-PUBLISHED = {  # the arguments of published files
+PUBLISHED = {  # the arguments of these models, from memory: no file of theirs was at hand
     # HuggingFaceTB/SmolVLM2-2.2B-Instruct
     "smolvlm": (transformers.SmolVLMProcessor, dict(image_seq_len=81), "SmolVLMImageProcessor",
                 dict(do_image_splitting=True, max_image_size=dict(longest_edge=384),
