@@ -394,6 +394,13 @@ def test_a_top_p_of_one_takes_nothing_away(ops):
         assert ((row > floor) | (row == floor) & (torch.arange(4) <= last_id)).sum() == count
 
 
+def test_zeros_of_both_signs_are_equals(ops):
+    """Of four equals, .25 each, top-p .6 takes three."""
+    logits, ones = torch.tensor([[0.0, -0.0, 0.0, -0.0]]), torch.ones(1)
+    floors, last = ops.floors(logits, ones, ones.int() * 0, 0.6 * ones, 0 * ones)
+    assert (floors, last) == (0, 2)
+
+
 def test_draws_stay_above_the_floor(ops):
     def draws(s: int, floors) -> set[int]:
         return set(ops.draw(logits.expand(s, -1).contiguous(), torch.ones(s), torch.arange(

@@ -32,18 +32,18 @@ def test_attention_to_keys_and_values_in_8_bits(ops, dtype, case):  # noqa: F811
 
 @pytest.mark.parametrize("head_dim", [16, 576])
 def test_each_of_many_small_weights_counts(ops, dtype, head_dim):  # noqa: F811
-    """One key is looked at, with a value of 0, and 99 others weigh exp(-6) of it each, a fifth in
-    all: rounded to 8 bits they were nothing. Products of 576 numbers that are all as large as can
-    be (a latent head has so many) pass 2^31 as whole numbers."""
+    """One key is looked at, with a value of -1, and 99 others weigh exp(-6) of it each, a fifth in
+    all, with values of 1: rounded to 8 bits they were nothing. A latent head has 576 numbers.
+    """
     if ops.__name__.endswith(".kernels") and head_dim > 16:
         pytest.skip("the interpreter is slow")
     cache = ops.new_cache(7, 16, 1, head_dim, torch.int8, CPU)
     k = torch.ones(100, 1, head_dim)
     k[1:, :, :8] = -1  # their scores are lower by 16
     v = torch.ones(100, 1, head_dim)
-    v[0] = 0
+    v[0] = -1
     write(ops, cache, k.to(dtype), v.to(dtype), list(range(100)))
     q = torch.ones(1, 1, head_dim, dtype=dtype)
     got = ops.paged_attention(q, *cache, make_batch([[*range(7)]], [1], [100], 16), 6 / 16)
     others = 99 * torch.tensor(-6.0).double().exp()
-    close(got, (others / (1 + others)).expand(1, 1, head_dim), 2)
+    close(got, ((others - 1) / (others + 1)).expand(1, 1, head_dim), 2)
