@@ -236,7 +236,7 @@ REFUSED = {
     "MptForCausalLM": (lambda: transformers.MptConfig(
         d_model=32, n_heads=4, n_layers=2, vocab_size=260), "attention by itself"),
     "FalconForCausalLM": (lambda: transformers.FalconConfig(
-        **STATELESS, num_attention_heads=4, alibi=True), "attention by itself"),
+        **STATELESS, num_attention_heads=4), "attention by itself"),
     "MambaForCausalLM": (lambda: transformers.MambaConfig(**STATELESS),
                          "its layers keep a recurrent state and none attends"),
     "RwkvForCausalLM": (lambda: transformers.RwkvConfig(**STATELESS), "state and none attends"),
