@@ -164,7 +164,8 @@ class Stage(Decoder):
         step's output later. The other ranks return what stands in for it."""
         if self.is_alone:
             return super().forward(input_ids, positions, kv_cache, batch, wanted)
-        stream = self.receive(len(input_ids)) if self.stage else self.embed(input_ids)
+        number = self.world.number
+        stream = self.receive(len(input_ids), number) if self.stage else self.embed(input_ids)
         span = [time.time()]
         hidden, residual = self.through(stream, positions, kv_cache, batch, wanted)
         stream = hidden + residual
@@ -174,12 +175,12 @@ class Stage(Decoder):
         if self.stage and self.traced:
             self.world.send(torch.tensor(span, dtype=torch.float64), 0)
         if self.width == 1:
-            return partial(Later, self, len(wanted), span)
-        return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted)))
+            return partial(Later, self, len(wanted), number, span)
+        return stream[:len(wanted)] if self.stage else self.norm(self.receive(len(wanted), number))
 
-    def receive(self, num_rows: int) -> torch.Tensor:
+    def receive(self, num_rows: int, number: int) -> torch.Tensor:
         stream = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype)
-        return self.world.receive(stream, self.before) if num_rows else stream
+        return self.world.receive(stream, self.before, number) if num_rows else stream
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         return None if self.stage else super().compute_logits(hidden)
@@ -190,8 +191,9 @@ class Later:
     engine asks for its tokens. finish: makes the output of them. spans: which stage computed from
     when to when, in seconds since 1970; between hosts as exact as their clocks."""
 
-    def __init__(self, stage: Stage, num_rows: int, span: list[float], finish: Callable):
-        self.stage, self.num_rows, self.finish = stage, num_rows, finish
+    def __init__(self, stage: Stage, num_rows: int, number: int, span: list[float],
+                 finish: Callable):
+        self.stage, self.num_rows, self.number, self.finish = stage, num_rows, number, finish
         self.spans = [(0, *span)]
         if not stage.stage:
             stage.coming.append(self)
@@ -216,9 +218,9 @@ class Later:
 
     def receive(self) -> torch.Tensor:
         """What the last stage has sent, and when each of the others computed."""
-        hidden, world = self.stage.receive(self.num_rows), self.stage.world
+        hidden, world = self.stage.receive(self.num_rows, self.number), self.stage.world
         for rank in range(1, world.size) if self.stage.traced else ():
-            span = world.receive(torch.empty(2, dtype=torch.float64), rank)
+            span = world.receive(torch.empty(2, dtype=torch.float64), rank, self.number)
             self.spans.append((rank, *span.tolist()))
         return hidden
 

@@ -7,10 +7,14 @@
                                    │ stdin: what to do          │ store: heartbeats          │
     child, rank 1                  └► run_child ─► serve: receive, forward, ... ─────────┴► exits
 
-Each rank counts its heartbeats in a shared store, and watches the others' counts. A rank is taken
-for dead when its count has not changed during 15 beats of the watching rank; no clock is compared.
-Mostly a death is noticed sooner: a parent sees its child's exit, a rank in a collective a closed
-connection, and a child the end of its standard input when its parent ends.
+Each rank counts its heartbeats in a shared store. Rank 0 takes a rank for dead when its count has
+not changed during 15 beats of rank 0; no clock is compared. Mostly a death is noticed sooner: a
+parent sees its child's exit, a rank in a collective a closed connection.
+
+Nobody counts rank 0's beats, because its user's code may hold Python's lock for minutes. A child
+waits while its parent lives; a rank that torchrun has started while the store answers, whose thread
+needs no lock. A heartbeat also tells how far its rank is: a message that was sent may take 30
+beats. Computing has no limit.
 
 Invariants: when a rank dies, the others end within half a minute and name it; no process, port or
 shared memory outlives the engine. Between requests no rank waits with a time-out.
@@ -42,6 +46,9 @@ START_TIMEOUT = timedelta(minutes=10)  # until all ranks are there: interpreters
 FOR_EVER = timedelta(days=365)  # an idle engine's ranks wait for the next step, however long
 HEARTBEAT_SECONDS = 1.0
 MAX_MISSED_HEARTBEATS = 15
+MAX_LATE_HEARTBEATS = 30  # between a message that was sent, and its receipt
+STEP = 2 ** 32  # a count of heartbeats is below it; above it stands how far the rank is
+GAVE_UP = -2 ** 62  # what a last heartbeat adds: the count is below zero then
 LOOPBACK = "127.0.0.1"  # ranks on one machine must not be reachable from outside
 GRACE_SECONDS = 5.0  # for what should happen by itself, before it is enforced
 
@@ -127,12 +134,14 @@ def find(entry: str) -> Callable:
 def run_child() -> None:
     """What a started rank runs, from its first line to its end."""
     rank, size, port, device, threads, entry, payload = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_rank_0, args=(rank,), daemon=True).start()
+    ranks = Ranks(rank, size, parent=os.getppid())
     torch.set_num_threads(threads)
     serve = find(entry)
     try:
+        if ranks.lost_parent:
+            _end(rank, "rank 0 died")  # and nobody would answer
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=START_TIMEOUT)
-        ranks = _connect(Ranks(rank, size), store, device, [], LOOPBACK)
+        _connect(ranks, store, device, [], LOOPBACK)
         serve(ranks, payload)
         ranks.close()
         sys.stdout.flush()
@@ -141,12 +150,6 @@ def run_child() -> None:
         # In one line, because rank 0 mostly prints the same. Then the process ends at once: the
         # others notice closed sockets sooner than missing heartbeats.
         _end(rank, f"{type(error).__name__}: {error}")
-
-
-def _end_with_rank_0(rank: int) -> None:
-    sys.stdin.buffer.read()  # returns when rank 0 has closed it, or has died
-    time.sleep(GRACE_SECONDS)  # a proper end was announced, and is quicker than this
-    _end(rank, "rank 0 died")
 
 
 def _end(rank: int, reason: str) -> None:
@@ -213,10 +216,9 @@ class Watch(threading.Thread):
     def __init__(self, ranks: Ranks, store: dist.Store, children: list[subprocess.Popen]):
         super().__init__(name="nanoserve-watch", daemon=True)
         self.ranks, self.store, self.children = ranks, store, children
-        others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self.heartbeats = dict.fromkeys(others, 0)  # the counts in the store
-        self.seen = dict.fromkeys(others, 0)  # these counts one beat ago
-        self.missed = dict.fromkeys(others, 0)
+        self.heartbeats = dict.fromkeys(range(ranks.size), 0)  # the counts in the store
+        self.seen = dict(self.heartbeats)  # these counts one beat ago
+        self.missed = dict(self.heartbeats)
         self.lost: str | None = None
         self.stopped = threading.Event()
         self.store_server: dist.Store | None = None
@@ -242,17 +244,22 @@ class Watch(threading.Thread):
             reason = self._look()
             if reason is not None and not self.stopped.is_set():
                 self._end_all(reason)
-                return
+                self.stopped.set()
         beats.join(GRACE_SECONDS)  # Python's end aborts a process with a thread in torch's store
 
     def _exchange_heartbeats(self) -> None:
         """In a thread of its own: if the store's machine loses power, these calls never return, and
         `run` must still notice that no heartbeat arrives."""
+        told = 0
         try:
             while not self.stopped.wait(HEARTBEAT_SECONDS):
-                self.store.add(f"heartbeat/{self.ranks.rank}", 1)
+                done = self.ranks.done
                 for rank in self.heartbeats:
-                    self.heartbeats[rank] = self.store.add(f"heartbeat/{rank}", 0)
+                    more = 1 + STEP * (done - told) if rank == self.ranks.rank else 0
+                    self.heartbeats[rank] = self.store.add(f"heartbeat/{rank}", more)
+                told = done
+            if self.ranks.broken is not None and self.ranks.parent is None:
+                self.store.add(f"heartbeat/{self.ranks.rank}", GAVE_UP)
         except RuntimeError:  # the store is rank 0's, or torchrun's, which ends with its ranks
             self.lost = "rank 0 died, and its store with it"
 
@@ -265,8 +272,8 @@ class Watch(threading.Thread):
             time.sleep(0.05)
 
     def give_up(self) -> None:
-        """This rank can't go on. Its children are ended; other ranks notice that its heartbeat has
-        stopped. Deaths from here on are not reported."""
+        """This rank can't go on. Its children are ended, and its last heartbeat tells other ranks.
+        Deaths from here on are not reported."""
         self.stopped.set()
         _kill(self.children)
 
@@ -288,16 +295,27 @@ class Watch(threading.Thread):
         self.store = self.store_server = None
 
     def _look(self) -> str | None:
-        """One beat. Returns which rank died, if one did."""
+        """One beat. Returns which rank died or lost a message, if one did."""
+        own, parent, awaited = self.ranks.rank, self.ranks.parent, self.ranks.awaited
         for rank, heartbeat in self.heartbeats.items():
-            self.missed[rank] = 0 if heartbeat != self.seen[rank] else self.missed[rank] + 1
-            self.seen[rank] = heartbeat
+            has_beaten, self.seen[rank] = heartbeat != self.seen[rank], heartbeat
+            # Its own changes when the store has answered: see the module's docstring.
+            counts = own == 0 or (parent is None and rank == own)
+            self.missed[rank] = self.missed[rank] + 1 if counts and not has_beaten else 0
             if self.missed[rank] >= MAX_MISSED_HEARTBEATS:
                 seconds = MAX_MISSED_HEARTBEATS * HEARTBEAT_SECONDS
-                return f"rank {rank} died: no heartbeat for {seconds:.0f} s"
+                return f"rank {0 if own else rank} died: no heartbeat for {seconds:.0f} s"
+            if heartbeat < 0:
+                return f"rank {rank} died: it could not go on"
+            if has_beaten and awaited[:1] == [rank] and heartbeat >= STEP * awaited[1]:
+                awaited[2] += 1
+                if awaited[2] >= MAX_LATE_HEARTBEATS:
+                    return f"a message from rank {rank} to rank {own} was lost"
         return self.lost or self._ended_child()
 
     def _ended_child(self) -> str | None:
+        if self.ranks.lost_parent:
+            return "rank 0 died"
         for rank, child in enumerate(self.children, 1):
             with ctrl_c_held():  # in the middle of `poll` it would leave Popen's own lock taken
                 if child.poll() is not None:

@@ -22,12 +22,14 @@ steps. Road not taken: torch's DTensor, which shares tensors out by itself and h
 """
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from select import select
 from typing import NamedTuple
 
 import torch
@@ -37,6 +39,7 @@ import torch.nn.functional as F
 # Dtypes of plain weights. Integers and 8-bit floats are no weights without their scales.
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GOODBYE_TIMEOUT = timedelta(seconds=5)
+TAGS = 2 ** 16  # gloo's numbers of messages; far more than are ever on their way
 
 
 class Span(NamedTuple):
@@ -93,12 +96,12 @@ def check_shares(size: int, num_heads: int, num_kv_heads: int) -> None:
 class Ranks:
     """What one rank knows of all ranks: its number, its shares, and the collectives.
 
-    With a single rank there is no group, and every collective is the identity.
+    With a single rank there is no group, and every collective is the identity. parent: rank 0's
+    process, if that has started this one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1):
-        self.rank = rank
-        self.size = size
+    def __init__(self, rank: int = 0, size: int = 1, parent: int | None = None):
+        self.rank, self.size, self.parent = rank, size, parent
         self.local_rank = rank  # on its machine: which GPU is its own
         self.local_size = size
         self.control = None  # gloo, between the hosts: the steps' messages
@@ -109,6 +112,9 @@ class Ranks:
         self.process = os.getpid()  # a forked process has a copy of this object, and must not close
         self.busy = False  # inside `together` or `waiting`, where a dead rank would block this one
         self.posted: deque = deque()  # what is on its way to other ranks, see `post`
+        self.number = 0  # of the last broadcast between the hosts: on all ranks the same
+        self.done = 0  # the last one after which this rank has sent all that it had to
+        self.awaited: list[int] = []  # a message's sender, its number, and by how many beats late
         self.broken: str | None = None  # why the ranks can't go on, see `fail`
         self.lock = threading.Lock()
 
@@ -180,10 +186,11 @@ class Ranks:
             x = x if wait or self.rank else x.clone()
             call = self._run if wait or self.rank else partial(self.post, x)
             call(self.control.broadcast, [x], _from_rank_0())
+            self.number += 1
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Numbers for one other rank, which need not wait for them yet."""
-        self.post(x, self.control.send, [x], to, 0)
+        self.post(x, self.control.send, [x], to, self.number % TAGS)
         while len(self.posted) > 2 * self.size:
             self._run(lambda: self.posted.popleft()[1])
 
@@ -191,9 +198,12 @@ class Ranks:
         """Begin a collective, and keep its numbers until it has ended."""
         self.posted.append((x, collective(*args)))
 
-    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """Wait for what another rank has posted, which is as long as `x`; returns `x`, filled."""
-        self._run(self.control.recv, [x], source, 0)
+    def receive(self, x: torch.Tensor, source: int, number: int) -> torch.Tensor:
+        """Wait for what another rank has posted, which is as long as `x`; returns `x`, filled.
+        number: the sender's then, so that the next message is not taken for one that was lost."""
+        self.awaited = [source, number, 0]
+        self._run(self.control.recv, [x], source, number % TAGS)
+        self.awaited = []
         return x
 
     def hand_out(self, content: bytes = b"") -> bytes | bytearray:
@@ -231,6 +241,13 @@ class Ranks:
 
     # ------------------------------------------------------- living and dying
 
+    @property
+    def lost_parent(self) -> bool:
+        """Whether rank 0 has started this process, and died since: its pipe is closed then. If a
+        process that the user has forked keeps that open, this one has another parent."""
+        return self.parent is not None and (
+            self.parent != os.getppid() or bool(select([sys.stdin], [], [], 0)[0]))
+
     def fail(self, reason: str) -> None:
         """Note why the ranks can't go on. The first reason is kept: later ones follow from it."""
         with self.lock:
@@ -253,6 +270,7 @@ class Ranks:
         try:
             yield
             self.raise_if_broken()  # a collective that was aborted gives numbers, but wrong ones
+            self.done = self.number
         except BaseException as error:
             if isinstance(error, ConnectionError):
                 self.watch.find_the_dead()

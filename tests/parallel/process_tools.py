@@ -1,5 +1,6 @@
 """Engines whose ranks are processes, users' scripts, and who is left of them."""
 
+import ctypes
 import os
 import re
 import signal
@@ -68,6 +69,11 @@ def hasten(monkeypatch, seconds: float = 0.2) -> None:
     monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", seconds)
     in_children(monkeypatch, "import nanoserve.parallel.processes as p; "
                              f"p.HEARTBEAT_SECONDS = {seconds}")
+
+
+def hold_the_lock(seconds: float) -> None:
+    """What a regular expression that backtracks does, and json.loads: no other thread runs."""
+    ctypes.PyDLL(None).usleep(int(1e6 * seconds))
 
 
 SCRIPT = """\

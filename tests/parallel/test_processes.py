@@ -26,6 +26,7 @@ from process_tools import (
     assert_closed,
     assert_gone,
     hasten,
+    hold_the_lock,
     in_children,
     looks_into_proc,
     pids_of,
@@ -127,11 +128,12 @@ def test_a_child_is_killed_in_the_middle_of_a_step(start, overlap):
 
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 def test_a_child_that_hangs_is_dead(start, monkeypatch, expected, when):
-    """Before that, an engine that idles for longer than heartbeats may be missed serves as ever."""
+    """Before that, an engine whose user holds Python's lock for longer than heartbeats may be
+    missed serves as ever. (json.loads of a large file ended it, and rank 1 was named.)"""
     hasten(monkeypatch)
     llm = start()
     if when == "idle":
-        time.sleep(1.2 * processes.MAX_MISSED_HEARTBEATS * processes.HEARTBEAT_SECONDS)
+        hold_the_lock(1.5 * processes.MAX_MISSED_HEARTBEATS * processes.HEARTBEAT_SECONDS)
     assert run(llm)[0].outputs[0].token_ids == expected()
     assert llm.runner.ranks.watch.is_alive() and not llm.runner.ranks.broken
     [pid] = pids_of(llm)
@@ -249,6 +251,28 @@ def test_what_is_refused_before_anything_is_started(qwen3, monkeypatch, spawned)
     with pytest.raises(ValueError, match="is 2, but torchrun started 4 ranks"):
         LLM(qwen3, **SMALL, tensor_parallel_size=2)
     assert not spawned
+
+
+def test_a_rank_that_gives_up_tells_the_others(monkeypatch):
+    """torchrun's: rank 0's process may live on, with its store, and nobody counts its beats."""
+    ended, counts = [], {"heartbeat/0": 1, "heartbeat/1": 1}
+
+    class Store:
+        def add(self, key: str, number: int) -> int:
+            counts[key] += number
+            return counts[key]
+
+    monkeypatch.setattr(processes, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "_end", lambda *which: ended.append(which))
+    first, second = (processes.Watch(ranks.Ranks(rank, 2), Store(), []) for rank in range(2))
+    first.start()
+    second.start()
+    first.ranks.fail("a step failed")
+    first.give_up()
+    wait_for(lambda: ended, "rank 1 notices")
+    assert ended == [(1, "rank 0 died: it could not go on")]
+    second.close()
 
 
 def test_a_heartbeat_under_way_is_over_when_the_engine_has_ended(monkeypatch):

@@ -11,10 +11,14 @@ from process_tools import (
     PATIENCE,
     PROMPT,
     assert_gone,
+    hasten,
+    in_children,
     looks_into_proc,
     pids_of,
     run,
 )
+
+from nanoserve.parallel import processes
 
 pytestmark = looks_into_proc
 STAGES = dict(tensor_parallel_size=1, pipeline_parallel_size=3)
@@ -34,6 +38,38 @@ def test_a_stage_is_killed_in_the_middle_of_a_step(start, expected):
     assert_gone(pids)
     with pytest.raises(RuntimeError, match="rank 1.*make a new LLM"):
         run(llm)
+
+
+LOSE_ONE = """
+import nanoserve.parallel.processes as processes
+from nanoserve.parallel.ranks import Ranks
+processes.MAX_LATE_HEARTBEATS = 10
+send, sent = Ranks.send, []
+def lose_one(ranks, x, to):
+    sent.append(to)
+    if len(sent) != 9:
+        send(ranks, x, to)
+Ranks.send = lose_one
+"""
+
+
+def test_a_message_that_is_lost_ends_and_is_not_replaced_by_the_next(start, monkeypatch):
+    """The others had gone on beating, so it was awaited for ever; or the next step's was taken for
+    it, and texts were wrong. Computing, here for longer than that, has no limit."""
+    hasten(monkeypatch)
+    monkeypatch.setattr(processes, "MAX_LATE_HEARTBEATS", 10)
+    in_children(monkeypatch, f"exec({LOSE_ONE!r})")
+    llm = start(tensor_parallel_size=1, pipeline_parallel_size=2)
+    through, pauses = llm.runner.model.through, [2.5]
+
+    def slow_once(*args):
+        time.sleep(pauses.pop() if pauses else 0)
+        return through(*args)
+
+    llm.runner.model.through = slow_once
+    with pytest.raises(RuntimeError, match="a message from rank 1 to rank 0 was lost"):
+        run(llm, [[i, *PROMPT] for i in range(9)])
+    assert_gone(pids_of(llm))
 
 
 def test_ctrl_c_leaves_stages_usable_and_they_end_with_their_engine(start, expected):

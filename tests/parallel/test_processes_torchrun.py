@@ -45,9 +45,12 @@ def test_torchrun_on_one_machine(qwen3, tmp_path, expected):
 
 
 def test_torchrun_on_two_machines(qwen3, tmp_path, expected):
-    """Both of them this one. Only the first prints."""
+    """Both of them this one. Only the first prints, and holds Python's lock for longer than beats
+    may be missed."""
+    setting = "import ctypes, nanoserve.parallel.processes as p; p.HEARTBEAT_SECONDS = 0.2"
+    ending = "ctypes.PyDLL(None).usleep(4_500_000); assert text() == tokens"
     port = str(free_port())
-    machines = [Script(qwen3, tmp_path / str(i), command=torchrun(
+    machines = [Script(qwen3, tmp_path / str(i), ending, setting=setting, command=torchrun(
         "--nnodes", "2", "--node-rank", str(i), "--nproc-per-node", "1", "--master-addr",
         "127.0.0.1", "--master-port", port)) for i in range(2)]
     for script in machines:
