@@ -23,8 +23,10 @@ import mmap
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
 from tempfile import TemporaryFile, gettempdir
 
 import torch
@@ -35,6 +37,7 @@ from nanoserve.layers import Placement
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 SMALL = 2 ** 16  # bytes; less stays in memory: norms, biases, scales
+FEWER = "layers on disk: give layer_plan fewer of them"
 
 
 def new_file(folder: Path | None):
@@ -42,11 +45,31 @@ def new_file(folder: Path | None):
     return TemporaryFile(buffering=0, dir=folder or gettempdir())
 
 
+class NoRoom(OSError, ValueError):
+    """The system's error, and a value that asks for too much."""
+
+
+@contextmanager
+def room_for(num_bytes: int, what: str):
+    """Raises `NoRoom` if the disk of such files is full. what: they are for, and the remedy."""
+    folder = cache_folder() or gettempdir()
+    free = disk_usage(folder).free
+    try:
+        yield
+    except OSError as error:
+        raise NoRoom(f"no room for {num_bytes:,} bytes in {folder}, where {free:,} are free "
+                     f"({error.strerror or error}), for {what}; or make room there, or set "
+                     "XDG_CACHE_HOME to a folder of a larger disk") from error
+
+
 def in_file(file, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
-    """A tensor behind what is in the file already, and its mapping, which lives with it."""
+    """A tensor behind what is in the file already, and its mapping, which lives with it. Room is
+    reserved: where a mapped page finds none, the system ends the process without a word."""
     start = -(-file.seek(0, os.SEEK_END) // PAGE) * PAGE
     size = torch.empty(shape, dtype=dtype, device="meta").nbytes
     os.ftruncate(file.fileno(), start + size)
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        os.posix_fallocate(file.fileno(), start, size)
     memory = mmap.mmap(file.fileno(), size, offset=start)
     return torch.frombuffer(memory, dtype=dtype).view(shape), memory
 
@@ -79,7 +102,8 @@ class Shelf(nn.Module):
     def moved(self, value):
         """The same with its large tensors in the file: a tensor, or what consists of some."""
         if isinstance(value, torch.Tensor) and value.nbytes >= SMALL:
-            tensor, memory = in_file(self.file, tuple(value.shape), value.dtype)
+            with room_for(value.nbytes, FEWER):
+                tensor, memory = in_file(self.file, tuple(value.shape), value.dtype)
             self.maps.append((memory, tensor))
             tensor.is_on_disk = True  # for an engine that goes to sleep
             return tensor.copy_(value)

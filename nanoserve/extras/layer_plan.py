@@ -35,7 +35,7 @@ from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Extra, LLMEngine, Plan
-from nanoserve.extras.layer_disk import Disk, OnDisk
+from nanoserve.extras.layer_disk import FEWER, Disk, NoRoom, OnDisk, room_for
 from nanoserve.extras.new_weights import NewWeights
 from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
 from nanoserve.layers import Placement
@@ -152,11 +152,13 @@ class Stage(Decoder):
             self.embed_tokens = self.norm = self.lm_head = None
             self.elsewhere += AT_RANK_0
         self.dtype, self.is_alone = on.dtype, len(plan) == 1
-        self.disk = Disk() if plan[stage].on_disk else None
-        for i in plan[stage].on_disk:
-            layer = DecoderLayer(config, i, OnDisk(**vars(on)), expert_parallel)
-            self.layers[i] = layer  # in the place of one whose memory was never touched
-            self.disk.take(layer)
+        needed = sum(w.nbytes for i in plan[stage].on_disk for w in self.layers[i].parameters())
+        with room_for(needed, FEWER):
+            self.disk = Disk() if plan[stage].on_disk else None
+            for i in plan[stage].on_disk:
+                layer = DecoderLayer(config, i, OnDisk(**vars(on)), expert_parallel)
+                self.layers[i] = layer  # in the place of one whose memory was never touched
+                self.disk.take(layer)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_cache: KVCache,
                 batch: Batch, wanted: torch.Tensor) -> torch.Tensor | Callable:
@@ -274,8 +276,8 @@ class LayerPlan(Extra):
         """Put the layers elsewhere, between two steps, on the ranks that there are. Each request
         gives its blocks back and is computed anew, so none is lost and no text changes.
 
-        Raises `ValueError`, and changes nothing, for a plan that can't be followed. What fails
-        later, while weights are read, ends the engine.
+        Raises `ValueError`, and changes nothing, for a plan that can't be followed. On one rank a
+        full disk leaves the layers where they were. What else fails later ends the engine.
         """
         engine = self.engine
         with engine.turns:
@@ -297,14 +299,23 @@ class LayerPlan(Extra):
             for seq in [*engine.scheduler.running]:
                 engine.scheduler.start_anew(seq)
             blocks.reset_prefix_cache()
-            head = torch.zeros(HEAD, dtype=torch.int32)
-            numbers = [DEPLOY, blocks.num_blocks, config.max_model_len, len(plan),
-                       *(n for one in plan for n in (len(one.layers), len(one.on_disk)))]
-            head[:len(numbers)] = torch.tensor(numbers)
-            with runner.ranks.together():
-                runner.ranks.broadcast_host(head)
-                rebuild(runner, head)
+            try:
+                self.rebuild(plan)
+            except NoRoom:
+                if runner.ranks.size == 1:
+                    self.rebuild(self.plan)
+                raise
             self.follow(plan)
+
+    def rebuild(self, plan: list[Place]) -> None:
+        runner, head = self.engine.runner, torch.zeros(HEAD, dtype=torch.int32)
+        numbers = [DEPLOY, self.engine.scheduler.blocks.num_blocks,
+                   self.engine.config.max_model_len, len(plan),
+                   *(n for one in plan for n in (len(one.layers), len(one.on_disk)))]
+        head[:len(numbers)] = torch.tensor(numbers)
+        with runner.ranks.together():
+            runner.ranks.broadcast_host(head)
+            rebuild(runner, head)
 
     def metrics(self) -> list[Metric]:
         """Of rank 0."""

@@ -44,7 +44,7 @@ from nanoserve.device.build import cache_folder
 from nanoserve.device.memory import zeros
 from nanoserve.engine import Extra, LLMEngine, Plan
 from nanoserve.extras.block_store import BlockStore
-from nanoserve.extras.layer_disk import new_file
+from nanoserve.extras.layer_disk import new_file, room_for
 from nanoserve.layers import Placement
 from nanoserve.model import Decoder
 from nanoserve.model_runner import ModelRunner
@@ -276,16 +276,18 @@ def received(ranks: Ranks) -> Tensors:
 def put_away(runner: ModelRunner) -> None:
     """The bytes of all tensors go to the host. Each tensor notes what gives them back, and how it
     lies in them: several may share memory, as an embedding and a head do."""
-    file = new_file(cache_folder())
-    places: dict[int, partial] = {}
-    for tensor in tensors_of(runner):
-        storage = tensor.untyped_storage()
-        if start := storage.data_ptr():  # 0: it is away already
-            if start not in places:
-                numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                places[start] = to_host(numbers, file, hasattr(tensor, "is_scratch"))
-            tensor.away = places[start], tensor.storage_offset(), tensor.shape, tensor.stride()
-            tensor.data = tensor.new_empty(0)
+    tensors, places = tensors_of(runner), dict[int, partial]()
+    sizes = {one.data_ptr(): one.nbytes() for one in (t.untyped_storage() for t in tensors)}
+    with room_for(sum(sizes.values()), "weights that sleep: sleep(level=2) keeps none"):
+        file = new_file(cache_folder())
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if start := storage.data_ptr():  # 0: it is away already
+                if start not in places:
+                    numbers = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                    places[start] = to_host(numbers, file, hasattr(tensor, "is_scratch"))
+                tensor.away = places[start], tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = tensor.new_empty(0)
 
 
 def to_host(numbers: torch.Tensor, file, is_scratch: bool) -> partial:

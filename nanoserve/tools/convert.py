@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
 import torch
@@ -66,9 +67,14 @@ def convert(file: Path, folder: Path, dtype: str) -> None:
     plain.generation_config.update(**read_generation(entries))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as work:
-        made = Path(work, folder.name)
-        plain.save_pretrained(made)
-        tokenizer.save_pretrained(made)
+        made, needed = Path(work, folder.name), sum(p.nbytes for p in plain.parameters())
+        free = disk_usage(work).free
+        try:
+            plain.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+        except Exception as error:  # a full disk: each library raises another
+            raise ValueError(f"{folder} can't be written: {error}; {needed:,} bytes are needed, "
+                             f"{free:,} are free: make room, or name another folder") from error
         name = type(plain).__name__
         del model, plain
         probe(made)

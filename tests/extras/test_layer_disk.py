@@ -3,14 +3,18 @@
 The oracle for text and logprobs is the engine with all layers in memory; for memory, the kernel.
 """
 
+import errno
 import gc
 import json
+import os
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
 from checkpoints import GQA, SIZES
 from process_tools import looks_into_proc
+from safetensors.torch import load_file
 from test_layer_plan import SMALL, texts
 
 from nanoserve import LLM, SamplingParams
@@ -87,6 +91,50 @@ def test_memory_is_held_and_given_back(tmp_path):
         assert not mappings()
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that is full when so many pieces of it are taken; later there is room again."""
+    def fill(room: int) -> None:
+        taken, reserve = count(), os.posix_fallocate
+
+        def posix_fallocate(file: int, start: int, size: int) -> None:
+            if next(taken) == room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            reserve(file, start, size)
+
+        monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    return fill
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system can't reserve room")
+@pytest.mark.parametrize("room", [0, 5, 8, 13])  # of 4 matrices a layer as they came, and packed
+def test_a_full_disk_is_a_sentence(qwen3, full, everything, room):
+    """A page of a sparse file that found no room ended the process with SIGBUS. All layers' bytes
+    are named; a single tensor's, where a layer is packed."""
+    full(room)
+    with pytest.raises(ValueError) as kept:
+        LLM(qwen3, **SMALL, layer_plan={"disk": 2})
+    found = re.match(r"no room for ([\d,]+) bytes in (.*), where ([\d,]+) are free "
+                     r"\(No space left on device\), for layers on disk: give layer_plan fewer",
+                     str(kept.value))
+    needed, free = (int(found[i].replace(",", "")) for i in (1, 3))
+    assert found[2] == str(cache_folder()) and free > 0
+    layer = sum(4 * one.numel() for name, one in load_file(qwen3 / "model.safetensors").items()
+                if "layers.1." in name)
+    assert needed == 2 * layer if room < 8 else 0 < needed < layer
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system can't reserve room")
+def test_a_plan_for_which_there_is_no_room_leaves_the_old_one(qwen3, full, monkeypatch, prompts):
+    with LLM(qwen3, **SMALL, layer_plan={"disk": 1}) as llm:
+        before = texts(llm, prompts[3:5])
+        full(5)
+        with pytest.raises(ValueError, match="give layer_plan fewer"):
+            llm.deploy({"disk": 2})
+        monkeypatch.undo()
+        assert texts(llm, prompts[3:5]) == before
 
 
 @pytest.mark.parametrize("count, expected", [(0, ()), (1, (7,)), (2, (3, 7)), (3, (1, 4, 7)),

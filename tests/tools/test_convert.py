@@ -6,6 +6,7 @@ the text is compared with is written here, tensor by tensor.
 
 import json
 import re
+import resource
 
 import pytest
 import torch
@@ -82,6 +83,21 @@ def texts(folder, **options) -> list[list[int]]:
     with LLM(folder, num_gpu_blocks_override=24, dtype="float32", **options) as llm:
         outputs = llm.generate([[5, 99, 20], [7] * 4 + [200, 31]], params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(made, tmp_path, capsys):
+    """By the system's limit of a file. safetensors' own error was a traceback."""
+    file, _ = made()
+    limits, was = resource.getrlimit(resource.RLIMIT_FSIZE), {*tmp_path.iterdir()}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert main([str(file), str(tmp_path / "folder")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert re.search(r"folder can't be written: .*File too large.* [\d,]+ bytes are needed, "
+                     r"[\d,]+ are free: make room, or name another folder", said), said
+    assert {*tmp_path.iterdir()} == was
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
