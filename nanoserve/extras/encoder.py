@@ -241,6 +241,7 @@ class EncoderPooler(Pooler):
     """As `Pooler`, with sentence-transformers' Dense layers; classes come from the network."""
 
     more_modules: ClassVar[tuple[str, ...]] = ("Dense",)
+    side: ClassVar[str] = "right"  # as sentence-transformers does it
 
     def __str__(self) -> str:
         return f"{super().__str__()}, whole prompts without a prefix cache"
@@ -249,10 +250,6 @@ class EncoderPooler(Pooler):
     def tasks(self) -> tuple[str, ...]:
         """Dense layers and a cross-encoder's head are for whole prompts: then no token tasks."""
         return super().tasks[:1] if self.head or self.kind == "classify" else super().tasks
-
-    def cut(self, ids: list[int], count: int) -> list[int]:
-        """The first tokens and the last, which is a separator: as sentence-transformers does it."""
-        return ids if count >= len(ids) else [*ids[:count - 1], ids[-1]]
 
 
 def make_pooler(config: EngineConfig, model_config: ModelConfig, folder: Path,

@@ -82,6 +82,7 @@ class Pooler:
     prompts: dict[str, str] = field(default_factory=dict)  # beginnings of texts, by name
     default_prompt: str | None = None  # the name that is used where none is given
     more_modules: ClassVar[tuple[str, ...]] = ()  # of sentence-transformers, read elsewhere
+    side: ClassVar[str] = "left"  # at which a prompt that is too long is cut, as in vLLM
 
     @classmethod
     def of(cls, config: EngineConfig, model_config: ModelConfig, folder: Path,
@@ -146,10 +147,6 @@ class Pooler:
     def tasks(self) -> tuple[str, ...]:
         tasks = TASKS[self.kind]
         return tasks[-1:] if self.pooling_type == "ALL" else tasks
-
-    def cut(self, ids: list[int], count: int) -> list[int]:
-        """A prompt that is too long keeps its last tokens, as in vLLM."""
-        return ids[-count:]
 
     def begin(self, prompt: str | dict | list, name: str | None) -> str | dict | list:
         """The prompt with the text of `name` in front ("query": "search for: "). Raises

@@ -42,12 +42,13 @@ from nanoserve.frontend.prompts import Prompt, as_list, one_for_each, salt_of
 from nanoserve.frontend.request import Request, salted
 from nanoserve.sequence import CoreRequest, Sequence
 from nanoserve.words import rules
-from nanoserve.words.rules import option
+from nanoserve.words.rules import in_words, option
 from nanoserve.words.vllm import takes_vllms_words
 
 GREEDY = SamplingParams(temperature=0)  # a sequence must have params; nothing is sampled
 LENGTH = rules.Rule("a whole number of at least 1, or -1: as many tokens as fit",
                     lambda count: count if count == -1 else rules.COUNT.keep(count))
+SIDE = rules.choice("left", "right")
 
 
 @takes_vllms_words("PoolingParams", "pooling")
@@ -57,7 +58,8 @@ class PoolingParams:
 
     use_activation: bool | None = option(None, rules.FLAG)  # None: the model's default
     dimensions: int | None = option(None, rules.COUNT)  # Matryoshka: the embedding's first numbers
-    truncate_prompt_tokens: int | None = option(None, LENGTH)  # keep the last so many
+    truncate_prompt_tokens: int | None = option(None, LENGTH)  # keep at most so many
+    truncation_side: str | None = option(None, SIDE)  # at which the others go; None: the pooler's
     task: str | None = option(None, rules.TEXT)  # set by `embed`, `classify`, `score`, `encode`
     prompt_name: str | None = option(None, rules.TEXT)  # what a text begins with
 
@@ -263,10 +265,10 @@ class Pooling(Extra):
                              f"encode() with one of {', '.join(self.pooler.tasks)}")
         if len(first) == 1:
             first *= len(second)
-        count = getattr(pooling_params, "truncate_prompt_tokens", None)
-        prompts = [self.engine.inputs.pair(*pair, chat_template, count)
-                   for pair in zip(first, second, strict=True)]
-        outputs = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        params = _with_task(pooling_params, len(second), "classify")
+        prompts = [self.engine.inputs.pair(*texts, chat_template, asked)
+                   for *texts, asked in zip(first, second, params, strict=True)]
+        outputs = self.encode(prompts, params, pooling_task="classify", **options)
         return _converted(outputs, lambda data: ScoringOutput(data.item()))
 
     def _cosines(self, first: list, second: list, params, options) -> list:
@@ -315,11 +317,11 @@ class PoolingInputs(InputProcessor):
         params = replace(params, task=task,
                          dimensions=params.dimensions or self.pooler.dimensions,
                          use_activation=self.pooler.use_activation if use is None else use)
-        salt = salt_of(prompt)
+        salt, name = salt_of(prompt), None
         if task.endswith("embed"):
-            prompt = self.pooler.begin(prompt, params.prompt_name or self.pooler.default_prompt)
-        text, ids = self.read_prompt(prompt)
-        ids = self._truncate(ids, params.truncate_prompt_tokens)
+            name = params.prompt_name or self.pooler.default_prompt
+        text, ids = self.read_prompt(self.pooler.begin(prompt, name))
+        ids = self._truncate(text, ids, params, self.pooler.prompts.get(name, ""))
         return PoolingRequest(request_id, text, ids, params, priority, len(ids), frozenset(),
                               frozenset(), [], None, lora_request, salt, pooler=self.pooler,
                               stats=RequestStateStats(arrival_time=time.time()))
@@ -333,13 +335,15 @@ class PoolingInputs(InputProcessor):
                          f"with one of {', '.join(self.pooler.tasks)}, add requests with "
                          "PoolingParams, or make it with runner='generate'")
 
-    def _truncate(self, ids: list[int], count: int | None) -> list[int]:
-        """Keep so many tokens, if that is wanted; the pooler says which."""
-        limit = self.config.max_model_len
-        if count is not None and count > limit:
-            raise ValueError(f"truncate_prompt_tokens={count} is more than max_model_len={limit}")
-        if count is not None:
-            ids = self.pooler.cut(ids, min(limit if count == -1 else count, len(ids)))
+    def _truncate(self, text: str | None, ids: list[int], asked: PoolingParams,
+                  begin: str) -> list[int]:
+        """text: None for a prompt of ids, whose last one is a separator if an encoder reads it.
+        begin: what the text begins with. Both stay."""
+        limit, given = self.config.max_model_len, getattr(self.tokenizer, "init_kwargs", {})
+        side = asked.truncation_side or given.get("truncation_side") or self.pooler.side
+        end = ids[-1:] if text is None and self.pooler.side == "right" else []
+        ids = self.cut(ids, asked.truncate_prompt_tokens, side,
+                       lambda text: (self._encode(begin + text) if self.tokenizer else []) + end)
         if len(ids) > limit:  # all of it may be prompt: with 64, one of 64 tokens is fine
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and this model's maximum context length is "
@@ -347,25 +351,28 @@ class PoolingInputs(InputProcessor):
                 "max_model_len (and kv_cache_memory_bytes, if the KV cache is what limits it)")
         return ids
 
-    def pair(self, query: str, document: str, chat_template: str | None = None,
-             count: int | None = None) -> Prompt:
+    def pair(self, query: str, document: str, chat_template: str | None, asked: Any) -> Prompt:
         """What a reranker reads: as its template says, one text behind the other (a generator that
-        answers yes or no), or as the tokenizer joins pairs. count: `truncate_prompt_tokens`; the
-        tokenizer takes tokens off the longer text, so that a long query leaves a document there."""
+        answers yes or no), or as the tokenizer joins pairs. asked: `PoolingParams`, or a body. What
+        is too long loses the document's end, or start; only a tokenizer that joins pairs takes
+        tokens off the longer text, unless a side is named."""
         if not isinstance(query, str) or not isinstance(document, str) or not query + document:
             raise ValueError(f"score() needs texts, got {query!r:.80} and {document!r:.80}")
-        if chat_template is not None:
-            return self.render_chat([{"role": "query", "content": query},
-                                     {"role": "document", "content": document}],
-                                    chat_template=chat_template)
-        if self.pooler.token_ids:
-            return query + document
-        try:
-            ids = self.tokenizer_for("score()")(
-                query, document, truncation="longest_first" if count else False,
-                max_length=self.config.max_model_len if count == -1 else count)["input_ids"]
-        except TypeError as error:  # as in `_encode`
-            raise ValueError(f"no valid text, a lone surrogate? {query!r}, {document!r}") from error
+        count, side = asked.truncate_prompt_tokens, asked.truncation_side
+
+        def read(document: str) -> list[int]:
+            if chat_template is not None:
+                return self.render_chat([{"role": "query", "content": query},
+                                         {"role": "document", "content": document}],
+                                        chat_template=chat_template)["prompt_token_ids"]
+            if self.pooler.token_ids:
+                return self._encode(query + document)
+            with in_words(f"no valid text, a lone surrogate? {query!r}, {document!r}", TypeError):
+                return self.tokenizer_for("score()")(
+                    query, document, truncation="longest_first" if count and not side else False,
+                    max_length=self.config.max_model_len if count == -1 else count)["input_ids"]
+
+        ids = self.cut(read(document), count, side or "right", read)
         return {"prompt": query + document, "prompt_token_ids": ids}
 
 

@@ -18,8 +18,10 @@ too large, as some servers do; the caller would get an answer to another questio
 import re
 import time
 from collections import UserDict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from os.path import commonprefix
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
@@ -248,6 +250,28 @@ class InputProcessor:
 
         text = render_messages(conversation, render)
         return {"prompt": text, "prompt_token_ids": ids_of[text]}
+
+    def cut(self, ids: list[int], count: int | None, side: str,
+            read: Callable[[str], list[int]] | None = None) -> list[int]:
+        """A prompt of `count` tokens at most (-1: as many as fit), whose text gives way at the
+        `side`. A template, [CLS] and [SEP] stay: all that prompts of other texts have at their ends
+        as well. read: makes a prompt of a text; None: the tokenizer. Raises `ValueError`."""
+        limit = self.config.max_model_len
+        if count is not None and count > limit:
+            raise ValueError(f"truncate_prompt_tokens={count} is more than max_model_len={limit}")
+        most = limit if count == -1 else count
+        if most is None or len(ids) <= most:
+            return ids
+        read = read or (self._encode if self.tokenizer else lambda _: [])
+        prompts = [ids, *map(read, "ab")]
+        head = len(commonprefix(prompts))
+        tail = len(commonprefix([prompt[head:][::-1] for prompt in prompts]))
+        end, room = len(ids) - tail, most - head - tail
+        if room < 1:
+            raise ValueError(f"truncate_prompt_tokens: {most} tokens leave no room for the text, "
+                             f"around which there are {head + tail}: ask for more")
+        kept = ids[head:head + room] if side == "right" else ids[end - room:end]
+        return ids[:head] + kept + ids[end:]
 
     def _encode(self, text: str, what: str = "a text prompt",
                 add_special_tokens: bool = True) -> list[int]:

@@ -162,7 +162,7 @@ class Server:
             text, ids = self._read(prompt, body)
             if (count := body.truncate_prompt_tokens) is not None:
                 room = max(1, self.llm.config.max_model_len - (body.limit() or 1))
-                text, ids = None, ids[-(room if count == -1 else count):]
+                text, ids = None, self.llm.inputs.cut(ids, room if count == -1 else count, "left")
             prompt = {**(prompt if isinstance(prompt, dict) else {}),
                       "prompt": text, "prompt_token_ids": ids}
         request = self.llm.make_request(request_id, prompt, params, body.priority or 0,
@@ -174,7 +174,7 @@ class Server:
                 f"this model's maximum context length is {limit} tokens, but the prompt has "
                 f"{count} and max_tokens is {body.limit()}: shorten the prompt or ask for less",
                 "max_tokens", code=TOO_LONG)
-        if request.prompt is None and getattr(body, "echo", False):
+        if request.prompt is None and (isinstance(body, ChatBody) or getattr(body, "echo", False)):
             request.prompt = self.llm.tokenizer.decode(request.prompt_token_ids)
         return request
 

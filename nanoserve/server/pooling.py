@@ -48,6 +48,16 @@ class PoolingBody(Body):
 
     use_activation: bool | None = None
     truncate_prompt_tokens: Cut | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    truncate: bool | Literal["NONE", "START", "END"] | None = None  # TEI's, Cohere's: what fits
+
+    @model_validator(mode="after")
+    def read_truncate(self) -> "PoolingBody":
+        if self.truncate not in (None, False, "NONE"):
+            self.truncate_prompt_tokens = self.truncate_prompt_tokens or -1
+            self.truncation_side = {"START": "left", "END": "right"}.get(
+                self.truncate, self.truncation_side)
+        return self
 
 
 class InputBody(PoolingBody):
@@ -91,7 +101,6 @@ class RerankBody(PoolingBody):
     return_documents: bool | None = None
     return_text: bool | None = None
     raw_scores: bool | None = None
-    truncate: bool | None = None
 
     @property
     def ranked(self) -> list[str]:
@@ -103,8 +112,6 @@ class RerankBody(PoolingBody):
             raise BadRequest("give one of documents and texts", "documents")
         if self.raw_scores:
             self.use_activation = False
-        if self.truncate:
-            self.truncate_prompt_tokens = -1
         return self
 
 
@@ -117,12 +124,7 @@ class EmbedBody(PoolingBody):
     embedding_types: list[Literal["float", "base64"]] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias="output_dimension")
-    truncate: Literal["NONE", "END"] = "END"
-
-    @model_validator(mode="after")
-    def truncate_prompts(self) -> "EmbedBody":
-        self.truncate_prompt_tokens = -1 if self.truncate == "END" else None
-        return self
+    truncate: Literal["NONE", "START", "END"] = "END"
 
 
 # -------------------------------------------------------------------- endpoints
@@ -146,7 +148,8 @@ class Job:
                              "--runner pooling")
         params = PoolingParams(task=task, dimensions=getattr(body, "dimensions", None),
                                use_activation=body.use_activation, prompt_name=prompt_name,
-                               truncate_prompt_tokens=body.truncate_prompt_tokens)
+                               truncate_prompt_tokens=body.truncate_prompt_tokens,
+                               truncation_side=body.truncation_side)
         name = uuid4().hex
         return self._compute([
             await self.engine.prepare(prompt, params, f"{name}-{i}", 0, self.lora_request)
@@ -178,8 +181,7 @@ class Job:
                              "one class")
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts = await self.engine.tokenize(
-            lambda: [inputs.pair(*pair, self.chat_template, body.truncate_prompt_tokens)
-                     for pair in pairs])
+            lambda: [inputs.pair(*pair, self.chat_template, body) for pair in pairs])
         return await self.run(prompts, "classify", body, lambda vectors, usage: show(
             [vector.item() for vector in vectors], usage))
 

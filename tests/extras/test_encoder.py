@@ -1,6 +1,7 @@
 """Encoders by transformers' network: the vectors that transformers gives, one prompt at a time."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from encoders import ENCODERS, PAD, classes_of, hidden_of, make
 from pooled import assert_close, data, normalised, pooled, start, vectors, write_modules
 from safetensors.torch import save_file
 from small_engine import assert_idle
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, MPNetConfig
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    MPNetConfig,
+)
 
 from nanoserve import PoolingParams
 
@@ -122,7 +129,6 @@ TEMPLATES = {  # CLS is 256, SEP 258
 def cross_encoder(kind: str, folder, template: str, names: list[str] | None = None, **config):
     """A network of transformers' with two token types, and a tokenizer that joins pairs."""
     from checkpoints import byte_tokenizer
-    from tokenizers.processors import TemplateProcessing
     from transformers import AutoConfig
 
     sizes = dict(vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -188,6 +194,32 @@ def test_what_transformers_refuses_to_make_is_refused_in_words(tmp_path):
                 start(folder, runner="auto", hf_overrides=wrong, **options)
     with pytest.raises(ValueError, match="begin behind pad_token_id, which is null"):
         start(folder, runner="auto", hf_overrides=dict(pad_token_id=None))
+
+
+@pytest.mark.parametrize("single", ["<s> $A <|end|>", "<s> $A", "$A <|end|>", "$A"])
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_what_stands_around_a_text_survives_a_cut(tmp_path, checkpoints, name, single):
+    """[CLS], [SEP], a last EOS, at both sides. Oracle: the tokenizer's own cut."""
+    folder = tmp_path / "model"
+    if name == "bert":
+        make("bert", folder)
+    else:
+        shutil.copytree(checkpoints[name], folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=[("<s>", 256), ("<|end|>", 258)])
+    tokenizer.save_pretrained(folder)
+    text = "a fox in the forest " * 9
+    with start(folder, max_model_len=100) as llm:
+        for side in ("left", "right"):
+            tokenizer.truncation_side = side
+            for count in (-1, 40, 5):
+                ids = tokenizer(text, truncation=True, max_length=100 if count == -1 else count)
+                params = PoolingParams(truncate_prompt_tokens=count, truncation_side=side)
+                forms = [text, tokenizer.encode(text)]  # an encoder's last id is a separator
+                forms = forms if name == "qwen3" or single.endswith("|>") else forms[:1]
+                outputs = llm.embed(forms, pooling_params=params, use_tqdm=False)
+                assert all(one.prompt_token_ids == ids["input_ids"] for one in outputs)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -114,6 +114,43 @@ def test_a_reranker_that_answers_yes_or_no(checkpoints, name):
         assert output.outputs.probs[1] == pytest.approx(expected("king?A king."), abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("template", [
+    "<s>{{ messages[0]['content'] }}?\n\nText: {{ messages[1]['content'] }}\nyes?", None])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_of_a_pair_that_is_too_long_the_document_gives_way(checkpoints, template, side):
+    """The prompt's last tokens were kept: two queries had one score, of a text without a query.
+    Oracle: the same prompts with documents that were cut by hand, letter by letter."""
+    tokenizer = byte_tokenizer()
+    queries, document = ["Is the king old", "a fox"], "\nThe fox ran, the king slept. " * 9
+
+    def ids(query: str, document: str) -> list[int]:
+        text = f"<s>{query}?\n\nText: {document}\nyes?" if template else query + document
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    overrides = dict(classifier_from_token=["n", "Y"], is_original_qwen3_reranker=True,
+                     architectures=["Qwen3ForSequenceClassification"])
+    with start(checkpoints["qwen3"], hf_overrides=overrides, max_model_len=100) as llm:
+        for counts in ([-1, -1], [60, 60], [60, 90]):
+            params = [PoolingParams(truncate_prompt_tokens=count, truncation_side=side)
+                      for count in counts]
+            outputs = llm.score(queries, [document] * 2, use_tqdm=False, chat_template=template,
+                                pooling_params=params if counts[0] != counts[1] else params[0])
+            kept = []
+            for query, count in zip(queries, counts, strict=True):
+                short = document
+                while len(ids(query, short)) > (100 if count == -1 else count):
+                    short = short[1:] if side else short[:-1]
+                kept.append(ids(query, short))
+            assert [output.prompt_token_ids for output in outputs] == kept
+            expected = llm.classify(kept, use_tqdm=False)
+            assert [output.outputs.score for output in outputs] == pytest.approx(
+                [output.outputs.probs[0] for output in expected], abs=TOLERANCE)
+            assert outputs[0].outputs.score != pytest.approx(outputs[1].outputs.score, abs=1e-6)
+        with pytest.raises(ValueError, match="leave no room"):
+            llm.score("long query " * 9, document, chat_template=template, use_tqdm=False,
+                      pooling_params=params[0])
+
+
 def test_a_cross_encoder_reads_both_texts(classifiers):
     folder, tokenizer = classifiers("qwen2", 1), byte_tokenizer()
     documents = ["A king.", "A fox."]

@@ -113,8 +113,18 @@ def test_coheres_embeddings(server):
     assert [list(struct.unpack(f"<{len(vectors[0])}f", base64.b64decode(one)))
             for one in answer["embeddings"]["base64"]] == near(vectors)
     assert list(server.ask("/v2/embed", asked)[1]["embeddings"]) == ["float"]
-    long = asked | dict(texts=["word " * 4000])
-    assert server.ask("/v2/embed", long)[0] == 200
+    ids = server.llm.tokenizer.encode(text := "Once " + "word " * 40 + "upon")
+    for cut, side, kept in (("START", "left", ids[-9:]), ("END", "right", ids[:9])):
+        most, expected = dict(truncate_prompt_tokens=9), near(embedded(server, [kept]))
+        _, answer = server.ask("/v2/embed", dict(texts=[text], truncate=cut) | most)
+        assert answer["embeddings"]["float"] == expected
+        for more in (dict(truncate=cut), dict(truncation_side=side)):
+            _, answer = server.ask("/v1/embeddings", dict(input=[text]) | most | more)
+            assert [one["embedding"] for one in answer["data"]] == expected
+    long = asked | dict(texts=["Once " + "word " * 4000])
+    _, answer = server.ask("/v2/embed", long)
+    assert answer["embeddings"]["float"] == near(embedded(server, [server.llm.tokenizer.encode(
+        long["texts"][0])[:server.llm.config.max_model_len]]))
     status, answer = server.ask("/v2/embed", long | dict(truncate="NONE"))
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     status, answer = server.ask("/invocations", dict(input=TEXTS))
