@@ -29,6 +29,8 @@ depend on whether it was read before the end. A token costs the same wherever in
 Not known here: where the tokens come from, and what ends a request otherwise.
 """
 
+from collections.abc import Callable
+
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import RequestOutputKind, SamplingParams
 
@@ -39,12 +41,15 @@ CONTEXT = 5  # prompt tokens in front of the first window: enough for a characte
 class Detokenizer:
     """Text of one sequence's output: `add` tokens as they come, then `flush` at the end.
 
-    tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
+    tokenizer: anything with `decode(ids, skip_special_tokens=...)`. span: given what is new of the
+    text, and whether it has ended, from where to where in it stop strings hold; None: everywhere.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]):
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int],
+                 span: Callable[[str, bool], tuple[int, int]] | None = None):
         self.tokenizer = tokenizer
         self.params = params
+        self.span = span
         self.text = ""  # everything decoded so far, up to a stop string
         self.context = self._context(prompt_token_ids)  # decoding starts here; it was emitted
         self.pending: list[int] = []  # tokens behind the context: not emitted yet
@@ -99,7 +104,7 @@ class Detokenizer:
             # emitted stays; F0 by itself is one broken character, and may be the first of four.
             context, before, after = [], "", self._decode(self.pending)
         if at_the_end or len(after) > len(before) and not after.endswith("\ufffd"):
-            return self._extend(after[len(before):], len(self.pending), self.pending)
+            return self._extend(after[len(before):], len(self.pending), self.pending, at_the_end)
         if gives_up and len(self.pending) > PATIENCE:
             return self._give_up(context, before, after)
         return None
@@ -159,20 +164,22 @@ class Detokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens,
                                      clean_up_tokenization_spaces=False)
 
-    def _extend(self, new_text: str, num: int, context: list[int]) -> str | None:
+    def _extend(self, new_text: str, num: int, context: list[int], ended=False) -> str | None:
         """Emit the text of the first `num` pending tokens; the next ones are decoded behind
         `context`."""
         self.context, self.pending = context, self.pending[num:]
         self.num_emitted += num
         self.text += new_text
+        first, last = self.span(new_text, ended) if self.span else (0, len(self.text))
         found = [(at, stop) for stop, start in self.starts.items()
-                 if (at := self.text.find(stop, start)) >= 0]
+                 if (at := self.text.find(stop, max(first, start), last)) >= 0]
         if found and self.num_emitted > self.params.min_tokens:
             at, self.stop_string = min(found)
             end = at + len(self.stop_string) if self.params.include_stop_str_in_output else at
             self.text = self.text[:end]
         else:  # as in vLLM: a stop string may begin within `min_tokens`, but not end there
-            self.starts = {stop: self._next_start(stop, at) for stop, at in self.starts.items()}
+            self.starts = {stop: min(self._next_start(stop, max(first, at)), max(at, last))
+                           for stop, at in self.starts.items()}
         return self.stop_string
 
     def _next_start(self, stop: str, at: int) -> int:

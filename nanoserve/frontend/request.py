@@ -16,6 +16,7 @@ not taken: an output processor beside the request, as in vLLM V1, with a second 
 what has been told to a caller is a fact about one request.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
@@ -56,6 +57,7 @@ class Request:
     adapter_id: int = 0  # the number of this adapter, 0 for none
     root: CacheEntry | None = None  # parent of its first block
     contents: dict[int, bytes] = field(default_factory=dict)  # by block: see CoreRequest
+    make_span: Callable | None = None  # of a sample: where in its text stop strings hold
     sequences: list[Sequence] = field(default_factory=list)
     detokenizers: list[Detokenizer] = field(default_factory=list)  # empty: no text is made
     num_read: list[int] = field(default_factory=list)  # tokens a sample's detokenizer has seen
@@ -91,7 +93,8 @@ class Request:
                 core, list(ids), index, xxhash.xxh3_64_intdigest(f"{seed} {index}".encode()),
                 num_prompt_logprobs=len(ids) - 1 if scores else 0))
             if params.detokenize and self.tokenizer is not None:
-                self.detokenizers.append(Detokenizer(self.tokenizer, params, ids))
+                span = self.make_span() if params.stop and self.make_span else None
+                self.detokenizers.append(Detokenizer(self.tokenizer, params, ids, span))
         self.num_read = [len(ids)] * params.n
         self.told = [(0, 0)] * params.n
         self.history = LogprobHistory(params, self.tokenizer if params.detokenize else None)

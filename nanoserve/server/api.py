@@ -143,8 +143,10 @@ class Server:
                     for i, prompt in enumerate(prompts)]
         answer = kind(body, requests, self.served_name(body), name)
         if isinstance(body, ChatBody):
-            answer.readers = [self.turns.reader(body, requests[0].prompt)
-                              for _ in range(body.num_samples)]
+            read = partial(self.turns.reader, body, requests[0].prompt)
+            answer.readers = [read() for _ in range(body.num_samples)]
+            if self.turns.form.thought and answer.readers[0]:
+                requests[0].make_span = lambda: read().span
         return answer
 
     def _request(self, body: GenerationBody, prompt: Any, params: SamplingParams, request_id: str):

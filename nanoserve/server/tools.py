@@ -137,6 +137,7 @@ class Reader:
         self.num_calls, self.began = 0, prompt[-1:].isspace() and not prompt.endswith(form.header)
         self.thinks_here = self.may_think  # or else the prompt has ended the thought
         self.places = {form.think: (0, 0)} if self.state == "thinks" else {}  # see `_place`
+        self.num_fed, self.answer, self.is_answering = 0, 0, False  # see `span`
 
     def feed(self, text: str, ended: str | None = None) -> Piece:
         """What is new. ended: the text's `finish_reason`; nothing is held back then."""
@@ -149,6 +150,21 @@ class Reader:
                 ended == "stop" or not self.form.say.strip().startswith(self.unheard.strip())):
             piece.said += self.unheard
         return piece
+
+    def span(self, text: str, ended: bool) -> tuple[int, int]:
+        """Instead of `feed`, for a `Detokenizer`: stop strings hold from the first character of an
+        answer or a call on, up to what may become a mark. None is found in a thought, or in the
+        white space behind it."""
+        self.is_heard = True  # what may be an answer, as well
+        said, thinks = self.feed(text, "stop" if ended else None).said, self.state == "thinks"
+        self.num_fed += len(text)
+        clear = max(0, self.num_fed - len(self.rest))  # the rest may begin in the prompt
+        if thinks or not self.is_answering:
+            self.answer = max(0, clear - len(said))
+        calls = self.state == "calls"
+        self.is_answering = not thinks and bool(self.is_answering or said or calls)
+        may_be_mark = not self.is_answering or self.may_think or self.form.say
+        return self.answer, clear if may_be_mark and not calls else self.num_fed
 
     # Both take from `rest` what is clear, and name the state that follows, if one does.
 

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from nanoserve import SamplingParams
+from nanoserve.frontend.detokenizer import Detokenizer
 from nanoserve.frontend.messages import render_messages
 from nanoserve.server.tool_format import derive
 from nanoserve.server.tools import Call, Piece, Reader
@@ -274,3 +276,45 @@ def test_a_call_that_begins_as_an_answer_is_told_from_it_by_its_name():
      "</>{% endfor %}</call>{% endfor %}\n{% endfor %}", "does not come back")])
 def test_a_template_that_loses_something_is_refused_with_the_reason(template, why):
     assert why in derive(renderer(template), []).why
+
+
+# ------------------------------------------------------------------ stop strings
+
+
+class Letters:
+    """A tokenizer of one character a token: so marks come in many pieces."""
+
+    def decode(self, ids: list[int], **_) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].thought])
+@settings(max_examples=20, deadline=None)
+@given(stop=st.lists(st.sampled_from(["Q:", "<", "\n", "\n\n", "think", "</", "assistant", "final",
+                                      "s", ">", "so <b>", " b", "|"]), min_size=1, max_size=2,
+                     unique=True),
+       thought=st.sampled_from(["", "Q: <b> so", "s\n\nfinal <"]),
+       said=st.sampled_from(["<b> so\n\nb Q: a", "so <b>", "a < b|", "a", "tho </b"]),
+       includes=st.booleans())
+def test_stop_strings_hold_in_the_answer_and_not_in_the_thought(name, stop, thought, said,
+                                                                includes):
+    """Oracle: the one that is complete first in the answer alone."""
+    prompt, text = written(name, content=said, **(dict(reasoning_content=thought) if thought
+                                                  else {}))
+    found = [(said.index(one), one) for one in stop if one in said]
+    at, first = min(found, default=(len(said), ""), key=lambda one: (one[0] + len(one[1]), *one))
+    want = said[:at] + first * includes
+    params = SamplingParams(stop=stop, include_stop_str_in_output=includes, max_tokens=None)
+    detokenizer = Detokenizer(Letters(), params, [], Reader(FORMATS[name], {}, prompt).span)
+    seen, ended = [""], None
+    for letter in text:
+        ended = ended or detokenizer.add([ord(letter)])
+        seen.append(detokenizer.visible_text)
+    ended = ended or detokenizer.flush()
+    assert all(later.startswith(before) for before, later in zip(
+        seen, [*seen[1:], detokenizer.text], strict=True) if not ended)
+    assert detokenizer.text.startswith(seen[-1]) or ended
+    reader = Reader(FORMATS[name], {}, prompt)
+    piece = reader.feed(detokenizer.text, "stop")
+    assert (piece.said, ended or "") == (want, first), (text, detokenizer.text)
+    assert piece.thought == Reader(FORMATS[name], {}, prompt).feed(text, "stop").thought
