@@ -10,7 +10,7 @@ Clients send one thing in several forms, and a template reads only one of them:
 So the conversation is rendered in the form that most templates read, and the prompt is looked at:
 is each message's text in it, and no Python object? If not, the next form is tried.
 
-Invariants: an empty list, null and an absent key are one thing, and a template sees none of them
+Invariants: what is empty, null and an absent key are one thing, and a template sees none of them
 (in the place of a content that is not there it sees ""). And no message is dropped without a word:
 one whose text no form brings into the prompt is an error. A text that isn't found may have been
 changed on purpose, trimmed say, so the conversation is rendered once more with marks for texts and
@@ -111,13 +111,13 @@ def _tidy(message: dict, where: str) -> dict:
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}: a message needs a 'role' such as 'system', 'user' or "
                          f"'assistant', got role={role!r} in {str(message)[:80]}")
-    kept = {key: value for key, value in message.items() if value not in (None, [], {})}
+    kept = {key: value for key, value in message.items() if value not in (None, "", [], {})}
     if function := kept.pop("function_call", None):  # the older form of one call
         kept.setdefault("tool_calls", [{"type": "function", "function": function}])
     if thought := kept.pop("reasoning", None):  # vLLM's name
         kept.setdefault("reasoning_content", thought)
     content = kept.pop("content", None)
-    if content is None and (role == "assistant" or message.get("content") == []):
+    if content is None and (role == "assistant" or message.get("content") in ("", [])):
         content = kept.pop("refusal", "")
     if not isinstance(content, (str, list)):
         raise _strange(where, content)

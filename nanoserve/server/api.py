@@ -360,6 +360,8 @@ def create_app(engine: AsyncLLM, names: list[str], chat_template: str | None = N
         requestBody=dict(content={"multipart/form-data": dict(schema=form)})))
     async def transcriptions(http: Request):
         entries = form_fields(http.headers.get("content-type", ""), await http.body())
+        entries = {name: value for name, value in entries.items()
+                   if value != "" or name == "file"}  # an empty text was not filled in
         body = validated(TranscriptionBody, entries, strict=False)  # a form has texts for numbers
         return await respond(server, Server.transcribe, body, http)
 

@@ -27,7 +27,7 @@ from dataclasses import fields, replace
 from email import message_from_bytes, message_from_string
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from nanoserve.config import RequestOutputKind, SamplingParams
 from nanoserve.server.errors import BadRequest
@@ -49,6 +49,10 @@ Cut = Literal[-1] | Annotated[int, Field(ge=1)]  # of a prompt's tokens so many 
 Salt = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
+Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
+SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+Switch = Annotated[bool | None, BeforeValidator(  # Anthropic's and DeepSeek's `thinking`
+    lambda one: SWITCH.get(str(one.get("type")), one) if isinstance(one, dict) else one)]
 
 
 def as_prompts(prompts: Any) -> list:
@@ -270,19 +274,24 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # "none", or OpenAI's "low" to "high"
+    reasoning_effort: Effort | None = None
+    thinking: Switch = None
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template gets beside the messages. As in vLLM an effort asks for thoughts,
-        because there are templates that begin none by themselves."""
-        effort = self.reasoning_effort
-        asked = effort and dict(reasoning_effort=effort, enable_thinking=effort != "none")
+        because there are templates that begin none by themselves. Their switch has two names."""
+        effort, given = self.reasoning_effort or None, self.chat_template_kwargs or {}
+        switch = given.get("enable_thinking", given.get("thinking", self.thinking))
+        if switch is None and effort:
+            switch = effort != "none"
+        asked = dict(reasoning_effort=effort, enable_thinking=switch, thinking=switch)
+        asked = {name: value for name, value in asked.items() if value is not None}
         going_on = bool(self.continue_final_message)
         begin = not going_on if self.add_generation_prompt is None else self.add_generation_prompt
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         shown = dict(tools=tools) if tools and self.tool_choice != "none" else {}
-        return dict((asked or {}) | (self.chat_template_kwargs or {}), add_generation_prompt=begin,
-                    continue_final_message=going_on, **shown)
+        return dict(asked | given, add_generation_prompt=begin, continue_final_message=going_on,
+                    **shown)
 
     def schemas(self) -> dict[str, dict]:
         """Of the arguments of each tool that may be called, by name."""

@@ -23,7 +23,7 @@ from uuid import uuid4
 from pydantic import Field
 
 from nanoserve.server.errors import BadRequest
-from nanoserve.server.protocol import Controls
+from nanoserve.server.protocol import Controls, Switch
 
 OURS = {"input_text": "text", "output_text": "text", "summary_text": "text"}
 NEEDED = {"message": "content", "function_call_output": "output"}  # of an item
@@ -53,6 +53,7 @@ class Language(Controls):
     of a chat, but those for which there is no place in the answer."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: Switch = None
 
     def chat(self) -> dict:
         """The fields of a `ChatBody`. Raises `BadRequest`."""
@@ -63,7 +64,8 @@ class Language(Controls):
         except (AttributeError, KeyError, TypeError) as error:
             raise BadRequest("a part of the body has another shape than it must have: "
                              f"{error!s:.200}") from error
-        variables = (self.chat_template_kwargs or {}) | own.get("chat_template_kwargs", {})
+        switch = {} if self.thinking is None else dict(enable_thinking=self.thinking)
+        variables = (self.chat_template_kwargs or {}) | switch
         return given | own | dict(stream_options=options, chat_template_kwargs=variables)
 
     def answer(self, chat: dict) -> dict:
@@ -184,7 +186,10 @@ class ResponsesBody(Language):
     text: dict[str, Any] | None = None
 
     def as_chat(self) -> dict:
-        choice = self.tool_choice
+        choice, reasoning = self.tool_choice, self.reasoning or {}
+        if foreign := {"enabled", "exclude", "max_tokens"} & reasoning.keys():
+            raise BadRequest(f"reasoning: {min(foreign)} is not supported: say how much with effort"
+                             " (none to max)", "reasoning")
         if isinstance(choice, dict) and "function" not in choice:
             choice = dict(type=choice.get("type"), function=dict(name=choice.get("name")))
         return dict(
@@ -193,7 +198,7 @@ class ResponsesBody(Language):
                    for one, _ in self._functions()],
             tool_choice=choice, max_completion_tokens=self.max_output_tokens,
             response_format=form_of("text", (self.text or {}).get("format")),
-            reasoning_effort=(self.reasoning or {}).get("effort"))
+            reasoning_effort=reasoning.get("effort"))
 
     def _functions(self) -> list[tuple[dict, str | None]]:
         """Each with its namespace: Codex shows its tools in groups."""

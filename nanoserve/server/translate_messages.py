@@ -40,7 +40,6 @@ class CountBody(Language):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # its older place
 
@@ -48,7 +47,6 @@ class CountBody(Language):
         choice = self.tool_choice or {}
         named = dict(type="function", function=dict(name=choice.get("name")))
         found = dict(auto="auto", any="required", none="none", tool=named)
-        thinks = dict(enabled=True, disabled=False).get(str((self.thinking or {}).get("type")))
         if choice and str(choice.get("type")) not in found:
             raise BadRequest(f"tool_choice: type must be one of {', '.join(found)}", "tool_choice")
         return dict(
@@ -58,12 +56,11 @@ class CountBody(Language):
             response_format=form_of("output_config", (self.output_config or {}).get(
                 "format", self.output_format)),
             parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
-            reasoning_effort=(self.output_config or {}).get("effort"),
-            chat_template_kwargs=None if thinks is None else dict(enable_thinking=thinks))
+            reasoning_effort=(self.output_config or {}).get("effort"))
 
     def turns(self) -> Iterator[dict]:
-        if self.system:
-            yield dict(role="system", content=texts(self.system))
+        if system := [one for one in texts(self.system) if one.get("text") != ""]:
+            yield dict(role="system", content=system)
         for message in self.messages:
             role, rest = message["role"], []
             for block in texts(message["content"]):

@@ -134,8 +134,10 @@ TABLE = (
     Row("SamplingParams", "mirostat top_a dry_multiplier xtc_probability dynatemp_range "
         "no_repeat_ngram_size watermark watermarking repetition_detection", "use top_p, min_p or "
         "one of the three penalties"),
-    Row("SamplingParams", "thinking_token_budget", "max_tokens bounds a thought and its answer "
-        "together, and chat_template_kwargs={'enable_thinking': False} leaves it out", (-1,)),
+    Row("SamplingParams", "thinking_token_budget thinking_budget enable_thinking think thinking "
+        "reasoning reasoning_effort", "max_tokens bounds a thought and its answer together, and a "
+        "chat says in chat_template_kwargs={'enable_thinking': False} that there is none",
+        (-1, {}, "", {"type": "disabled"})),
     Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
         " tokens with logprobs, of all with -1"),
     Row("SamplingParams", "stream_interval"),
@@ -206,11 +208,9 @@ TABLE = (
     Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
     Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
         "prompt"),
-    Row("body", "thinking", "many chat templates take such a setting through "
-        "chat_template_kwargs", ({"type": "disabled"},)),
-    Row("body", "enable_thinking", "say it in chat_template_kwargs", (None,)),
     Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
     Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
+    Row("body", "truncation_direction", "use truncation_side", ("Right", "right")),
     Row("body", "documents", "write them into a message"),
     Row("body", "add_special_tokens", "send token ids", (True,)),
     Row("body", "max_tokens_per_doc max_chunks_per_doc", "cut texts with truncate_prompt_tokens"),

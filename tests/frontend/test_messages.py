@@ -93,7 +93,8 @@ def test_calls_reach_the_template_whatever_the_client_sends(name, arguments, con
 
 
 @pytest.mark.parametrize("nothing", [dict(tool_calls=[]), dict(tool_calls=None), {},
-                                     dict(function_call=None, refusal=None, audio=None)], ids=str)
+                                     dict(function_call=None, refusal=None, audio=None),
+                                     dict(reasoning_content="", refusal="", name="")], ids=str)
 @pytest.mark.parametrize("content", ["Hi! ", [dict(type="text", text="Hi! ")]], ids=str)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_comes_back_as_the_client_got_it(name, content, nothing):

@@ -29,6 +29,8 @@ NOT_SERVED = [
     ("verbosity", "low", "say in the prompt", ["medium"]),
     ("max_output_tokens", 5, "max_tokens", []), ("logprob_token_ids", [5], "logprobs", [[]]),
     ("enable_thinking", False, "in chat_template_kwargs", []),
+    ("think", False, "in chat_template_kwargs", [""]),
+    ("reasoning", {"enabled": False}, "in chat_template_kwargs", [{}]),
     ("extra_body", {"top_k": 1}, "into the body itself", [{}]),
     ("thinking_token_budget", 9, "enable_thinking", [-1]),
     ("truncation_side", "right", "end stays", ["left"]),
@@ -42,7 +44,6 @@ NOT_SERVED = [
     ("do_sample", False, "temperature=0", [True]), ("n_predict", 5, "max_tokens", []),
     ("regex", "a+", "structured_outputs=", [""]), ("vllm_xargs", {"a": 1}, "logit_bias", [{}]),
     ("kv_transfer_params", {"a": 1}, "kv_store", [{}]), ("prompt_embeds", "x", "token ids", [""]),
-    ("thinking", {"type": "enabled"}, "chat_template_kwargs", [{"type": "disabled"}]),
     ("detokenize", False, "return_token_ids", [True]), ("documents", ["x"], "message", [[]]),
     ("mm_processor_kwargs", {"a": 1}, "as the checkpoint says", [{}])]
 

@@ -59,6 +59,16 @@ def test_a_transcription_is_what_transformers_writes(folder, client):
     assert len(said) == 4
 
 
+def test_a_field_that_is_not_filled_in_says_nothing(client):
+    """An empty hint was a turn of its own in the prompt, and the text another one."""
+    from hearing import speech, wav
+    asked = dict(model=NAME, file=wav(speech(1)), extra_body=dict(max_completion_tokens=8))
+    plain = client.audio.transcriptions.create(**asked).text
+    for empty in ("prompt", "language", "temperature", "response_format", "stop", "seed"):
+        extra = dict(max_completion_tokens=8) | {empty: ""}
+        assert client.audio.transcriptions.create(**asked | dict(extra_body=extra)).text == plain
+
+
 def test_it_goes_on_until_there_is_no_room(client):
     from hearing import speech, wav
     sound = wav(speech(1))

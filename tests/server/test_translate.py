@@ -65,6 +65,9 @@ def test_a_conversation_is_the_same_prompt_in_each_language(server):
     _, usage = chat(server, max_tokens=1, tools=[dict(type="function", function=dict(
         name=one["name"], parameters=one["input_schema"])) for one in BLOCKS])
     assert counted == dict(input_tokens=usage["prompt_tokens"])
+    plain, *empty = (server.ask(MESSAGES + "/count_tokens", dict(messages=TURNS[:1]) | more)[1]
+                     for more in ({}, dict(system=""), dict(system=[dict(type="text", text="")])))
+    assert empty == [plain] * 2
 
 
 @pytest.mark.parametrize("choice", [{}, dict(tool_choice="required", parallel_tool_calls=False)])

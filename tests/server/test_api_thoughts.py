@@ -1,0 +1,130 @@
+"""A model that thinks, over HTTP: where stop strings hold, and how thoughts are switched off.
+
+The model says what it is told to: its embedding is the identity, its layers add nothing, and its LM
+head gives each token one successor. So the right answers are written by hand.
+"""
+
+import pytest
+import torch
+from chat_templates import TEMPLATES
+from checkpoints import EOS, byte_tokenizer
+from serving import NAME, Serving
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nanoserve import LLM
+
+openai = pytest.importorskip("openai")
+
+CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CHAT = [{"role": "user", "content": "hi"}]
+OFF = ("{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+       "<think>\n\n</think>\n\n{% endif %}")
+
+
+def tell(folder, text: str, template: str):
+    """A model that writes `text` behind a new line, and then ends. No character may come twice."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    chain = tokenizer.encode("\n" + text) + [EOS]
+    assert len(set(chain)) == len(chain)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=264, hidden_size=264, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=4, max_position_embeddings=256, eos_token_id=EOS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0 if parameter.dim() > 1 else 1)
+        model.model.embed_tokens.weight.copy_(torch.eye(264))
+        for token_id, successor in zip(chain, chain[1:], strict=False):
+            model.lm_head.weight[successor, token_id] = 3
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["begun by the model", "begun by the prompt"])
+def running(request, tmp_path_factory):
+    is_begun = request.param == "begun by the prompt"
+    folder = tell(tmp_path_factory.mktemp("told"), "<think>"[7 * is_begun:] +
+                  "hmQ:x</think>\tANSWrt;Z", TEMPLATES["Qwen3.5" if is_begun else "Qwen3"] + OFF)
+    with Serving(LLM(folder, dtype="float32", num_gpu_blocks_override=64)) as server:
+        yield server
+
+
+# A stop string that the thought holds, the white space behind it, a mark, and the answer's own.
+STOPS = [(["Q:"], "ANSWrt;Z", None), (["Q:", ";"], "ANSWrt", ";"), (["\t"], "ANSWrt;Z", None),
+         (["think", "hm"], "ANSWrt;Z", None), (["</think>", "Z"], "ANSWrt;", "Z"),
+         (["A"], None, "A")]
+
+
+@pytest.mark.parametrize(("stop", "said", "found"), STOPS, ids=str)
+def test_a_stop_string_in_a_thought_ends_no_turn(server, stop, said, found):
+    asked = dict(model=NAME, messages=CHAT, temperature=0.01, max_tokens=40, stop=stop)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(**asked, n=2)
+        for choice in answer.choices:
+            message = choice.message
+            assert (message.content, choice.stop_reason) == (said, found)
+            assert message.reasoning_content.strip() == "hmQ:x" and choice.finish_reason == "stop"
+        pieces = [piece.choices[0].delta.content or "" for piece in
+                  client.chat.completions.create(**asked, stream=True)]
+        assert "".join(pieces) == (said or "")
+        if found:
+            shown = client.chat.completions.create(
+                **asked, extra_body=dict(include_stop_str_in_output=True)).choices[0].message
+            assert shown.content == (said or "") + found
+    _, answer = server.ask(RESPONSES, dict(input="hi", temperature=0, stop=stop))
+    assert [part["content"][0]["text"] for part in answer["output"][1:]] == [said] * bool(said)
+    _, answer = server.ask(MESSAGES, dict(messages=CHAT, temperature=0, max_tokens=40,
+                                          stop_sequences=stop))
+    assert [part["text"] for part in answer["content"][1:]] == [said] * bool(said)
+    assert answer["stop_sequence"] == found
+
+
+def test_a_stop_token_ends_a_turn_wherever_it_comes(server):
+    """And so do stop strings in what is no chat."""
+    token_id = server.llm.tokenizer.convert_tokens_to_ids("Q")
+    _, answer = server.ask(CHATS, dict(messages=CHAT, temperature=0, stop_token_ids=[token_id]))
+    assert answer["choices"][0]["message"]["content"] is None
+    _, answer = server.ask("/v1/completions", dict(prompt="h", temperature=0, stop="Q:"))
+    assert answer["choices"][0]["text"] == "m"
+
+
+# OpenAI's word, a template's variables, Anthropic's and DeepSeek's, Qwen's, ollama's, OpenRouter's.
+TRANSLATED = [
+    dict(reasoning_effort="none"), dict(chat_template_kwargs=dict(enable_thinking=False)),
+    dict(chat_template_kwargs=dict(thinking=False)), dict(thinking=dict(type="disabled")),
+    dict(thinking=False), dict(thinking=dict(type="disabled"), reasoning_effort="high")]
+REFUSED = [
+    dict(enable_thinking=False), dict(think=False), dict(think="low"), dict(thinking_budget=0),
+    dict(reasoning=dict(enabled=False)), dict(reasoning=dict(exclude=True)),
+    dict(reasoning_effort="off"), dict(thinking=dict(type="off"))]
+
+
+def lengths(server, switch: dict) -> list[int]:
+    """Of the prompt, for each way to send a chat; or the status of a refusal, which names it."""
+    found = []
+    for path, body, *place in ((CHATS, dict(messages=CHAT), "usage", "prompt_tokens"),
+                               ("/tokenize", dict(messages=CHAT), "count"),
+                               (MESSAGES + "/count_tokens", dict(messages=CHAT), "input_tokens"),
+                               (RESPONSES, dict(input="hi"), "usage", "input_tokens")):
+        status, answer = server.ask(path, body | switch)
+        if status == 400:
+            assert answer["error"]["param"] in switch and min(switch) in answer["error"]["message"]
+        for key in place if status == 200 else ():
+            answer = answer[key]
+        found.append(answer if status == 200 else status)
+    return found
+
+
+@pytest.mark.parametrize("switch", [{}, *TRANSLATED, *REFUSED], ids=str)
+def test_a_switch_of_thoughts_is_translated_or_refused(server, switch):
+    """Some were dropped in silence, and the model thought on. Oracle: the template itself."""
+    thinks, not_thinking = (len(server.llm.tokenizer.apply_chat_template(
+        CHAT, add_generation_prompt=True, return_dict=False, **more))
+        for more in ({}, dict(enable_thinking=False)))
+    assert not_thinking > thinks
+    nothing = dict(think="", enable_thinking=None, reasoning={}, reasoning_effort="")
+    first, *others = lengths(server, switch or nothing)
+    assert first == (400 if switch in REFUSED else not_thinking if switch else thinks)
+    assert set(others) <= ({not_thinking, 400} if switch else {thinks})
