@@ -186,8 +186,8 @@ class LLMEngine:
             if len(in_flight) > self.depth or (in_flight and not step.num_new_tokens):
                 self._take_result()
             else:
-                assert step.num_new_tokens or step.sitting_out or not self.requests, (
-                    f"stuck: nothing can be scheduled for {list(self.requests)}")
+                assert self.scheduler.has_unfinished() or not self.requests, (
+                    f"nothing is left of {list(self.requests)}, which have not ended")
         except BaseException:
             try:
                 if self.runner is not None:

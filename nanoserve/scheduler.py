@@ -53,7 +53,7 @@ class Scheduler:
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
         self.num_steps = 0
-        # Functions of annexes, and what each of them is asked or told.
+        # Functions of annexes. Who is asked notes nothing: what is asked for may not come about.
         self.cuts: list[Callable[[Step, Sequence, int, int], int]] = []  # start, n: how many of n?
         self.finders: list[Callable[[Step, Sequence, int], int]] = []  # n hits: how many more?
         self.readers: list[Callable[[Sequence], bool]] = []  # are further blocks being read?
@@ -102,12 +102,13 @@ class Scheduler:
         self.num_steps += 1
         if self.policy == "priority":
             self._interrupt(step)
-        prompts = self._schedule_decodes(step)
-        self._schedule_prompts(step, prompts)
+        self._schedule_prompts(step, self._schedule_decodes(step))
         if self.proposers and not step.preempted:
             self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
+        assert self.in_flight or not self.running and (step.sitting_out or not self.waiting), (
+            f"stuck: nothing is scheduled for {[one.name for one in self.running + self.waiting]}")
         return step
 
     def _schedule_decodes(self, step: Step) -> list[Sequence]:
@@ -183,10 +184,9 @@ class Scheduler:
         """A running prompt's next chunk. False if all that is left of it must be computed at once,
         and is more than the budget."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
-        num_left = len(seq.token_ids) - start
-        if num_left > step.budget and not self.enable_chunked_prefill:
+        num_new = min(len(seq.token_ids) - start, step.budget)
+        if start + num_new < len(seq.token_ids) and not self.enable_chunked_prefill:
             return False
-        num_new = min(num_left, step.budget)
         for cut in self.cuts:
             num_new = cut(step, seq, start, num_new)
         if num_new:
@@ -213,13 +213,14 @@ class Scheduler:
         if num_new < num_left and (step.sitting_out or not self.enable_chunked_prefill):
             step.stopped = seq, "tokens", num_left
             return
-        for cut in self.cuts:
-            num_new = cut(step, seq, num_cached, num_new)
         # There must be room for all its tokens, not only for this chunk: otherwise prompts that
         # start together would preempt each other, which wastes more than some idle blocks.
         num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
-        if num_needed > self.blocks.num_free_blocks or not num_new:
-            step.stopped = seq, "blocks" if num_new else "cut", num_needed
+        fits = num_needed <= self.blocks.num_free_blocks
+        for cut in self.cuts if fits else ():
+            num_new = cut(step, seq, num_cached, num_new)
+        if not fits or not num_new:
+            step.stopped = seq, "cut" if fits else "blocks", num_needed
             return
         del self.waiting[len(step.sitting_out)]
         insort(self.running, seq, key=self.order)
@@ -268,16 +269,14 @@ class Scheduler:
     def _add_drafts(self, step: Step) -> None:
         """Add draft tokens to decoding rows (extras/speculative.py), from the budget and blocks
         that are left. With 7 of 10 tokens known: at most 2, since the step samples the third."""
-        blocks = self.blocks
         for seq, start in zip(list(step.num_new_tokens), step.starts, strict=True):
             num_known = len(seq.token_ids)
-            room = (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size
+            room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
             most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
             decodes = start == num_known - 1 >= seq.num_prompt_tokens
-            if not decodes or most <= 0:
-                continue
-            if drafts := next(filter(None, (ask(seq, most) for ask in self.proposers)), None):
-                blocks.allocate(seq, num_known + len(drafts))
+            asked = self.proposers if decodes and most > 0 else []
+            if drafts := next(filter(None, (ask(seq, most) for ask in asked)), None):
+                self.blocks.allocate(seq, num_known + len(drafts))
                 step.drafts[seq] = drafts
                 step.num_new_tokens[seq] += len(drafts)
                 seq.num_inflight_tokens += len(drafts)

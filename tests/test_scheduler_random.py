@@ -59,6 +59,7 @@ class Workload:
     depth: int = 0
     window: int | None = None  # how many keys a query sees, its own included
     num_drafts: int = 0  # the most that are guessed for a row
+    step_seconds: float = 0.01  # which policy "shortest" reckons with
     failures: set[int] = field(default_factory=set)  # when all steps in flight are lost
     resets: set[int] = field(default_factory=set)  # when the prefix cache is to be forgotten
 
@@ -158,7 +159,7 @@ class FakeDevice:
                 chosen.append(choose(history, seq.seed, self.window))
             del chosen[:-1 - len(step.drafts.get(seq, []))]
         self.slots |= written
-        self.last_sampled = {seq: chosen[-1] for seq, chosen in sampled.items()}
+        self.last_sampled |= {seq: chosen[-1] for seq, chosen in sampled.items()}
         launched.tokens = [token for seq in step.sampling for token in sampled[seq]]
 
     def check_may_write(self, block: int) -> None:
@@ -235,7 +236,7 @@ class Drive:
         seqs = [sequence(str(i), list(ask.prompt), SamplingParams(n=ask.n), i,
                          priority=ask.priority, index=index, seed=100 * i + index,
                          stop_ids=stops, eos_ids=stops - {STOP}, max_num_tokens=longest,
-                         arrival_time=ask.arrival / 100)
+                         arrival_time=ask.arrival * self.workload.step_seconds)
                 for index in range(ask.n)]
         if longest - 1 > self.workload.num_blocks * self.workload.block_size:
             self.seen["refused"] += 1

@@ -39,6 +39,31 @@ def test_a_hit_ends_where_a_state_is_kept():
     assert rows(run_step(scheduler)) == {"B": 5} and second.num_cached_tokens == 8
 
 
+def test_a_step_that_is_empty_without_a_reason_is_named():
+    """The audit of `schedule`: nothing in flight will ever change what left the step empty."""
+    scheduler = make(budget=10)
+    add(scheduler, 27)
+    for names in ("A", "A', 'B"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "cuts", [lambda step, seq, start, num_new: 0])
+            with pytest.raises(AssertionError, match=rf"stuck: .* for \['{names}'\]"):
+                scheduler.schedule()
+        run_step(scheduler)  # A runs from here on
+        add(scheduler, 30)
+
+
+def test_who_lacks_blocks_is_asked_for_no_chunk():
+    """A picture was noted there as due, for a row that did not come."""
+    scheduler, asked = make(8, budget=10), []
+    scheduler.cuts.append(lambda step, seq, start, num_new: asked.append(seq.name) or num_new)
+    add(scheduler, 20), add(scheduler, 13)
+    step = run_step(scheduler)
+    assert step.budget == 0 and asked == ["A"]
+    step = run_step(scheduler)
+    step = run_step(scheduler)
+    assert step.stopped[1:] == ("blocks", 4) and asked == ["A", "A"]
+
+
 def test_who_is_told_of_a_lost_step_may_start_its_sequences_anew():
     """A state may hold the step's tokens already, and would take them in twice."""
     scheduler, lost = make_with_states(budget=10, enable_prefix_caching=False), []

@@ -24,7 +24,7 @@ images for Gemma, whose image tokens see each other. Road not taken: towers of o
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
@@ -361,7 +361,6 @@ class Multimodal(Extra, Observer):
         engine.observers.append(self)
         engine.before_launch.append(lambda step: self.eyes.expect(step, self.shown))
         self.labels = {"model_name": str(engine.config.model)}
-        self.due: dict[bytes, int] = {}  # tokens of images that the step to come must encode
         self.most_tokens = engine.config.max_num_batched_tokens
         if engine.config.enable_chunked_prefill:
             engine.scheduler.cuts.append(self.cut)
@@ -387,20 +386,22 @@ class Multimodal(Extra, Observer):
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
         """Let a chunk end before the image that would be one too many for this step's tower."""
-        shown = self.shown.get(seq, NOTHING)
-        for picture, first in zip(shown.pictures, shown.firsts, strict=True):
-            last, size = shown.places[first + picture.num_tokens - 1], picture.num_tokens
-            if (last < start or shown.places[first] >= start + count
-                    or picture.content in self.eyes.held or picture.content in self.due):
-                continue
-            if len(self.due) == MOST_IMAGES or self.due and (
-                    sum(self.due.values()) + size > self.most_tokens):
-                return max(int(shown.places[first]) - start, 0)
-            self.due[picture.content] = size
+        rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
+        due = {picture.content: picture.num_tokens for (other, n), first in rows
+               for picture, _ in self.missing(other, first, n)}
+        for picture, begin in self.missing(seq, start, count):
+            due[picture.content] = picture.num_tokens
+            if len(due) > MOST_IMAGES or len(due) > 1 and sum(due.values()) > self.most_tokens:
+                return max(begin - start, 0)
         return count
 
-    def scheduled(self, step: Step) -> None:
-        self.due.clear()
+    def missing(self, seq: Sequence, start: int, count: int) -> Iterator[tuple[Picture, int]]:
+        """The images of these tokens that must be encoded, and where each begins."""
+        shown = self.shown.get(seq, NOTHING)
+        for picture, first in zip(shown.pictures, shown.firsts, strict=True):
+            begin, last = shown.places[first], shown.places[first + picture.num_tokens - 1]
+            if begin < start + count and last >= start and picture.content not in self.eyes.held:
+                yield picture, int(begin)
 
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
