@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Sequence, Step, visible
 
 MAX_MOVES = 2 ** 12  # blocks that a step saves, or loads, at most
 AGAIN = "again"  # padding that repeats the last number
@@ -108,6 +108,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    def mask(self, row: int, window: int | None) -> torch.Tensor:
+        """Which keys the row's queries see, (query_len, seq_len) of bool."""
+        keys = torch.arange(self.seq_lens_host[row], device=self.seq_lens.device)
+        return visible(keys[-self.query_lens[row]:, None], keys, window)
 
 
 SECTIONS = {one.name: one.metadata["section"] for one in fields(Batch) if one.metadata}

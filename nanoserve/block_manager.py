@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
-from nanoserve.sequence import CacheEntry, Sequence
+from nanoserve.sequence import CacheEntry, Sequence, visible
 
 ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
 
@@ -40,9 +40,11 @@ ROOT_KEY = b""  # parent of a first block, where the sequence names no root of i
 class BlockManager:
     """Hands out `num_blocks` block ids, counts references, and remembers full blocks by content."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+                 window: int | None = None):
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window  # how many keys a query sees at most; None: a layer sees all
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
         # *Blank* blocks, which no look-up finds, then findable ones, least recently used first. So
@@ -178,17 +180,19 @@ class BlockManager:
                 entry = None  # a collision: the first one stays
             seq.cache_entry = entry
 
-    def release(self, seq: Sequence, position: int) -> None:
-        """Give back the blocks that lie wholly before `position`, which no window reaches any more.
+    def release(self, seq: Sequence) -> None:
+        """Give back the blocks that lie wholly before the first key that the next query sees.
 
         The table keeps the released ids, so that later blocks keep their index; no step reads the
-        released ones. With blocks of 16 and position 35, blocks 0 and 1 go. Simplification: a
-        sequence is still admitted only if all of its tokens fit.
+        released ones. With blocks of 16 and a first key of 35, blocks 0 and 1 go. Simplifications:
+        a key in sight keeps all blocks behind it, and a sequence is admitted only if it fits whole.
         """
-        last = max(position // self.block_size, seq.num_released_blocks)  # released ones stay so
-        for block_id in seq.block_table[seq.num_released_blocks:last]:
+        begin, query = seq.num_released_blocks, seq.num_computed_tokens
+        first = next(key for key in range(begin * self.block_size, query + 1)
+                     if visible(query, key, self.window))
+        for block_id in seq.block_table[begin:first // self.block_size]:
             self._dereference(block_id)
-        seq.num_released_blocks = last
+        seq.num_released_blocks = first // self.block_size
 
     def free(self, seq: Sequence) -> None:
         """Give back all blocks of `seq`. Cached ones stay findable until they are reused.
@@ -240,6 +244,9 @@ class BlockManager:
         for seq in sequences:
             held = seq.block_table[seq.num_released_blocks:]
             assert len(set(held)) == len(held), f"sequence {seq.name} lists a block twice: {held}"
+            for position in range(seq.num_released_blocks * self.block_size):
+                assert not visible(seq.num_computed_tokens, position, self.window), (
+                    f"sequence {seq.name} gave back position {position}, which its next query sees")
             room = len(seq.block_table) * self.block_size
             used = seq.num_computed_tokens + seq.num_inflight_tokens
             assert used <= room, (

@@ -173,10 +173,9 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         start, end = end, end + query_len
         if seq_len == 0:
             continue
-        queries = torch.arange(seq_len - query_len, seq_len, device=q.device)  # their positions
-        # Blocks that lie before every query's window may belong to another sequence by now.
-        first = 0 if window is None else max(0, seq_len - query_len + 1 - window)
-        positions = torch.arange(first, seq_len, device=q.device)  # of the keys
+        visible = batch.mask(row, window)  # (query_len, seq_len)
+        # The blocks of keys that no query sees may belong to another sequence by now.
+        positions = visible.any(0).nonzero()[:, 0]
         blocks = batch.block_tables[row, positions // block_size]
         keys = widened(k_cache[blocks, positions % block_size])  # (num_keys, kv_heads, head_dim)
         values = widened(v_cache[blocks, positions % block_size])
@@ -185,10 +184,7 @@ def paged_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tenso
         scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        visible = positions <= queries[:, None]  # (query_len, num_keys)
-        if window is not None:
-            visible &= positions > queries[:, None] - window
-        scores = scores.masked_fill(~visible, float("-inf"))
+        scores = scores.masked_fill(~visible[:, positions], float("-inf"))
         if sinks is not None:  # a last column, which is dropped behind the softmax
             column = sinks.view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
             scores = torch.cat((scores, column), -1)

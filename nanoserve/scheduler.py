@@ -35,19 +35,18 @@ RATE = 1000  # policy "shortest": prompt tokens that count as much as one second
 class Scheduler:
     """Owns every sequence's progress: `add`, then `schedule` and `update` in turn, or `finish`.
 
-    config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: how many keys a
-    query sees at most, None if a layer has no such limit.
+    config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: see `BlockManager`.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):
         assert config.max_num_batched_tokens and config.max_num_seqs, "config must be resolved"
-        self.window = window
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.policy = config.scheduling_policy
         self.steps_at_once = config.steps_at_once  # above 1: a sequence samples in one
-        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
+                                   window)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
         self.running: list[Sequence] = []  # sorted, too; the last is the first victim
         self.free_rows = list(range(config.max_num_seqs))
@@ -330,8 +329,7 @@ class Scheduler:
             if seq.finish_reason is None and (
                     num_done > 1 or seq.num_computed_tokens % block_size == 0):
                 self.blocks.commit(seq)  # one token fills a block only where it ends at a multiple
-                if self.window is not None:  # the next query is at num_computed_tokens
-                    self.blocks.release(seq, seq.num_computed_tokens - self.window + 1)
+                self.blocks.release(seq)
         for seq in grown:
             request, token_id = seq.request, seq.token_ids[-1]
             if token_id in request.stop_ids:

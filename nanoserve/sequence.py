@@ -37,6 +37,7 @@ blocks; everybody else only reads. Nothing here knows torch, a tokenizer, or a m
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from nanoserve.config import SamplingParams
 
@@ -99,7 +100,7 @@ class Sequence:
     # Memory: changed by the block manager alone.
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # chained hashes of its full blocks
-    num_released_blocks: int = 0  # leading blocks given back: no window reaches them any more
+    num_released_blocks: int = 0  # leading blocks given back: no query sees them any more
     num_committed_blocks: int = 0  # leading blocks already offered to the prefix cache
     cache_entry: "CacheEntry | None" = None  # the cache's entry for the last committed block
 
@@ -214,3 +215,10 @@ class Step:
         if self.preempted:
             parts.append("preempted " + " ".join(seq.name for seq in self.preempted))
         return " | ".join(parts)
+
+
+def visible(query: Any, key: Any, window: int | None) -> Any:
+    """Whether a query sees a key, by their positions: numbers, or arrays that broadcast. Attention
+    and the block manager share this, so what a query can't see no later one may: its block is free.
+    window: how many keys a query sees at most, its own included; None: all before it."""
+    return (key <= query) & (window is None or key > query - window)

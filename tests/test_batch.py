@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import sequence
 
+from nanoserve import ops
 from nanoserve.batch import HEADER, MAX_MOVES, SECTIONS, Batch, BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.parallel.serving import HEAD
@@ -360,6 +361,28 @@ def test_a_buffer_has_room_for_the_largest_step_and_no_more(num_drafts, num_extr
     expected = HEADER + 4 * 60 + 6 * (3 + MAX_LEN // 4) + 1 + 8 * (6 + num_extra) + 4 * MAX_MOVES
     assert [len(buffer) for buffer in builder.buffers] == [expected] * 2
     assert expected > HEAD, "or a broadcast of a message's first part would be longer than it"
+
+
+def test_attention_sees_what_is_visible_and_reads_nothing_else(monkeypatch):
+    """`visible` is changed, and nothing else: keys 2 and 3 stay in sight behind a window of 5. What
+    lies between is another's, NaN here. The oracle is torch's attention with a dense mask."""
+    def rule(query, key, window):
+        return (key <= query) & ((key > query - window) | (key == 2) | (key == 3))
+
+    monkeypatch.setattr("nanoserve.batch.visible", rule)
+    seq = sequence("A", [1] * 20, row=0, block_table=[4, 3, 2, 1, 0])
+    step = Step(0, num_new_tokens={seq: 3}, starts=[17], sampling=[seq])
+    batch = BatchBuilder(1, 24, MAX_LEN, 4, CPU).build(step)
+    q, k, v = (torch.randn(n, 2, 16) for n in (3, 20, 20))
+    caches = [torch.full((5, 4, 2, 16), float("nan")) for _ in "kv"]
+    for position in (2, 3, *range(13, 20)):
+        for cache, numbers in zip(caches, (k, v), strict=True):
+            cache[4 - position // 4, position % 4] = numbers[position]
+    got = ops.paged_attention(q, *caches, batch, 0.25, window=5)
+    at = torch.arange(20)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=rule(at[17:, None], at, 5), scale=0.25)
+    torch.testing.assert_close(got, expected.transpose(0, 1))
 
 
 def test_unknown_tokens_are_named_by_their_rows():

@@ -7,6 +7,7 @@ sequences are moved by hand.
 import pytest
 from blocks_by_hand import SIZE, compute, held, hits, order_of_reuse, sequence
 
+from nanoserve import block_manager
 from nanoserve.block_manager import BlockManager
 
 pytestmark = pytest.mark.floor
@@ -136,14 +137,15 @@ def test_looking_up_takes_nothing_and_renews_nothing():
 # ----------------------------------------------------- behind a sliding window
 
 
-@pytest.mark.parametrize("position, num_released", [
-    (-5, 0), (0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3)])
-def test_what_lies_wholly_before_a_position_is_given_back(position, num_released):
-    blocks = BlockManager(8, SIZE)
+@pytest.mark.parametrize("window, num_released", [
+    (None, 0), (19, 0), (14, 0), (11, 0), (10, 1), (7, 1), (6, 2), (3, 2), (2, 3), (1, 3)])
+def test_what_lies_wholly_before_a_window_is_given_back(window, num_released):
+    """The next query stands at 13: with a window of 10 it sees 4 to 13, which are blocks 1 to 3."""
+    blocks = BlockManager(8, SIZE, window=window)
     seq = compute(blocks, range(13))
     table = list(seq.block_table)
-    for at in (position, position, position - 5):  # twice is once; and none comes back
-        blocks.release(seq, at)
+    for _ in range(2):  # twice is once
+        blocks.release(seq)
         assert (seq.num_released_blocks, blocks.num_free_blocks) == (num_released, 4 + num_released)
         assert seq.block_table == table, "the others must stay in their places"
         assert all(block_id in blocks.free_blocks for block_id in table[:num_released])
@@ -153,11 +155,33 @@ def test_what_lies_wholly_before_a_position_is_given_back(position, num_released
     blocks.check([])
 
 
+OTHER_MASKS = {  # what is seen beside the last 3 of 13 keys, and how many of blocks of 4 go
+    "the first": (lambda key: key < 1, 0), "every other block": (lambda key: key // 4 % 2 == 0, 0),
+    "one in the middle": (lambda key: key == 7, 1), "none": (lambda key: False, 2)}
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_what_another_mask_sees_is_kept(monkeypatch, name):
+    """`visible` is changed, and nothing else. Who releases too much is found by the audit."""
+    kept, num_released = OTHER_MASKS[name]
+    monkeypatch.setattr(block_manager, "visible", lambda query, key, window: (
+        key <= query and (key > query - window or kept(key))))
+    blocks = BlockManager(8, SIZE, window=4)
+    seq = compute(blocks, range(13))
+    blocks.release(seq)
+    blocks.check([seq])
+    assert seq.num_released_blocks == num_released
+    seq.num_released_blocks = 2
+    if num_released < 2:
+        with pytest.raises(AssertionError, match="which its next query sees"):
+            blocks.check([seq])
+
+
 def test_a_released_block_is_found_until_it_is_reused():
     """Free and findable, like those of a sequence that has ended. Who finds one has it alone."""
-    blocks = BlockManager(6, SIZE)
+    blocks = BlockManager(6, SIZE, window=6)
     seq = compute(blocks, range(13))
-    blocks.release(seq, 8)
+    blocks.release(seq)
     second = compute(blocks, [*range(8), 50], "second")
     assert second.block_table[:2] == seq.block_table[:2]
     assert [blocks.ref_counts[block] for block in second.block_table] == [1, 1, 1]
@@ -172,9 +196,10 @@ def test_a_released_block_is_found_until_it_is_reused():
 def test_a_chain_whose_head_was_reused_is_not_found_but_its_owner_goes_on():
     """The blocks that it still has, and those that it will fill, hang on a key that is gone. They
     must not be found, nor disturb the one who computes the same prefix anew."""
-    blocks = BlockManager(8, SIZE)
+    blocks = BlockManager(8, SIZE, window=2)
     seq = compute(blocks, range(12))
-    blocks.release(seq, 8)
+    blocks.release(seq)
+    assert seq.num_released_blocks == 2
     fillers = [compute(blocks, range(100 * i, 100 * i + 4), f"f{i}") for i in range(1, 8)]
     assert blocks.num_free_blocks == 0
     assert hits(blocks, range(13)) == []
@@ -190,7 +215,8 @@ def test_a_chain_whose_head_was_reused_is_not_found_but_its_owner_goes_on():
     assert not set(again.block_table) & set(held(seq))
     assert hits(blocks, range(18)) == again.block_table[:4]
     blocks.check([seq, again])
-    blocks.release(seq, 16)
+    blocks.release(seq)
+    assert seq.num_released_blocks == 4
     blocks.free(again)
     blocks.free(seq)
     assert blocks.num_free_blocks == 8
@@ -200,8 +226,8 @@ def test_a_chain_whose_head_was_reused_is_not_found_but_its_owner_goes_on():
 def test_a_released_block_that_nobody_can_find_is_reused_first():
     """With caching off it holds nothing of use, and goes to the front; findable ones last."""
     for caching, expected in ((False, [0, 3, 4]), (True, [3, 4, 0])):
-        blocks = BlockManager(5, SIZE, enable_prefix_caching=caching)
+        blocks = BlockManager(5, SIZE, enable_prefix_caching=caching, window=8)
         seq = compute(blocks, range(12))
         assert seq.block_table == [0, 1, 2]
-        blocks.release(seq, 4)
+        blocks.release(seq)
         assert order_of_reuse(blocks) == expected

@@ -44,6 +44,7 @@ from nanoserve.extras.int4_linear import Grouped
 from nanoserve.extras.latent import keep_latents
 from nanoserve.layers import Placement
 from nanoserve.model import KVCache, Pair, fit_8_bits
+from nanoserve.sequence import visible
 
 PAGED, PROBED = "nanoserve", "nanoserve-probe"  # our names for attention: in steps, and at load
 # What layers do in the place of attention, and how configs call such layers.
@@ -112,15 +113,15 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **unus
     queries = torch.tensor([0, 1, half - 1, half, half + 1, size, 2 * size])[:, None]
     keys = torch.arange(2 * size + 1)[None]
     zero = torch.tensor(0)  # of the batch, and of the heads
-    visible = mask_function(zero, zero, queries, keys).expand(len(queries), keys.shape[1])
-    ahead = int(visible[5, size + 1:].sum())  # of the query in the middle, at `size`
+    seen = mask_function(zero, zero, queries, keys).expand(len(queries), keys.shape[1])
+    ahead = int(seen[5, size + 1:].sum())  # of the query in the middle, at `size`
     if ahead:
         expected = (keys - queries).abs() <= (2 * size if ahead == size else ahead)
         found = Mask(None if ahead == size else ahead, looks_ahead=True)
     else:
-        expected = (keys <= queries) & (keys > queries - (local_size or 4 * size))
+        expected = visible(queries, keys, local_size or None)
         found = Mask(local_size)
-    return found if torch.equal(visible, expected) else Mask(known=False)
+    return found if torch.equal(seen, expected) else Mask(known=False)
 
 
 @dataclass

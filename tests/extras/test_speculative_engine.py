@@ -187,4 +187,4 @@ def test_blocks_are_kept_for_the_network_that_looks_back_furthest(checkpoints, d
     """Given back too early, they would hold other requests' KV: right text, worse guesses."""
     llm = start(checkpoints["mistral"], speculative_config=dict(
         SMALL, model=str(checkpoints[draft])))
-    assert llm.model_config.window == 13 and llm.scheduler.window == window
+    assert llm.model_config.window == 13 and llm.scheduler.blocks.window == window
