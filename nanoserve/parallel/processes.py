@@ -190,6 +190,8 @@ def _connect(ranks: Ranks, store: dist.Store, device: str, children: list,
     with ctrl_c_held():  # an interrupted start would leave a half-started thread
         ranks.watch.start()
     ranks.watch.store_server = store  # rank 0's own serves the others for as long as it is kept
+    if device == "cuda":
+        ranks.try_collectives(torch.device("cuda", ranks.local_rank))
     return ranks
 
 

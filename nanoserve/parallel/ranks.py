@@ -24,6 +24,7 @@ steps. Road not taken: torch's DTensor, which shares tensors out by itself and h
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ import torch.nn.functional as F
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 GOODBYE_TIMEOUT = timedelta(seconds=5)
 TAGS = 2 ** 16  # gloo's numbers of messages; far more than are ever on their way
+FIRST_SECONDS = 60.0  # for the first collectives of GPUs, see `try_collectives`
 
 
 class Span(NamedTuple):
@@ -155,7 +157,7 @@ class Ranks:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place, on every rank."""
         if self.size > 1:
-            self._run(self.group.allreduce, [x])
+            self._run(self.group.allreduce, [x], _options(dist.AllreduceOptions))
         return x
 
     def gather(self, x: torch.Tensor, total: int) -> torch.Tensor | None:
@@ -166,9 +168,8 @@ class Ranks:
         widest = -(-total // self.size)
         x = F.pad(x, (0, widest - x.shape[1])).contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        self._run(self.group.gather, [parts] if parts else [], [x], options)
+        self._run(self.group.gather, [parts] if parts else [], [x],
+                  _options(dist.GatherOptions, rootRank=0))
         if self.rank:
             return None
         sizes = [self.share(total, rank).size for rank in range(self.size)]
@@ -206,6 +207,28 @@ class Ranks:
         self.awaited = []
         return x
 
+    def try_collectives(self, device: torch.device) -> None:
+        """Compare an all_reduce, a gather and a broadcast between the devices, before anything is
+        read: GPUs that can't reach each other's memory fail here, or give wrong numbers. Raises
+        `RuntimeError` with what may help."""
+        remedy = ("set NCCL_P2P_DISABLE=1 if these GPUs can't reach each other's memory, give a "
+                  "container more shared memory (docker run --shm-size=1g or --ipc=host), and "
+                  "NCCL_DEBUG=INFO tells more")
+        mine = torch.full((1, 1), 1.0 + self.rank, device=device)
+        ranks, given = torch.arange(1.0, self.size + 1)[None], mine.clone()
+        try:
+            total, parts = self.all_reduce(mine.clone()), self.gather(mine, self.size)
+            self.broadcast(given)
+            if device.type == "cuda":
+                wait_for(device, FIRST_SECONDS)
+            right = {"all_reduce": float(total) == float(ranks.sum()),
+                     "gather": parts is None or torch.equal(parts.cpu(), ranks),
+                     "broadcast": float(given) == 1}
+        except (RuntimeError, ConnectionError) as error:
+            raise RuntimeError(f"the GPUs' first collective failed ({error}): {remedy}") from error
+        if wrong := [name for name, is_right in right.items() if not is_right]:
+            raise RuntimeError(f"{', '.join(wrong)} of the GPUs gives wrong numbers: {remedy}")
+
     def hand_out(self, content: bytes = b"") -> bytes | bytearray:
         """Rank 0's bytes, on all ranks: for what is rare. They are between two steps."""
         if self.size == 1:
@@ -227,8 +250,8 @@ class Ranks:
         """The smallest of all ranks' numbers, between the hosts, and outside any step."""
         if self.size == 1:
             return value
-        tensor, options = torch.tensor([value]), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        tensor, options = torch.tensor([value]), _options(
+            dist.AllreduceOptions, reduceOp=dist.ReduceOp.MIN)
         with self.together():
             self._run(self.control.allreduce, [tensor], options)
         return int(tensor)
@@ -306,8 +329,7 @@ class Ranks:
             return
         self.watch.stopped.set()  # from here on it is no death when a rank ends
         if last_word is not None and self.rank == 0 and self.broken is None:
-            options = _from_rank_0()
-            options.timeout = GOODBYE_TIMEOUT  # a rank may hang
+            options = _from_rank_0(timeout=GOODBYE_TIMEOUT)  # a rank may hang
             try:
                 self._run(self.control.broadcast, [last_word], options)
             except ConnectionError:
@@ -323,7 +345,24 @@ class Ranks:
 SOLO = Ranks()
 
 
-def _from_rank_0() -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+def wait_for(device: torch.device, seconds: float) -> None:
+    """Until the GPU has done what is queued. Raises `RuntimeError` if that takes longer."""
+    done, deadline = torch.cuda.Event(), time.monotonic() + seconds
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no answer within {seconds:.0f} s")
+        time.sleep(0.01)
+
+
+def _from_rank_0(**values) -> dist.BroadcastOptions:
+    return _options(dist.BroadcastOptions, rootRank=0, rootTensor=0, **values)
+
+
+def _options(kind: type, **values):
+    """On the current stream, which a graph records and other kernels share, and not on NCCL's."""
+    options = kind()
+    options.asyncOp = False
+    for name, value in values.items():
+        setattr(options, name, value)
     return options

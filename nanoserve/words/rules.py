@@ -190,7 +190,7 @@ OVERRIDES = instance(dict, "a dict laid over config.json")
 QUANTIZATION = Rule("dequantize, int8 or int4 (a quantised checkpoint's format, fp8 say, is in its "
                     "config.json: leave it out)", choice("dequantize", "int8", "int4").keep)
 DEVICE = Rule('auto, cpu, cuda or a GPU by its number ("cuda:1")', lambda name: only_if(
-    isinstance(name, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name), name))
+    isinstance(name, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name)), name))
 KV_DTYPE = Rule("auto or int8 (there is no fp8: int8 serves all devices)",
                 choice("auto", "int8").keep)
 CONVERSION = choice("auto", "none", "embed", "classify", "reward")

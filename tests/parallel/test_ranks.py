@@ -5,6 +5,7 @@ nothing to start: so every family and every way to share it can be compared with
 is special about processes is test_processes.py's business.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.frontend.defaults import resolve
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.processes import start_ranks
-from nanoserve.parallel.ranks import Ranks, Span
+from nanoserve.parallel.ranks import Ranks, Span, wait_for
 
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -87,6 +88,41 @@ def test_the_other_collectives():
 
     assert in_threads(thread_ranks(3), work) == [([6.0], 7, 3, 0)] * 3
     assert work(Ranks()) == ([1.0], 7, 5, 0)  # alone: nobody is asked
+
+
+@pytest.mark.parametrize("broken, says", [
+    (dict(), None),
+    (dict(all_reduce=lambda x: x + 1), "all_reduce of the GPUs gives wrong numbers"),
+    (dict(gather=lambda x, total: torch.zeros(1, total)), "gather of the GPUs gives wrong"),
+    (dict(broadcast=lambda x: x.zero_()), "broadcast of the GPUs gives wrong"),
+    (dict(broadcast=lambda x: (_ for _ in ()).throw(ConnectionError("NCCL error: unhandled"))),
+     "first collective failed .NCCL error: unhandled")])
+def test_the_first_collectives_of_gpus_are_compared(broken, says):
+    """Behind a broken P2P link NCCL hangs, fails, or sums up garbage: the error says what helps."""
+    def work(ranks: Ranks) -> str:
+        if ranks.rank == 0:
+            vars(ranks).update(broken)
+        try:
+            ranks.try_collectives(torch.device("cpu"))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    first = in_threads(thread_ranks(1 if broken else 3), work)[0]
+    if says is None:
+        assert first == ""
+    else:
+        assert re.search(f"{says}.*NCCL_P2P_DISABLE=1.*--shm-size=1g", first)
+
+
+def test_a_gpu_that_never_answers_is_not_waited_for(monkeypatch):
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with pytest.raises(RuntimeError, match="no answer within 0 s"):
+        wait_for(torch.device("cuda"), 0.01)
+    event.query = lambda: True
+    wait_for(torch.device("cuda"), 0.01)
 
 
 def test_an_error_among_all_is_the_last_thing_they_do():
