@@ -106,7 +106,8 @@ class Scheduler:
             self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
-        assert self.in_flight or not self.running and (step.sitting_out or not self.waiting), (
+        assert self.in_flight or step.preempted or not self.running and (
+            step.sitting_out or not self.waiting), (
             f"stuck: nothing is scheduled for {[one.name for one in self.running + self.waiting]}")
         return step
 
