@@ -176,7 +176,8 @@ TABLE = (
     Row("import", "CompilationConfig CompilationMode CUDAGraphMode AttentionConfig", "leave it "
         "out: on a GPU decode steps are recorded as CUDA graphs by themselves"),
     Row("import", "ImageAsset AudioAsset VideoAsset fetch_image MultiModalDataBuiltins",
-        "models here read text alone"),
+        "hand over an image of PIL, a path or bytes, and a sound as an array: see "
+        "docs/vision.md"),
     Row("import", "ModelRegistry", "an architecture is a row in checkpoint/, see docs/models.md"),
     Row("import", "random_uuid", "use uuid.uuid4().hex"),
     Row("import", "envs", "options of LLM(...) say what vLLM's environment variables do"),
