@@ -23,8 +23,8 @@ from nanoserve.frontend.command import command
 HOME = Path(__file__).parent.parent  # said, as there may be an installation elsewhere
 # A word, and the module with its `main`.
 COMMANDS = {"serve": "nanoserve.server.cli", "trace": "nanoserve.tools.trace",
-            "verify": "nanoserve.tools.verify", "convert": "nanoserve.tools.convert",
-            "doctor": "nanoserve.tools.doctor"}
+            "verify": "nanoserve.tools.verify", "doctor": "nanoserve.tools.doctor",
+            "convert": "nanoserve.tools.convert"}
 LIST = f"""\
 nanoserve {__version__}, {HOME}
 
