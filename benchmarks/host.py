@@ -21,11 +21,13 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 
 import torch
 
 from nanoserve.batch import BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.extra import Extra
 from nanoserve.frontend.command import command
 from nanoserve.llm import LLM
 from nanoserve.scheduler import Scheduler
@@ -79,22 +81,21 @@ def time_bookkeeping(num_running: int, num_waiting: int) -> list[float]:
     return [1e6 * statistics.median(column) for column in columns]
 
 
+WATCHING = ("EngineMetrics", "Trace")  # extras that do nothing else
+
+
 class Timed:
-    """An observer with a stopwatch around its calls."""
+    """An extra with a stopwatch around its calls."""
 
-    def __init__(self, observer):
-        self.observer, self.seconds = observer, 0.0
+    def __init__(self, extra: Extra):
+        self.extra, self.seconds = extra, 0.0
 
-    def __getattr__(self, name: str):
-        method = getattr(self.observer, name)
-
-        def timed(*args):
+    def timed(self, method: Callable) -> Callable:
+        def call(*args):
             start = time.perf_counter()
             method(*args)
             self.seconds += time.perf_counter() - start
-
-        setattr(self, name, timed)  # found at once the next time
-        return timed
+        return call
 
 
 def bench_observers(model: list[str], num_prompts: int, input_len: int, output_len: int,
@@ -106,7 +107,11 @@ def bench_observers(model: list[str], num_prompts: int, input_len: int, output_l
     rng, vocab_size = random.Random(seed), plain.model_config.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(input_len)] for _ in range(num_prompts)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    traced.observers = timed = [Timed(observer) for observer in traced.observers]
+    watches = {id(extra): Timed(extra) for extra in traced.extras}
+    for name in ("added", "scheduled", "updated", "ended"):
+        calls = getattr(traced.hooks, name)
+        calls[:] = [watches[id(call.__self__)].timed(call) for call in calls]
+    timed = [watch for watch in watches.values() if type(watch.extra).__name__ in WATCHING]
     times: list[tuple[float, float]] = []
     inside: list[list[float]] = []  # of each step, the seconds in each observer's calls
     for llm in (plain, traced):
@@ -127,7 +132,7 @@ def bench_observers(model: list[str], num_prompts: int, input_len: int, output_l
           f"without a trace, {1e3 * with_trace:.2f} ms with one")
     print(f"{'observer':16} {'µs per step':>12} {'of a step':>10}  medians")
     for observer, column in zip(timed, zip(*inside, strict=True), strict=True):
-        seconds, name = statistics.median(column), type(observer.observer).__name__
+        seconds, name = statistics.median(column), type(observer.extra).__name__
         print(f"{name:16} {1e6 * seconds:12.1f} {seconds / with_trace:10.2%}")
     traced.shutdown()
     folder.cleanup()

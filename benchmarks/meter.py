@@ -31,13 +31,14 @@ from tqdm import tqdm
 from benchmarks.workloads import Request, summarize
 from nanoserve import model_runner
 from nanoserve.config import RequestOutputKind, SamplingParams
+from nanoserve.extra import Extra
 from nanoserve.layers import Experts, Linear
 from nanoserve.llm import LLM
 from nanoserve.sequence import Sequence, Step
 
 
-class Meter:
-    """An observer of one engine. time: whether the stopwatch runs, too."""
+class Meter(Extra):
+    """Watches one engine. time: whether the stopwatch runs, too."""
 
     def __init__(self, llm: LLM, bar: tqdm, time: bool):
         self.llm, self.bar, self.time = llm, bar, time
@@ -45,9 +46,6 @@ class Meter:
         self.token_times: dict[str, list[float]] = defaultdict(list)  # by request, time.monotonic
         self.seconds: Counter[str] = Counter()
         self.on_gpu = llm.runner.device.type == "cuda"
-
-    def added(self, *args) -> None:
-        """Nothing to note: the clock started at the arrival."""
 
     def scheduled(self, step: Step) -> None:
         """Keep the step: its minimum is computed after the run."""
@@ -62,9 +60,6 @@ class Meter:
             self.token_times[seq.request.request_id] += [now] * len(tokens)
             self.bar.update(len(tokens))
 
-    def ended(self, sequences: list[Sequence]) -> None:
-        """Nothing to note."""
-
     @contextmanager
     def watching(self):
         """Around a run: what is replaced is put back."""
@@ -72,8 +67,8 @@ class Meter:
             for part, owner, name in self.calls() if self.time else []:
                 timed = self.timed(part, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, timed))
-            self.llm.observers.append(self)
-            stack.callback(self.llm.observers.remove, self)
+            self.llm.add(self)
+            stack.callback(self.llm.remove, self)
             yield
 
     def calls(self) -> list[tuple[str, object, str]]:

@@ -38,6 +38,7 @@ import torch
 from benchmarks.workloads import Request, community
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
+from nanoserve.extra import Extra
 from nanoserve.llm import LLM
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CoreRequest, Sequence, Step
@@ -229,24 +230,19 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     return Machine(2 * source.nbytes / seconds, 2 * size ** 3 / _best(lambda: a @ b, device))
 
 
-class Watch:
-    """An observer of one engine, from now on: it keeps the steps, whose least time is worked out
+class Watch(Extra):
+    """Watches one engine from now on: it keeps the steps, whose least time is worked out
     after the run."""
 
     def __init__(self, llm: LLM):
         self.config, self.device = llm.model_config, llm.runner.device
         self.dtype = getattr(torch, llm.config.dtype)
         self.steps: list[Step] = []
-        llm.observers.append(self)
-
-    def added(self, *args) -> None:
-        """Nothing to note."""
+        llm.add(self)
 
     def scheduled(self, step: Step) -> None:
         if step.num_new_tokens:
             self.steps.append(step)
-
-    updated = ended = added
 
     def share(self, seconds: float) -> str:
         """Of a run that took so long, in words. Measures the machine: call it when the engine has

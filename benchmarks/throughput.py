@@ -325,7 +325,7 @@ class Bench:
             return None
         llm.reset_prefix_cache()  # the run would do it, and its blocks would be seen to go
         trace = Trace(self.args.step_trace, llm.scheduler, Path(llm.config.model).name, tqdm.write)
-        llm.observers.append(trace)
+        llm.add(trace)
         return trace
 
     def run(self, llm: LLM, requests: list[Request], label: str) -> dict:

@@ -8,6 +8,7 @@ from importlib import import_module
 
 from course.storyteller import BEGINNING, REQUESTS, ROWS, Storyteller
 from nanoserve import LLM, SamplingParams
+from nanoserve.extra import Extra
 
 NAMES = ["no cache", "a cache", "a static batch", "continuous batching", "paged, shared beginning"]
 BUDGET = 48  # tokens of an engine's step
@@ -19,11 +20,12 @@ def table() -> str:
               max_num_seqs=ROWS, max_num_batched_tokens=BUDGET)
     blocks, engine, model = llm.scheduler.blocks, Counter(), Storyteller()
 
-    def note(step):
-        engine.update(steps=1, tokens=step.num_tokens)
-        engine["largest"] = max(engine["largest"], step.num_tokens)
-        engine["held"] = max(engine["held"], blocks.block_size * (99 - blocks.num_free_blocks))
-    llm.before_launch.append(note)
+    class Count(Extra):
+        def launching(self, step):
+            engine.update(steps=1, tokens=step.num_tokens)
+            engine["largest"] = max(engine["largest"], step.num_tokens)
+            engine["held"] = max(engine["held"], blocks.block_size * (99 - blocks.num_free_blocks))
+    llm.add(Count())
     requests = [(llm.tokenizer.encode(BEGINNING + prompt), count) for prompt, count in REQUESTS]
     params = [SamplingParams(temperature=0, max_tokens=count) for _, count in requests]
     outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)

@@ -7,7 +7,7 @@ import re
 
 from course.scratch import HERE
 from nanoserve import LLM, SamplingParams
-from nanoserve.frontend.metrics import Observer
+from nanoserve.extra import Extra
 
 IN_BATCH = ["input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "block_tables",
             "logits_indices"]
@@ -15,8 +15,8 @@ IN_SEQUENCE = ["num_tokens", "num_computed_tokens", "num_inflight_tokens", "num_
                "block_table", "num_committed_blocks"]
 
 
-class Walk(Observer):
-    """An observer of an engine that runs request B beside A, from step 1 on. It keeps as text what
+class Walk(Extra):
+    """Watches an engine that runs request B beside A, from step 1 on. It keeps as text what
     there is to see, by name."""
 
     def __init__(self, overlap: bool):
@@ -26,7 +26,7 @@ class Walk(Observer):
                   async_scheduling=overlap)
         llm.add_request("A", "Once upon a time", SamplingParams(temperature=0, max_tokens=8))
         llm.step()
-        llm.observers.append(self)
+        llm.add(self)
         self.read, llm.runner.builder.read = llm.runner.builder.read, self.note_batch
         llm.add_request("B", "Once upon a time there was a king, who",
                         SamplingParams(temperature=0, max_tokens=4))

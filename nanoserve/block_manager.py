@@ -28,10 +28,11 @@ over tokens (Zheng et al. 2023, "SGLang"), which matches at any token, not only 
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import xxhash
 
+from nanoserve.extra import Hooks
 from nanoserve.sequence import CacheEntry, Sequence, visible
 
 ROOT_KEY = b""  # parent of a first block, where the sequence names no root of its own
@@ -41,7 +42,8 @@ class BlockManager:
     """Hands out `num_blocks` block ids, counts references, and remembers full blocks by content."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 window: int | None = None):
+                 window: int | None = None, hooks: Hooks | None = None):
+        self.hooks = hooks or Hooks()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.window = window  # how many keys a query sees at most; None: a layer sees all
@@ -53,11 +55,6 @@ class BlockManager:
         self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[bytes, CacheEntry] = {}
         self.entry_of: list[CacheEntry | None] = [None] * num_blocks
-        # Called with each entry that is about to be evicted, and with each new one.
-        self.on_evict: list[Callable[[CacheEntry], None]] = []
-        self.on_commit: list[Callable[[CacheEntry], None]] = []
-        # Each may cut hits, where not only KV is needed: extras/recurrent_snapshots.py.
-        self.usable: list[Callable[[Sequence, list[CacheEntry]], list[CacheEntry]]] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -98,7 +95,7 @@ class BlockManager:
 
     def find_prefix(self, seq: Sequence) -> list[CacheEntry]:
         """Look up the longest cached prefix of `seq`. Takes no reference and changes no block.
-        The functions in `usable` may cut what was found."""
+        Extras may cut what was found (`Extra.usable`)."""
         hits: list[CacheEntry] = []
         parent, token_ids, contents = seq.request.root, seq.token_ids, seq.request.contents
         size, cached = self.block_size, self.cached
@@ -111,7 +108,7 @@ class BlockManager:
                 break
             hits.append(entry)
             parent = entry
-        for cut in self.usable:
+        for cut in self.hooks.usable:
             hits = cut(seq, hits)
         return hits
 
@@ -174,7 +171,7 @@ class BlockManager:
                     self._forget(entry.block_id)
                 entry = CacheEntry(keys[i], block_id, tokens, parent, content)
                 self.cached[entry.key] = self.entry_of[block_id] = entry
-                for tell in self.on_commit:
+                for tell in self.hooks.committed:
                     tell(entry)
             elif entry.tokens != tokens or entry.content != content:
                 entry = None  # a collision: the first one stays
@@ -223,7 +220,7 @@ class BlockManager:
             del self.cached[entry.key]
             if block_id in self.free_blocks:
                 self.free_blocks.move_to_end(block_id, last=False)
-            for tell in self.on_evict:
+            for tell in self.hooks.evicted:
                 tell(entry)
 
     def reset_prefix_cache(self) -> bool:

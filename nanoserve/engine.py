@@ -18,7 +18,7 @@ within a step, every unfinished request can go on or be aborted. Ctrl-C waits fo
 except while a step is launched and while its tokens are awaited.
 
 Not known here: checkpoints, devices, how prompts are checked, and optional ideas by their names:
-these are *annexes*, all of one shape (`Extra`). Road not taken: a thread of the engine's own that
+these are *extras* (extra.py). Road not taken: a thread of the engine's own that
 steps by itself, as in a server; a loop can be followed in a debugger.
 """
 
@@ -28,19 +28,19 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.tokenizers import Tokenizer
 from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
-from nanoserve.frontend.metrics import EngineMetrics, Metric, Observer, say
+from nanoserve.extra import Extra, Hooks
+from nanoserve.frontend.metrics import EngineMetrics, Metric, say
 from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt
 from nanoserve.frontend.request import Inbox, Request
 from nanoserve.model_runner import ModelRunner, RankParts
 from nanoserve.parallel.turns import Turns
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, Step
+from nanoserve.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,6 @@ class Plan:
     parts: RankParts = field(default_factory=RankParts)  # for the runner of each rank
 
 
-class Extra(Protocol):
-    """The shape of an annexe: `LLM` makes those that the options ask for. A method that an annexe
-    inherits does nothing. What it keeps for a sequence it keeps itself, until that ends."""
-
-    def prepare(self, plan: Plan) -> Plan:
-        """Before weights are read: check the options. Raises `ValueError` with the remedy."""
-        return plan
-
-    def attach(self, engine: "LLMEngine") -> None:
-        """The engine is there: join its lists of functions and those of the scheduler."""
-
-    def metrics(self) -> list[Metric]:
-        """For `LLM.get_metrics`."""
-        return []
-
-    def reset(self) -> None:
-        """Forget what was computed from these weights or this cache. No request is running."""
-
-    def close(self) -> None:
-        """The engine ends: give back memory, threads and files."""
-
-
 class LLMEngine:
     """The engine of one model; `LLM` makes it. Names are those of vLLM's `LLMEngine`.
 
@@ -86,14 +64,10 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, num_blocks: int,
                  process: Callable[..., Request], extras: list[Extra]):
-        self.config, self.runner, self.process, self.extras = config, runner, process, extras
-        self.scheduler = Scheduler(config, num_blocks, runner.window)
+        self.config, self.runner, self.process = config, runner, process
         self.metrics = EngineMetrics(config.enable_prefix_caching, config.max_model_len)
-        self.observers: list[Observer] = [self.metrics]
-        self.gates: list[Callable[[], None]] = []  # raise `RuntimeError`: no request is let in now
-        self.checks: list[Callable[[Request], None]] = []  # of requests; they raise `ValueError`
-        self.before_launch: list[Callable[[Step], None]] = []  # called with each step
-        self.when_idle: list[Callable[[], None]] = []  # for steps of their own: no request is left
+        self.extras, self.hooks = [self.metrics, *extras], Hooks()
+        self.scheduler = Scheduler(config, num_blocks, runner.window, self.hooks)
         self.depth = max(1, config.steps_at_once - 1) if config.async_scheduling else 0
         self.requests: dict[str, Request] = {}
         self.inbox: list[RequestOutput] = []  # outputs for add_request's caller: next step()
@@ -102,6 +76,20 @@ class LLMEngine:
         self.check_every_step = os.environ.get("NANOSERVE_CHECK") == "1"
         for extra in extras:
             extra.attach(self)
+        self.hooks.keep(self.extras)
+
+    def add(self, extra: Extra, first: bool = False) -> None:
+        """Hand over one more extra, between two steps. It is asked behind all others, or before."""
+        with self.turns:
+            self.extras.insert(0 if first else len(self.extras), extra)
+            extra.attach(self)
+            self.hooks.keep(self.extras)
+
+    def remove(self, extra: Extra) -> None:
+        """Take one back, between two steps. It isn't closed."""
+        with self.turns:
+            self.extras.remove(extra)
+            self.hooks.keep(self.extras)
 
     # ---------------------------------------------------------- requests in
 
@@ -112,7 +100,7 @@ class LLMEngine:
         What passes fits in the KV cache, because a sequence of `max_model_len` tokens does."""
         self.check_ready()
         request = self.process(request_id, prompt, params, priority, lora_request)
-        for check in self.checks:
+        for check in self.hooks.check:
             check(request)
         return request
 
@@ -132,8 +120,8 @@ class LLMEngine:
             self.requests[request.request_id] = request
             for seq in sequences:
                 self.scheduler.add(seq)
-            for observer in self.observers:
-                observer.added(sequences, request.stats, request.prompt)
+            for tell in self.hooks.added:
+                tell(sequences, request.stats, request.prompt)
 
     def add_request(self, request_id: str, prompt: Prompt,
                     sampling_params: SamplingParams | None = None, priority: int = 0,
@@ -172,14 +160,14 @@ class LLMEngine:
         try:
             self.check_open()
             step = self.scheduler.schedule()
-            for observer in self.observers:
-                observer.scheduled(step)
+            for tell in self.hooks.scheduled:
+                tell(step)
             if step.num_new_tokens:
                 # A rank stopped inside a step would no longer match the others' collectives.
                 alone = self.runner.ranks.size == 1
                 interruptible = self.turns.interruptible() if alone else nullcontext()
                 with interruptible, self.runner.on_device():
-                    for call in self.before_launch:
+                    for call in self.hooks.launching:
                         call(step)
                     step.output = self.runner.launch(step)
             in_flight = self.scheduler.in_flight
@@ -215,8 +203,8 @@ class LLMEngine:
             if seq.finish_reason is None:  # it was not aborted meanwhile
                 self.requests[seq.request.request_id].history.add_prompt(positions, entries)
         grown = self.scheduler.update(step, token_ids)
-        for observer in self.observers:
-            observer.updated(step, grown)
+        for tell in self.hooks.updated:
+            tell(step, grown)
         self._collect(grown, step.by_sequence(logprobs))
         if self.check_every_step:
             self.scheduler.check()
@@ -251,9 +239,9 @@ class LLMEngine:
                 del self.requests[request.request_id]
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
                 request.inbox.append(request.output())
-        for observer in self.observers:
-            observer.ended(ended)
-        for work in self.when_idle if not self.scheduler.has_unfinished() else ():
+        for tell in self.hooks.ended:
+            tell(ended)
+        for work in self.hooks.idle if not self.scheduler.has_unfinished() else ():
             work()
 
     # ------------------------------------------------------------------- ends
@@ -311,7 +299,7 @@ class LLMEngine:
     def check_ready(self) -> None:
         """Raises `RuntimeError` if no request can be served, now or for ever."""
         self.check_open()
-        for check in self.gates:
+        for check in self.hooks.ready:
             check()
 
     # -------------------------------------------------------------- the rest
@@ -320,13 +308,13 @@ class LLMEngine:
         """The engine's numbers now, in vLLM's names: see `metrics.EngineMetrics.read`."""
         self.check_open()
         return self.metrics.read(self.scheduler, self.config.model) + [
-            one for extra in self.extras for one in extra.metrics()]
+            one for read in self.hooks.metrics for one in read()]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and no change, while requests are running."""
         with self.turns:
             self.check_open()
             done = self.scheduler.blocks.reset_prefix_cache()
-            for extra in self.extras if done else ():
-                extra.reset()
+            for reset in self.hooks.reset if done else ():
+                reset()
             return done

@@ -31,7 +31,8 @@ from nanoserve.config import EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import describe, fit_to_device, namespace, pick_device
 from nanoserve.device.memory import fit_to_cache
 from nanoserve.device.trial import untrusted
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.frontend.defaults import resolve
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import Progress, say

@@ -23,10 +23,10 @@ Not known here: torch, text, devices. Road not taken: to swap a victim's KV to t
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
+from nanoserve.extra import Hooks
 from nanoserve.sequence import Sequence, Step
 
 RATE = 1000  # policy "shortest": prompt tokens that count as much as one second of waiting
@@ -38,27 +38,22 @@ class Scheduler:
     config: a resolved `EngineConfig`. num_blocks: KV blocks there are. window: see `BlockManager`.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None):
+    def __init__(self, config: EngineConfig, num_blocks: int, window: int | None = None,
+                 hooks: Hooks | None = None):
         assert config.max_num_batched_tokens and config.max_num_seqs, "config must be resolved"
+        self.hooks = hooks or Hooks()
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs: int = config.max_num_seqs
         self.enable_chunked_prefill = config.enable_chunked_prefill
         self.policy = config.scheduling_policy
         self.steps_at_once = config.steps_at_once  # above 1: a sequence samples in one
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching,
-                                   window)
+                                   window, self.hooks)
         self.waiting: list[Sequence] = []  # sorted by order(); the first is the next
         self.running: list[Sequence] = []  # sorted, too; the last is the first victim
         self.free_rows = list(range(config.max_num_seqs))
         self.in_flight: deque[Step] = deque()
         self.num_steps = 0
-        # Functions of annexes. Who is asked notes nothing: what is asked for may not come about.
-        self.cuts: list[Callable[[Step, Sequence, int, int], int]] = []  # start, n: how many of n?
-        self.finders: list[Callable[[Step, Sequence, int], int]] = []  # n hits: how many more?
-        self.readers: list[Callable[[Sequence], bool]] = []  # are further blocks being read?
-        self.proposers: list[Callable[[Sequence, int], list[int]]] = []  # drafts, at most n
-        self.gave_up: list[Callable[[Sequence], bool]] = []  # does its stop token break a text off?
-        self.on_drop: list[Callable[[Step], None]] = []  # a launched step was lost
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.in_flight)
@@ -102,7 +97,7 @@ class Scheduler:
         if self.policy == "priority":
             self._interrupt(step)
         self._schedule_prompts(step, self._schedule_decodes(step))
-        if self.proposers and not step.preempted:
+        if self.hooks.draft and not step.preempted:
             self._add_drafts(step)
         if step.num_new_tokens:
             self.in_flight.append(step)
@@ -187,7 +182,7 @@ class Scheduler:
         num_new = min(len(seq.token_ids) - start, step.budget)
         if start + num_new < len(seq.token_ids) and not self.enable_chunked_prefill:
             return False
-        for cut in self.cuts:
+        for cut in self.hooks.cut:
             num_new = cut(step, seq, start, num_new)
         if num_new:
             self._add_row(step, seq, start, num_new)
@@ -205,7 +200,7 @@ class Scheduler:
         if owner := self._pending(step, seq, len(hits)):
             step.sitting_out[seq] = owner
             return
-        num_found = sum(find(step, seq, len(hits)) for find in self.finders)
+        num_found = sum(find(step, seq, len(hits)) for find in self.hooks.find)
         # The share is computed *after* the hit: 40 tokens, 32 of them cached, ask for 8.
         num_cached = (len(hits) + num_found) * self.blocks.block_size
         num_left = len(seq.token_ids) - num_cached
@@ -217,7 +212,7 @@ class Scheduler:
         # start together would preempt each other, which wastes more than some idle blocks.
         num_needed = self.blocks.num_needed(hits, len(seq.token_ids))
         fits = num_needed <= self.blocks.num_free_blocks
-        for cut in self.cuts if fits else ():
+        for cut in self.hooks.cut if fits else ():
             num_new = cut(step, seq, num_cached, num_new)
         if not fits or not num_new:
             step.stopped = seq, "cut" if fits else "blocks", num_needed
@@ -242,7 +237,7 @@ class Scheduler:
         for one in (*self.in_flight, step):
             if key in one.pending_keys:
                 return one.pending_keys[key]
-        return seq if any(is_reading(seq) for is_reading in self.readers) else None
+        return seq if any(is_reading(seq) for is_reading in self.hooks.is_reading) else None
 
     def _add_row(self, step: Step, seq: Sequence, start: int, num_new: int,
                  num_loaded: int = 0) -> None:
@@ -274,7 +269,7 @@ class Scheduler:
             room = (len(seq.block_table) + self.blocks.num_free_blocks) * self.blocks.block_size
             most = min(step.budget, seq.request.max_num_tokens - 1 - num_known, room - num_known)
             decodes = start == num_known - 1 >= seq.num_prompt_tokens
-            asked = self.proposers if decodes and most > 0 else []
+            asked = self.hooks.draft if decodes and most > 0 else []
             if drafts := next(filter(None, (ask(seq, most) for ask in asked)), None):
                 self.blocks.allocate(seq, num_known + len(drafts))
                 step.drafts[seq] = drafts
@@ -334,7 +329,7 @@ class Scheduler:
         for seq in grown:
             request, token_id = seq.request, seq.token_ids[-1]
             if token_id in request.stop_ids:
-                whole = not any(ask(seq) for ask in self.gave_up)
+                whole = not any(ask(seq) for ask in self.hooks.gave_up)
                 own = whole and token_id not in request.eos_ids  # EOS is no reason of its own
                 self.finish(seq, "stop" if whole else "length", token_id if own else None)
             elif len(seq.token_ids) >= request.max_num_tokens:
@@ -365,7 +360,7 @@ class Scheduler:
         for step in self.in_flight:
             for seq in step.num_new_tokens:
                 seq.num_inflight_tokens = seq.num_unknown_tokens = 0
-            for tell in self.on_drop:
+            for tell in self.hooks.dropped:
                 tell(step)
         self.in_flight.clear()
 

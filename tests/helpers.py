@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from nanoserve.config import SamplingParams
+from nanoserve.extra import Extra
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.sequence import CoreRequest, Sequence
 
@@ -72,3 +73,10 @@ def watch_steps(llm) -> list:
     steps, schedule = [], llm.scheduler.schedule
     llm.scheduler.schedule = lambda: steps.append(schedule()) or steps[-1]
     return steps
+
+
+def hand_over(llm, **methods) -> Extra:
+    """An extra with these methods, which the engine has from now on."""
+    extra = type("Made", (Extra,), {name: staticmethod(call) for name, call in methods.items()})()
+    llm.add(extra)
+    return extra

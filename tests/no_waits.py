@@ -126,5 +126,5 @@ def watch_launches(llm, monkeypatch) -> list[str]:
         return within
 
     monkeypatch.setattr(llm.runner, "run", watched(llm.runner.run))
-    llm.before_launch[:] = map(watched, llm.before_launch)
+    llm.hooks.launching[:] = map(watched, llm.hooks.launching)
     return faults

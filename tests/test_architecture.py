@@ -13,10 +13,10 @@ from clean_process import ANNEXES, CORE, FILES, PACKAGE, modules, room_of, run
 
 pytestmark = pytest.mark.floor
 # The spine: a file imports only files before it. And the order in which README says to read it.
-BOTTOM_UP = ("config", "sequence", "block_manager", "scheduler", "batch", "ops", "layers", "model",
-             "controls", "sampler", "model_runner", "engine", "llm")
+BOTTOM_UP = ("config", "sequence", "extra", "block_manager", "scheduler", "batch", "ops", "layers",
+             "model", "controls", "sampler", "model_runner", "engine", "llm")
 READING_ORDER = ("sequence", "block_manager", "scheduler", "engine", "batch", "ops", "layers",
-                 "model", "sampler", "config", "controls", "model_runner", "llm")
+                 "model", "sampler", "config", "controls", "model_runner", "extra", "llm")
 CONFIG_FILES = ["checkpoint/model_config", "checkpoint/rope_config", "checkpoint/wrappings"]
 # Bottom up: a file may import what its row allows; a pattern stands for several files.
 MAY_IMPORT = {
@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "parallel/*": ["parallel/*"],
     "config": [*CONFIG_FILES, "words/*"],
     "sequence": ["config"],
-    "block_manager": ["sequence"],
-    "scheduler": ["config", "sequence", "block_manager"],
+    "extra": ["sequence"],
+    "block_manager": ["sequence", "extra"],
+    "scheduler": ["config", "sequence", "extra", "block_manager"],
     "batch": ["sequence"],
     "ops": ["batch"],
     "device/*": ["batch", "ops", "config", "sequence", "device/*"],
@@ -42,12 +43,13 @@ MAY_IMPORT = {
     "checkpoint/loader": CONFIG_FILES,
     "model_runner": ["checkpoint/*", "parallel/*", "device/*", "config", "sequence", "batch", "ops",
                      "layers", "model", "controls", "sampler"],
-    "frontend/*": ["config", "sequence", "scheduler", "checkpoint/*", "words/*", "frontend/*"],
+    "frontend/*": ["config", "sequence", "extra", "scheduler", "checkpoint/*", "words/*",
+                   "frontend/*"],
     "engine": ["scheduler", "model_runner", "frontend/metrics", "frontend/outputs",
                "frontend/prompts", "frontend/request", "checkpoint/model_config",
-               "checkpoint/tokenizers", "config", "sequence", "parallel/turns"],
+               "checkpoint/tokenizers", "config", "sequence", "extra", "parallel/turns"],
     "llm": ["engine", "model_runner", "scheduler", "frontend/*", "checkpoint/*", "parallel/*",
-            "device/*", "words/*", "config", "sequence"],
+            "device/*", "words/*", "config", "sequence", "extra"],
 }
 # Late, inside a function, because only who asks for it needs it.
 LATE = {"device/choice": ["device/kernels", "device/cpu"]}
@@ -55,7 +57,7 @@ LATE = {"device/choice": ["device/kernels", "device/cpu"]}
 # Can be read, run and tested without torch, in seconds.
 PURE = ["checkpoint/hub", "checkpoint/rope_config", "checkpoint/wrappings",
         "checkpoint/model_config", "words/vllm", "words/rules", "config", "sequence",
-        "block_manager", "scheduler", "frontend/command", "frontend/defaults",
+        "extra", "block_manager", "scheduler", "frontend/command", "frontend/defaults",
         "frontend/metrics", "frontend/prompts", "parallel/turns"]
 # A package that only these files may import.
 HOMES = {"safetensors": ["checkpoint/loader", "checkpoint/wrappings"],

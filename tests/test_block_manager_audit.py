@@ -100,7 +100,7 @@ class Twin:
 
     def __init__(self, num_blocks: int, window: int):
         self.blocks = BlockManager(num_blocks, block_size=2, window=window)
-        self.blocks.on_evict.append(lambda key: setattr(self, "evicted", True))
+        self.blocks.hooks.evicted.append(lambda key: setattr(self, "evicted", True))
         self.evicted = False
         self.written: dict[int, tuple] = {}
         self.computed: set[tuple] = set()  # every prefix of full blocks that was ever computed

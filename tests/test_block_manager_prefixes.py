@@ -297,10 +297,10 @@ def test_reset_forgets_everything_or_nothing():
 
 
 def test_each_key_is_reported_once_when_it_comes_and_when_it_is_forgotten():
-    """To `on_commit` and `on_evict`, whoever forgets it: its next owner, or a reset."""
+    """To `committed` and `evicted`, whoever forgets it: its next owner, or a reset."""
     blocks, told, new = BlockManager(4, SIZE), [], []
-    blocks.on_evict.append(lambda entry: told.append(entry.key))
-    blocks.on_commit.append(lambda entry: new.append(entry.key))
+    blocks.hooks.evicted.append(lambda entry: told.append(entry.key))
+    blocks.hooks.committed.append(lambda entry: new.append(entry.key))
     seq = compute(blocks, range(16))
     keys = list(blocks.keys(seq))
     blocks.commit(seq)

@@ -248,7 +248,7 @@ def test_a_tokenizer_that_fails_at_an_abort_leaves_the_others_theirs(llm, expect
         return flush(self)
 
     monkeypatch.setattr(Detokenizer, "flush", picky)
-    monkeypatch.setattr(llm.metrics, "ended", ended.extend)
+    monkeypatch.setattr(llm.hooks, "ended", [ended.extend])
     params = [greedy(20, seed=13), greedy(20)]
     if how == "by hand":
         for name, param in zip("ab", params, strict=True):

@@ -58,7 +58,7 @@ def test_a_stop_that_comes_because_a_parser_gave_up_is_called_length(token):
     """The scheduler asks where a token stops a text, and nowhere else."""
     scheduler, asked = make(), []
     given_up, whole = (add(scheduler, 5, stop_ids=frozenset((EOS, STOP))) for _ in range(2))
-    scheduler.gave_up.append(lambda seq: asked.append(seq) or seq is given_up)
+    scheduler.hooks.gave_up.append(lambda seq: asked.append(seq) or seq is given_up)
     sample(scheduler, 1, 1)
     assert not asked
     sample(scheduler, token, token)

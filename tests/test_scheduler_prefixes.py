@@ -148,7 +148,7 @@ def test_nothing_is_findable_before_its_step_has_finished():
 def test_what_a_store_loads_is_computed_with_its_step():
     """Of 13 tokens 8 are loaded and 5 computed; until the step has ended, all are in flight."""
     scheduler = make()
-    scheduler.finders.append(lambda step, seq, num_hits: 2)  # blocks that follow
+    scheduler.hooks.find.append(lambda step, seq, num_hits: 2)  # blocks that follow
     seq = add(scheduler, 13)
     step = scheduler.schedule()
     assert (step.starts, rows(step), step.num_loaded) == ([8], {"A": 5}, {seq: 8})

@@ -181,7 +181,7 @@ class Drive:
             enable_prefix_caching=workload.caching, enable_chunked_prefill=workload.chunking),
             workload.num_blocks, workload.window)
         if workload.num_drafts:
-            self.scheduler.proposers.append(self.guess)
+            self.scheduler.hooks.draft.append(self.guess)
         self.device = FakeDevice(self.scheduler.blocks, workload.window)
         self.in_flight: deque[Launched] = deque()
         self.samples: dict[int, list[Sequence]] = {}  # of each ask

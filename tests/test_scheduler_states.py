@@ -17,8 +17,8 @@ def chunk(step, seq, start, num_new):
 def make_with_states(**options):
     """Hits end where a state is kept, and so do chunks that get as far."""
     scheduler = make(**options)
-    scheduler.cuts.append(chunk)
-    scheduler.blocks.usable.append(lambda seq, hits: hits[:len(hits) // 2 * 2])  # blocks of 4
+    scheduler.hooks.cut.append(chunk)
+    scheduler.blocks.hooks.usable.append(lambda seq, hits: hits[:len(hits) // 2 * 2])  # blocks of 4
     return scheduler
 
 
@@ -45,7 +45,7 @@ def test_a_step_that_is_empty_without_a_reason_is_named():
     add(scheduler, 27)
     for names in ("A", "A', 'B"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "cuts", [lambda step, seq, start, num_new: 0])
+            patch.setattr(scheduler.hooks, "cut", [lambda step, seq, start, num_new: 0])
             with pytest.raises(AssertionError, match=rf"stuck: .* for \['{names}'\]"):
                 scheduler.schedule()
         run_step(scheduler)  # A runs from here on
@@ -55,7 +55,7 @@ def test_a_step_that_is_empty_without_a_reason_is_named():
 def test_who_lacks_blocks_is_asked_for_no_chunk():
     """A picture was noted there as due, for a row that did not come."""
     scheduler, asked = make(8, budget=10), []
-    scheduler.cuts.append(lambda step, seq, start, num_new: asked.append(seq.name) or num_new)
+    scheduler.hooks.cut.append(lambda step, seq, start, num_new: asked.append(seq.name) or num_new)
     add(scheduler, 20), add(scheduler, 13)
     step = run_step(scheduler)
     assert step.budget == 0 and asked == ["A"]
@@ -67,7 +67,7 @@ def test_who_lacks_blocks_is_asked_for_no_chunk():
 def test_who_is_told_of_a_lost_step_may_start_its_sequences_anew():
     """A state may hold the step's tokens already, and would take them in twice."""
     scheduler, lost = make_with_states(budget=10, enable_prefix_caching=False), []
-    scheduler.on_drop += [lost.append, lambda step: [
+    scheduler.hooks.dropped += [lost.append, lambda step: [
         scheduler.start_anew(seq) for seq in step.num_new_tokens]]
     seq = add(scheduler, 13)
     run_step(scheduler)

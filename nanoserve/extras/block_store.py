@@ -37,11 +37,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nanoserve.batch import MAX_MOVES
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.block_folder import Folder, fingerprint, make_folder
 from nanoserve.extras.block_host import HostBlocks, HostMemory
 from nanoserve.extras.block_prefetch import Prefetcher
-from nanoserve.frontend.metrics import Counter, Metric, Observer, say
+from nanoserve.frontend.metrics import Counter, Metric, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.parallel.signals import ctrl_c_held
 from nanoserve.scheduler import Scheduler
@@ -65,7 +66,7 @@ class Moves:
     saves: dict[bytes, tuple[int, CacheEntry]] = field(default_factory=dict)  # the same by digest
 
 
-class BlockStore(Extra, Observer):
+class BlockStore(Extra):
     """What `LLM(kv_offload_bytes=..., kv_store=...)` adds. The scheduler asks it for blocks
     (`finders`). As an observer it gives steps their loads and saves, and learns what has ended."""
 
@@ -112,8 +113,6 @@ class BlockStore(Extra, Observer):
             base = fingerprint(config, self.model_folder, host.shapes)
             folder = Folder(Path(config.kv_store), config.kv_store_bytes, base, say)
         self.open(host, engine.scheduler, base, folder)
-        engine.observers.append(self)
-        engine.when_idle.append(self.save_rest)
 
     def open(self, host: HostMemory, scheduler: Scheduler, base: bytes = b"",
              folder: Folder | None = None) -> None:
@@ -125,14 +124,19 @@ class BlockStore(Extra, Observer):
         self.scheduler, self.blocks = weakref.proxy(scheduler), weakref.proxy(scheduler.blocks)
         self.host_blocks = HostBlocks(host.num_blocks)
         self.prefetcher: Prefetcher | None = None
-        scheduler.finders.append(self.find)
-        scheduler.readers.append(self.is_reading)
-        scheduler.on_drop.append(self.dropped)
-        self.blocks.on_evict.append(self.want_saved)
         if folder is not None:
-            self.blocks.on_commit.append(self.want_saved)
             self.prefetcher = Prefetcher(folder, host, self.host_blocks)
             self.writer = ThreadPoolExecutor(1)
+
+    def committed(self, entry: CacheEntry) -> None:
+        if self.folder is not None:
+            self.want_saved(entry)
+
+    def evicted(self, entry: CacheEntry) -> None:
+        self.want_saved(entry)
+
+    def idle(self) -> None:
+        self.save_rest()
 
     def want_saved(self, entry: CacheEntry) -> None:
         """Have the next step save this block, before anything is written to it."""
@@ -381,7 +385,7 @@ class BlockStore(Extra, Observer):
 
     # ------------------------------------------------------------- the audit
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Audit the host blocks. Those that a step saves to are taken."""
         saving = [host_id for one in self.in_flight.values() for host_id, _ in one.saves.values()]
         self.host_blocks.check(saving)

@@ -31,7 +31,8 @@ from nanoserve.checkpoint.model_config import (
 )
 from nanoserve.checkpoint.wrappings import WRAPPINGS, flatten, stored_names, text_part
 from nanoserve.config import EngineConfig
-from nanoserve.engine import Extra, Plan
+from nanoserve.engine import Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.encoder import read_encoder
 from nanoserve.extras.foreign_weights import text_class, text_config_of
 from nanoserve.extras.transformers_model import (

@@ -55,6 +55,9 @@ class Guesser(Protocol):
     def fill(self, step: Step) -> None:
         """The step is about to be launched: put tokens into `step.drafts` for each `UNKNOWN`."""
 
+    def updated(self, step: Step) -> None:
+        """A step has finished, one without drafts, too."""
+
     def checked(self, seq: Sequence, num_right: int) -> None:
         """So many of the drafts that `propose` gave were right."""
 

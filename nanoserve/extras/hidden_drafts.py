@@ -36,7 +36,6 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extras.guessers import UNKNOWN, Guesser, write_drafts
 from nanoserve.extras.hidden_taps import Head, LastTap, LayerTaps, States
-from nanoserve.frontend.metrics import Observer
 from nanoserve.layers import Placement, RMSNorm, RotaryEmbedding
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer, KVCache, Pair
 from nanoserve.model_runner import ModelRunner
@@ -183,7 +182,7 @@ def join_head(make: Callable[[Path, Placement], Head], folder: Path, runner: Mod
 # ----------------------------------------------------------------- who guesses
 
 
-class HiddenGuesser(Guesser, Observer):
+class HiddenGuesser(Guesser):
     """Drafts by a head that reads the model's hidden states."""
 
     keys = ("model",)
@@ -233,9 +232,8 @@ class HiddenGuesser(Guesser, Observer):
     def __init__(self, asked: dict, engine: LLMEngine):
         self.num_drafts, self.runner = asked["num_speculative_tokens"], engine.runner
         self.computed: dict[Sequence, int] = {}  # by the last step, from which position on
-        engine.observers.append(self)
 
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+    def updated(self, step: Step) -> None:
         self.computed = dict(zip(step.num_new_tokens, step.starts, strict=True))
 
     def propose(self, seq: Sequence, most: int) -> list[int]:

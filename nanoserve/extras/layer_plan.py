@@ -34,7 +34,8 @@ import torch
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.layer_disk import FEWER, Disk, NoRoom, OnDisk, room_for
 from nanoserve.extras.new_weights import NewWeights
 from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
@@ -260,10 +261,10 @@ class LayerPlan(Extra):
     def attach(self, engine: LLMEngine) -> None:
         self.engine = weakref.proxy(engine)  # which holds this object
         self.labels = {"model_name": engine.config.model}
-        if engine.config.steps_at_once > 1:
-            scheduler = weakref.proxy(engine.scheduler)  # which calls it
-            scheduler.cuts.append(partial(share_out_rows, scheduler))
         self.follow(self.plan)
+
+    def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
+        return share_out_rows(self.engine.scheduler, step, num_new)
 
     def follow(self, plan: list[Place]) -> None:
         """Say where the layers are now: 0 to 9 (4 on disk), 10 to 27."""
@@ -325,10 +326,11 @@ class LayerPlan(Extra):
             Gauge("nanoserve:layer_seconds_waited", self.labels, disk.seconds_waited)]
 
 
-def share_out_rows(scheduler: Scheduler, step: Step, seq: Sequence, start: int,
-                   num_new: int) -> int:
+def share_out_rows(scheduler: Scheduler, step: Step, num_new: int) -> int:
     """How many of a prompt's tokens a step computes: none if it has its part of all rows, so that
     the steps in flight are of one size. The prompt is computed in the next one."""
+    if scheduler.steps_at_once == 1:
+        return num_new
     total = min(len(scheduler.running) + len(scheduler.waiting), scheduler.max_num_seqs)
     most = max(FEW, -(-total // scheduler.steps_at_once))
     return num_new if len(step.num_new_tokens) < most else 0

@@ -37,7 +37,8 @@ from safetensors.torch import load, save
 from nanoserve.batch import Batch
 from nanoserve.checkpoint.loader import translated
 from nanoserve.checkpoint.model_config import read_json
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.frontend.request import Request
 from nanoserve.layers import Linear, Placement, beside
 from nanoserve.model import Decoder
@@ -45,7 +46,7 @@ from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel.ranks import CHECKPOINT_DTYPES
 from nanoserve.parallel.serving import HEAD
 from nanoserve.parallel.signals import ctrl_c_held
-from nanoserve.sequence import CacheEntry
+from nanoserve.sequence import CacheEntry, Step
 from nanoserve.words import rules
 from nanoserve.words.rules import in_words, option
 
@@ -386,8 +387,12 @@ class LoRA(Extra):
 
     def attach(self, engine: LLMEngine) -> None:
         self.adapters = engine.runner.adapters
-        engine.checks.append(self.adapters.assign)
-        engine.before_launch.append(lambda step: self.adapters.send())
+
+    def check(self, request: Request) -> None:
+        self.adapters.assign(request)
+
+    def launching(self, step: Step) -> None:
+        self.adapters.send()
 
     def close(self) -> None:
         self.adapters.close()

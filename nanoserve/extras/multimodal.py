@@ -36,7 +36,8 @@ import numpy as np
 import torch
 from transformers import ProcessorMixin
 
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.multimodal_inputs import (
     Picture,
     from_tensors,
@@ -47,7 +48,7 @@ from nanoserve.extras.multimodal_inputs import (
 )
 from nanoserve.extras.transformers_model import TransformersModel, refusal
 from nanoserve.frontend.inputs import InputProcessor
-from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer, say
+from nanoserve.frontend.metrics import Counter, Gauge, Metric, say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.prompts import Prompt, salt_of
 from nanoserve.frontend.request import Request
@@ -326,7 +327,7 @@ class MultimodalInputs(InputProcessor):
         return prompt | {"multi_modal_data": {kind: found}}
 
 
-class Multimodal(Extra, Observer):
+class Multimodal(Extra):
     """What `LLM(limit_mm_per_prompt={"image": n})` adds."""
 
     def prepare(self, plan: Plan) -> Plan:
@@ -358,12 +359,9 @@ class Multimodal(Extra, Observer):
         self.requests, self.block_size = engine.requests, engine.config.block_size
         self.waiting: weakref.WeakKeyDictionary[Request, Shown] = weakref.WeakKeyDictionary()
         self.shown: dict[Sequence, Shown] = {}
-        engine.observers.append(self)
-        engine.before_launch.append(lambda step: self.eyes.expect(step, self.shown))
         self.labels = {"model_name": str(engine.config.model)}
         self.most_tokens = engine.config.max_num_batched_tokens
-        if engine.config.enable_chunked_prefill:
-            engine.scheduler.cuts.append(self.cut)
+        self.cuts = engine.config.enable_chunked_prefill
         size = self.eyes.budget * self.eyes.width * self.eyes.on.dtype.itemsize / 2 ** 20
         say(f"{self.eyes.kind}s: by transformers' tower, encoder cache of {self.eyes.budget:,} "
             f"tokens, up to {size:,.0f} MB")
@@ -386,6 +384,8 @@ class Multimodal(Extra, Observer):
 
     def cut(self, step: Step, seq: Sequence, start: int, count: int) -> int:
         """Let a chunk end before the image that would be one too many for this step's tower."""
+        if not self.cuts:
+            return count
         rows = zip(step.num_new_tokens.items(), step.starts, strict=True)
         due = {picture.content: picture.num_tokens for (other, n), first in rows
                for picture, _ in self.missing(other, first, n)}
@@ -394,6 +394,9 @@ class Multimodal(Extra, Observer):
             if len(due) > MOST_IMAGES or len(due) > 1 and sum(due.values()) > self.most_tokens:
                 return max(begin - start, 0)
         return count
+
+    def launching(self, step: Step) -> None:
+        self.eyes.expect(step, self.shown)
 
     def missing(self, seq: Sequence, start: int, count: int) -> Iterator[tuple[Picture, int]]:
         """The images of these tokens that must be encoded, and where each begins."""

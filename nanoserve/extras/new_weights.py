@@ -42,7 +42,8 @@ from nanoserve.checkpoint.loader import Tensors, load_weights, stored_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.device.build import cache_folder
 from nanoserve.device.memory import zeros
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.block_store import BlockStore
 from nanoserve.extras.layer_disk import new_file, room_for
 from nanoserve.layers import Placement
@@ -75,7 +76,6 @@ class NewWeights(Extra):
         self.folder: Path | None = engine.runner.folder  # of the weights; None: a trainer's tensors
         self.gone: set[str] = set()  # of `PARTS`
         self.are_lost = False  # no weights, and nothing to bring them back from
-        engine.gates.append(self.check_awake)
 
     def update_weights(self, weights: Weights) -> None:
         """Put other weights in the place of the present ones, on all ranks.
@@ -140,7 +140,7 @@ class NewWeights(Extra):
             self.engine.advance()
         return self.engine.runner
 
-    def check_awake(self) -> None:
+    def ready(self) -> None:
         if self.are_lost or self.gone:
             raise RuntimeError(NO_WEIGHTS if self.are_lost else ASLEEP)
 

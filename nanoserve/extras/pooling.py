@@ -33,7 +33,8 @@ import torch.nn.functional as F
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, SamplingParams
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.pooler import Pooler
 from nanoserve.frontend.inputs import InputProcessor
 from nanoserve.frontend.metrics import prompts_bar

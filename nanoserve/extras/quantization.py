@@ -32,7 +32,8 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine import Extra, Plan
+from nanoserve.engine import Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.int4_linear import Grouped, GroupedPanels, GroupedRows, Int4Linear
 from nanoserve.extras.quantized_linear import Int8Embedding, Int8Linear, Panels, Rows, library
 from nanoserve.frontend.metrics import say

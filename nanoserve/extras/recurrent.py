@@ -34,13 +34,15 @@ from torch import nn
 from nanoserve.batch import Batch
 from nanoserve.config import EngineConfig
 from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.recurrent_delta import DeltaNet, is_known
 from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
 from nanoserve.extras.transformers_model import Pages, Probe, TransformersModel
 from nanoserve.frontend.metrics import Metric, say
 from nanoserve.model import KVCache
 from nanoserve.sampler import put
+from nanoserve.sequence import Step
 
 Key = tuple[str, int, int]  # "conv" or "recurrent", the layer's index, which of its states
 CHUNKS = (4, 3, 1, 1)  # of the trial at load
@@ -340,13 +342,12 @@ class Recurrent(Extra):
         return model
 
     def attach(self, engine: LLMEngine) -> None:
-        runner, model = engine.runner, engine.runner.model
+        self.runner = weakref.proxy(engine.runner)  # whose parts hold this object
+        model = engine.runner.model
         self.labels = {"model_name": str(engine.config.model)}
         self.snapshots = Snapshots(engine.scheduler, model.most_rows, model.num_snapshots,
                                    engine.config.num_drafts)
-        engine.observers.append(self.snapshots)
-        # By way of the runner, which lets go of the model at its end.
-        engine.before_launch.append(lambda step: runner.model.expect(self.snapshots.plan(step)))
+        engine.add(self.snapshots)
         slow = ", the others by transformers' own mixers, which are slower"
         count = 1 + engine.config.num_drafts
         say(f"recurrent states: {count} x {size_of(model.state_bytes)} a sequence, "
@@ -354,6 +355,9 @@ class Recurrent(Extra):
             f"{size_of(model.state_bytes * (model.most_rows * count + model.num_snapshots))}; "
             f"{model.num_fast} of {model.num_mixers} layers by delta_rule"
             f"{slow if model.num_fast < model.num_mixers else ''}")
+
+    def launching(self, step: Step) -> None:
+        self.runner.model.expect(self.snapshots.plan(step))
 
     def metrics(self) -> list[Metric]:
         return self.snapshots.read_metrics(self.labels)

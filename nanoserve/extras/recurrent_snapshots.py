@@ -24,7 +24,8 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from nanoserve.frontend.metrics import Counter, Gauge, Metric, Observer
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import Counter, Gauge, Metric
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
 
@@ -47,8 +48,8 @@ class Snapshot:
     num_found: int = 0
 
 
-class Snapshots(Observer):
-    """Says where chunks end and which hits are usable. As an observer it learns what has finished.
+class Snapshots(Extra):
+    """Says where chunks end and which hits are usable, and learns what has finished.
     The array of states has `num_rows` rows, zeros, snapshots, and for each row's drafts
     `num_drafts` more."""
 
@@ -65,10 +66,6 @@ class Snapshots(Observer):
         # Whose last tokens were drafted: the first one's position, where each has left its state.
         self.drafted: dict[Sequence, tuple[int, list[int]]] = {}
         self.num_tokens = self.num_saved = self.num_evicted = 0  # see `read_metrics`
-        scheduler.cuts.append(self.chunk)
-        scheduler.on_drop.append(self.dropped)
-        scheduler.blocks.usable.append(self.usable)
-        scheduler.blocks.on_evict.append(self.forget)
 
     # ------------------------------------------------- what the scheduler asks
 
@@ -79,7 +76,7 @@ class Snapshots(Observer):
             self.branch[seq] = len(hits) * self.blocks.block_size
         return hits[:count]
 
-    def chunk(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
+    def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
         """How many of `num_new` tokens to compute: up to a boundary that gets a snapshot. With
         blocks of 16, a prompt of 40 tokens is computed up to 32, and then to its end. One of 32
         stops at 16, because a hit leaves a token to compute."""
@@ -115,7 +112,7 @@ class Snapshots(Observer):
         for (seq, _), start in rows:
             first, left = self.drafted.pop(seq, (start - 1, [seq.row]))
             if seq in step.admitted:
-                source = self.find(seq) if start else self.zeros
+                source = self.find_snapshot(seq) if start else self.zeros
             else:  # of 3 tokens from 17 on, 2 count: it goes on at 19
                 source = left[start - 1 - first]
             copies.places.append([source, seq.row])
@@ -131,7 +128,7 @@ class Snapshots(Observer):
                 copies.after.append((places[min(end - start, len(places) - 1)], snapshot.index))
         return copies
 
-    def find(self, seq: Sequence) -> int:
+    def find_snapshot(self, seq: Sequence) -> int:
         """The state from which an admitted sequence goes on. Once found, a snapshot stays."""
         snapshot = self.named[seq.cache_entry]
         snapshot.owner = None
@@ -151,10 +148,10 @@ class Snapshots(Observer):
             if victim is None:
                 return None
             self.num_evicted += 1
-            self.forget(victim)
+            self.evicted(victim)
         return Snapshot(self.free.pop(), end, None if stays else seq)
 
-    def forget(self, entry: CacheEntry) -> None:
+    def evicted(self, entry: CacheEntry) -> None:
         """The cache forgets an entry, or its snapshot is needed."""
         if snapshot := self.named.pop(entry, None):
             self.free.append(snapshot.index)
@@ -163,7 +160,7 @@ class Snapshots(Observer):
         """The one behind the sequence, unless somebody has found it meanwhile."""
         entry = self.moving.pop(seq, None)
         if entry in self.named and self.named[entry].owner is seq:
-            self.forget(entry)
+            self.evicted(entry)
 
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
         """The blocks are in the cache whose boundary the step has reached: name its snapshots."""
@@ -209,7 +206,7 @@ class Snapshots(Observer):
                 Gauge(name("usage_perc"), labels,
                       1 - len(self.free) / max(self.num_snapshots, 1))]
 
-    def check(self) -> None:
+    def audit(self) -> None:
         """Audit everything. O(snapshots): for tests."""
         written = [one.index for saves in self.in_flight.values() for one in saves.values()]
         taken = [*self.free, *written, *(one.index for one in self.named.values())]

@@ -22,10 +22,11 @@ drafts are not drawn (q is 1 at one token), it accepts equally often.
 from dataclasses import replace
 
 from nanoserve.config import EngineConfig
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.guessers import Guesser, ModelGuesser, NgramGuesser, SuffixGuesser
 from nanoserve.extras.hidden_drafts import HiddenGuesser, OwnGuesser
-from nanoserve.frontend.metrics import Counter, Metric, Observer, Vector, say
+from nanoserve.frontend.metrics import Counter, Metric, Vector, say
 from nanoserve.sequence import Sequence, Step
 from nanoserve.words.rules import in_words
 
@@ -34,7 +35,7 @@ GUESSERS: dict[str, type[Guesser]] = {"ngram": NgramGuesser, "suffix": SuffixGue
                                       "mtp": OwnGuesser}
 
 
-class Speculation(Extra, Observer):
+class Speculation(Extra):
     """What `LLM(speculative_config=...)` adds: the scheduler asks it for drafts, it fills them in
     before a step is launched, and it counts the accepted ones.
 
@@ -62,17 +63,18 @@ class Speculation(Extra, Observer):
         self.num_drafts = self.num_draft_tokens = 0
         self.num_accepted = [0] * asked["num_speculative_tokens"]  # by their place in the draft
         self.guessed: set[Sequence] = set()  # whose drafts in the current step are the guesser's
-        engine.scheduler.proposers.append(self.propose)
-        engine.before_launch.append(self.guesser.fill)
-        engine.observers.append(self)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def draft(self, seq: Sequence, most: int) -> list[int]:
         drafts = self.guesser.propose(seq, most)
         if drafts:
             self.guessed.add(seq)
         return drafts
 
+    def launching(self, step: Step) -> None:
+        self.guesser.fill(step)
+
     def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        self.guesser.updated(step)
         for seq, drafts in step.drafts.items():
             if seq not in grown:
                 continue  # it was aborted meanwhile

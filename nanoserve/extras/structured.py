@@ -33,9 +33,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nanoserve.engine import Extra, LLMEngine, Plan
+from nanoserve.engine import LLMEngine, Plan
+from nanoserve.extra import Extra
 from nanoserve.extras.structured_schema import tidy
-from nanoserve.frontend.metrics import Observer
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.frontend.request import Request
 from nanoserve.sequence import Sequence
@@ -337,7 +337,7 @@ def _narrow(mask: np.ndarray, allowed: np.ndarray, banned: list[int]) -> np.ndar
 # ------------------------------------------------------------- beside the engine
 
 
-class StructuredOutput(Extra, Observer):
+class StructuredOutput(Extra):
     """Compiles what requests ask for, keeps each sequence's grammar until it ends, and proposes
     tokens that a grammar forces as drafts.
 
@@ -358,11 +358,8 @@ class StructuredOutput(Extra, Observer):
 
     def attach(self, engine: LLMEngine) -> None:
         self.num_drafts = engine.config.num_drafts
-        self.scheduler = weakref.proxy(engine.scheduler)  # which calls `propose`
-        self.requests = engine.requests
-        engine.checks.append(self.check)
-        engine.scheduler.gave_up.append(self.gave_up)
-        engine.observers.append(self)
+        self.engine = weakref.proxy(engine)  # which holds this object
+        self.forced = Forced(self)
 
     def check(self, request: Request) -> None:
         """Compile what the request asks for. Raises `ValueError` for what is not supported."""
@@ -376,10 +373,10 @@ class StructuredOutput(Extra, Observer):
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:
-        grammar = self.compiled.pop(self.requests[sequences[0].request.request_id], None)
+        grammar = self.compiled.pop(self.engine.requests[sequences[0].request.request_id], None)
         if grammar is not None:
             if not self.constraints:  # ahead of a drafter, whose tokens are only guesses
-                self.scheduler.proposers.insert(0, self.propose)
+                self.engine.add(self.forced, first=True)
             self.constraints.update({seq: grammar.fresh() for seq in sequences})
 
     def gave_up(self, seq: Sequence) -> bool:
@@ -390,11 +387,11 @@ class StructuredOutput(Extra, Observer):
     def ended(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
             if self.constraints.pop(seq, None) is not None and not self.constraints:
-                self.scheduler.proposers.remove(self.propose)
+                self.engine.remove(self.forced)
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """Up to `most` tokens that have to follow, none where there is a choice."""
-        scheduler, grammar = self.scheduler, self.constraints.get(seq)
+        scheduler, grammar = self.engine.scheduler, self.constraints.get(seq)
         if self.step != scheduler.num_steps:
             self.step = scheduler.num_steps
             self.num_free = scheduler.max_num_seqs - len(scheduler.running)
@@ -404,3 +401,13 @@ class StructuredOutput(Extra, Observer):
         drafts = grammar.forced(seq, limit)
         self.num_free -= len(drafts)
         return drafts
+
+
+class Forced(Extra):
+    """Among an engine's extras while some sequence has a grammar: without one no row is asked."""
+
+    def __init__(self, grammars: StructuredOutput):
+        self.grammars = weakref.proxy(grammars)
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        return self.grammars.propose(seq, most)

@@ -14,7 +14,7 @@ set here, and summed up over all requests. The words of the field:
        └────────────── TTFT ───────────────┘
        └────────── end to end ──────────────────────────────────┘
 
-Invariant: metrics observe. The engine tells them, like any observer, what was `added`, `scheduled`,
+Invariant: metrics observe. The engine tells them, like any extra, what was `added`, `scheduled`,
 `updated` and `ended`; no decision depends on their counts, so they change no token. Their cost a
 step grows with the number of sequences that get a token. A request enters the histograms when the
 last of its samples has ended, and only if it got a token: one that was aborted before has no times.
@@ -34,10 +34,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
-from typing import Protocol
 
 from tqdm import tqdm
 
+from nanoserve.extra import Extra
 from nanoserve.frontend.outputs import RequestOutput, RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, Step
@@ -60,31 +60,6 @@ HISTOGRAMS = {
     "request_decode_time_seconds": OF_REQUEST, "request_params_n": SAMPLES,
     # Of these the limits are 1, 2, 5, 10, 20, 50 ... up to `max_model_len`.
     "request_prompt_tokens": (), "request_generation_tokens": (), "request_params_max_tokens": ()}
-
-
-class Observer(Protocol):
-    """An object that is told what happens: `engine.observers.append(mine)`. It changes nothing but
-    what is its own.
-
-    A request's life is `added`, then `scheduled` and `updated` once a step, then `ended` for each
-    of its samples. With overlap a step that was in flight when a sequence ended is still `updated`
-    afterwards, without that sequence in `grown`. This one prints how full the steps are:
-
-        class Fullness:
-            def added(self, sequences, stats, prompt): pass
-            def scheduled(self, step): print(step.index, step.num_tokens)
-            def updated(self, step, grown): pass
-            def ended(self, sequences): pass
-    """
-
-    def added(self, sequences: list[Sequence], stats: RequestStateStats,
-              prompt: str | None) -> None: ...
-
-    def scheduled(self, step: Step) -> None: ...
-
-    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None: ...
-
-    def ended(self, sequences: list[Sequence]) -> None: ...
 
 
 @dataclass
@@ -141,7 +116,7 @@ class Distribution:
         return Histogram(name, labels, buckets["+Inf"], self.sum, buckets)
 
 
-class EngineMetrics:
+class EngineMetrics(Extra):
     """The engine's counters. prefix_caching: whether prompts are looked up at all. clock: seconds
     that never go back; wall: seconds since 1970."""
 

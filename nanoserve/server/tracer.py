@@ -28,11 +28,14 @@ class Tracer(Trace):
     def __init__(self, engine: LLMEngine):
         self.engine = engine
         self._begin()
-        engine.observers.append(self)
+        engine.add(self)
 
     def _begin(self) -> None:
         super().__init__("trace.html", self.engine.scheduler, Path(self.engine.config.model).name,
                          lambda line: None, eyes=eyes_of(self.engine))
+
+    def close(self) -> None:
+        """The engine ends: nothing is written."""
 
     def added(self, sequences: list[Sequence], stats: RequestStateStats,
               prompt: str | None) -> None:

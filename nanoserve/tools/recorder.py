@@ -1,6 +1,6 @@
 """The step trace: what the scheduler and the cache did, recorded step by step, in one file to open.
 
-`LLM(trace="run.html")` adds a `Trace` to the engine's observers: it is told what was added,
+`LLM(trace="run.html")` adds a `Trace` to the engine's extras: it is told what was added,
 scheduled, updated and ended, and changes nothing. From its stream of frames it writes a page that
 any browser opens without a network (`trace.html` is its template), or Chrome trace JSON, which
 ui.perfetto.dev opens. A frame is a step, with all that has happened since the step before:
@@ -39,7 +39,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoserve.frontend.metrics import Observer, say
+from nanoserve.extra import Extra
+from nanoserve.frontend.metrics import say
 from nanoserve.frontend.outputs import RequestStateStats
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import CacheEntry, Sequence, Step
@@ -52,31 +53,19 @@ PROMPT_PREVIEW = 120  # characters
 NO_ROW = -1
 
 
-class Recorder(Observer):
-    """What `LLM(trace=...)` adds: an `engine.Extra`, which it doesn't inherit from, because this
-    file needs no torch. The trace is written whenever no request is left, and also after an error,
-    Ctrl-C or the script's end."""
-
-    def prepare(self, plan):
-        return plan
-
-    def metrics(self) -> list:
-        return []
-
-    def reset(self) -> None:
-        """Nothing is forgotten: what was seen has happened."""
+class Recorder(Extra):
+    """What `LLM(trace=...)` adds. The trace is written whenever no request is left, and also after
+    an error, Ctrl-C or the script's end."""
 
     def attach(self, engine) -> None:
         config = engine.config
         self.trace = Trace(config.trace, engine.scheduler, Path(config.model).name, say,
                            eyes=eyes_of(engine))
-        engine.observers += [self.trace, self]
+        engine.add(self.trace)
         weakref.finalize(engine, self.trace.close)
 
-    def ended(self, sequences: list[Sequence]) -> None:
-        """Called after each step, mostly with none."""
-        if not self.trace.scheduler.has_unfinished():
-            self.trace.write()
+    def idle(self) -> None:
+        self.trace.write()
 
     def close(self) -> None:
         self.trace.close()
@@ -99,8 +88,8 @@ class Lane:
     next_start: int = NO_ROW  # where a cruising sequence goes on
 
 
-class Trace:
-    """An observer of one scheduler. path: ends in .html or .json. say: gets a line for each file
+class Trace(Extra):
+    """Records one scheduler. path: ends in .html or .json. say: gets a line for each file
     written. clock: seconds; note: what a reader should know about that clock. eyes: an encoder
     cache, which tells its `budget`, `num_tokens` and `num_runs`."""
 
@@ -124,9 +113,8 @@ class Trace:
         self.meta = dict(
             title=title, note=note, num_blocks=blocks.num_blocks, block_size=blocks.block_size,
             budget=scheduler.max_num_batched_tokens, max_num_seqs=scheduler.max_num_seqs,
-            states=bool(blocks.usable), lanes=scheduler.steps_at_once,
+            states=bool(blocks.hooks.usable), lanes=scheduler.steps_at_once,
             images=0 if eyes is None else eyes.budget)
-        blocks.on_evict.append(self._evicted)
 
     # ------------------------------------------------------ what it is told
 
@@ -241,7 +229,9 @@ class Trace:
                 self._change(block_id, True)
         lane.num_committed = max(lane.num_committed, num_full)
 
-    def _evicted(self, entry: CacheEntry) -> None:
+    def evicted(self, entry: CacheEntry) -> None:
+        if self.closed:
+            return
         block_id = self.block_of.pop(entry.key, None)
         if block_id is not None:
             self._change(block_id, False)
@@ -289,8 +279,6 @@ class Trace:
 
     def _finish_recording(self) -> None:
         self.closed = True
-        if self._evicted in self.blocks.on_evict:
-            self.blocks.on_evict.remove(self._evicted)
         for state in (self.lanes, self.cruising):
             state.clear()
 

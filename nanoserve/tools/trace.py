@@ -40,6 +40,7 @@ from math import inf
 from pathlib import Path
 
 from nanoserve.config import POLICIES, EngineConfig, SamplingParams
+from nanoserve.extra import Extra
 from nanoserve.frontend.command import command
 from nanoserve.frontend.metrics import EngineMetrics, percentile, summary
 from nanoserve.frontend.outputs import RequestStateStats
@@ -174,21 +175,27 @@ class Simulation:
         self.now, self.step_seconds, self.token_seconds = 0.0, step_seconds, token_seconds
         self.seqs = [_make_sequence(i, arrival) for i, arrival in enumerate(arrivals)]
         self.stats = [RequestStateStats(arrival_time=arrival.seconds) for arrival in arrivals]
-        self.observers = [EngineMetrics(True, config.max_model_len, self.clock, self.clock)]
+        self.extras: list[Extra] = []
+        self.add(EngineMetrics(True, config.max_model_len, self.clock, self.clock))
         self.num_arrived = 0
 
     def clock(self) -> float:
         return self.now
 
+    def add(self, extra: Extra) -> None:
+        self.extras.append(extra)
+        self.scheduler.hooks.keep(self.extras)
+
     def record(self, path: str) -> Trace:
         """Write the steps to a file as well, an engine's page or JSON by its ending. Raises
         `ValueError` for another ending or a missing folder; what fails in writing is only said."""
         EngineConfig(model="fake", trace=path)  # raises what an engine would
-        self.observers.append(Trace(
+        trace = Trace(
             path, self.scheduler, "simulation", print, self.clock,
             f"made-up tokens, simulated clock: {1e3 * self.step_seconds:g} ms a step and "
-            f"{1e6 * self.token_seconds:g} µs a token"))
-        return self.observers[-1]
+            f"{1e6 * self.token_seconds:g} µs a token")
+        self.add(trace)
+        return trace
 
     def stream(self) -> dict:
         """Runs to the end; what was recorded, with each arrival at its own time."""
@@ -211,25 +218,27 @@ class Simulation:
                 self.static and len(self.scheduler.waiting) == self.scheduler.max_num_seqs):
             seq, stats = self.seqs[self.num_arrived], self.stats[self.num_arrived]
             self.scheduler.add(seq)
-            for observer in self.observers:
-                observer.added([seq], stats, None)
+            for tell in self.scheduler.hooks.added:
+                tell([seq], stats, None)
             self.num_arrived += 1
 
     def steps(self) -> Iterator[Step]:
         """Runs to the end; yields each step while it is in flight."""
+        hooks = self.scheduler.hooks
         self._arrive()
         while self.scheduler.has_unfinished():
             step = self.scheduler.schedule()
-            for observer in self.observers:
-                observer.scheduled(step)
+            for tell in hooks.scheduled:
+                tell(step)
             yield step
             self.now += self.step_seconds + self.token_seconds * step.num_tokens
             # Any token will do, as long as different requests don't look alike by accident.
             tokens = [1000 + seq.request.arrival for seq in step.sampling]
             grown = self.scheduler.update(step, tokens)
-            for observer in self.observers:
-                observer.updated(step, grown)
-                observer.ended([seq for seq in grown if seq.finish_reason is not None])
+            for tell in hooks.updated:
+                tell(step, grown)
+            for tell in hooks.ended:
+                tell([seq for seq in grown if seq.finish_reason is not None])
             self._arrive()
 
     def finish(self) -> None:
@@ -241,7 +250,7 @@ class Simulation:
         """The number of steps, and `generate(summarize=True)`'s line, in simulated seconds; where
         priorities count, such a line for each."""
         metrics = [stats.snapshot([seq]) for stats, seq in zip(self.stats, self.seqs, strict=True)]
-        lines = [f"{self.observers[0].num_steps:,} steps, {summary(metrics, self.now)}"]
+        lines = [f"{self.extras[0].num_steps:,} steps, {summary(metrics, self.now)}"]
         by_priority = self.scheduler.policy == "priority"
         for priority in sorted({seq.request.priority for seq in self.seqs}) if by_priority else ():
             some = [one for one, seq in zip(metrics, self.seqs, strict=True)
@@ -251,8 +260,8 @@ class Simulation:
 
     def close(self) -> None:
         """The traces' files are complete only after this."""
-        for observer in self.observers[1:]:
-            observer.close()
+        for trace in self.extras[1:]:
+            trace.close()
 
 
 def table(simulation: Simulation) -> str:

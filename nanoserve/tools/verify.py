@@ -46,6 +46,7 @@ from nanoserve.checkpoint.model_config import ModelConfig, read_architecture, re
 from nanoserve.checkpoint.tokenizers import load_tokenizer
 from nanoserve.config import KERNELS, EngineConfig, RequestOutputKind, SamplingParams
 from nanoserve.device.choice import pick_device
+from nanoserve.extra import Extra
 from nanoserve.extras.block_store import BlockStore
 from nanoserve.frontend.command import command
 from nanoserve.llm import LLM, read_model
@@ -255,7 +256,8 @@ def run_mode(folder: Path, mode: Mode, texts: list[Text], max_tokens: int, **opt
         options |= dict(kv_store=store) if mode.restarts else {}
         for _ in range(1 + mode.restarts):
             with LLM(folder, skip_tokenizer_init=True, max_model_len=max(needs), **options) as llm:
-                llm.before_launch += [lose] * mode.loses
+                if mode.loses:
+                    llm.add(Loser())
                 try:
                     for _ in range(mode.rounds):
                         run_texts(llm, row, texts, params)
@@ -274,11 +276,13 @@ class Lost(Exception):
     """A step that failed."""
 
 
-def lose(step: Step) -> None:
+class Loser(Extra):
     """Every seventh step fails before it is launched: with overlap the one in flight is lost, too,
     and the device has computed it."""
-    if step.index % 7 == 6:
-        raise Lost
+
+    def launching(self, step: Step) -> None:
+        if step.index % 7 == 6:
+            raise Lost
 
 
 def run_texts(llm: LLM, row: Row, texts: list[Text], params: SamplingParams) -> None:

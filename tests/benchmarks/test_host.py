@@ -22,4 +22,4 @@ def test_the_observers_are_timed_in_steps_of_two_engines_in_turns(capsys, qwen3)
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert re.match(r"2 requests, 8 steps in turns: [\d.]+ ms without a trace, [\d.]+ ms", head)
     assert [line.split()[0] for line in lines] == [
-        "EngineMetrics", "StructuredOutput", "Trace", "Recorder"]
+        "EngineMetrics", "Trace"]

@@ -14,9 +14,9 @@ def test_the_steps_are_those_of_the_scheduler(toy):
     with LLM(toy, device="cpu", load_format="dummy", skip_tokenizer_init=True,
              max_num_batched_tokens=300, max_num_seqs=8, max_model_len=400,
              num_gpu_blocks_override=400) as llm:
-        observers = llm.observers[:]
+        extras = llm.extras[:]
         _, seen = meter.serve(llm, requests)
-        assert llm.observers == observers
+        assert llm.extras == extras
         steps = [Work.of(step, llm.model_config.windows) for step in seen.steps]
     assert steps == roofline.simulate(requests, llm.model_config, 8, 300)
 

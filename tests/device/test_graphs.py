@@ -374,7 +374,7 @@ def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
     if asked["method"] == "draft_model":
         asked = dict(asked, model=str(checkpoints["tiny"]))
     engine = start(checkpoints["tiny"], **options, speculative_config=asked)
-    turns, [propose] = iter(range(100)), engine.scheduler.proposers
+    turns, [propose] = iter(range(100)), engine.scheduler.hooks.draft
 
     def guess(seq, most: int) -> list[int]:
         """Every other time; in the place of n-grams two right tokens, and a wrong one."""
@@ -385,7 +385,7 @@ def test_drafts_among_recorded_steps(checkpoints, recorded, asked):
         text = expected[prompts.index(seq.token_ids[:seq.num_prompt_tokens])]
         return [*text[len(seq.output_token_ids):][:2], 0][:most]
 
-    engine.scheduler.proposers[:] = [guess]
+    engine.scheduler.hooks.draft[:] = [guess]
     engine.extra(Speculation).guesser.checked = lambda seq, num_right: None
     recorded.clear()
     assert texts(engine) == expected

@@ -280,7 +280,7 @@ def test_an_engine_keeps_to_its_gpu_in_every_thread(dummy, monkeypatch):
     for name in names:
         monkeypatch.setattr(ops, name, seen(name, getattr(ops, name)))
     engine = start(dummy, kernels="torch")
-    engine.before_launch.append(seen("an annexe", lambda step: None))
+    engine.hooks.launching.append(seen("an annexe", lambda step: None))
 
     def work():
         params = [SamplingParams(temperature=heat, max_tokens=3) for heat in (0, 1)]

@@ -73,7 +73,8 @@ def test_the_hot_prefix_tells_eviction_rules_apart(monkeypatch):
             return allocate(self, seq, num_tokens)
 
         run = Simulation(read_csv(ROOT / "docs" / "hot-prefix.csv"), 512, 320, 16, 16, .02, 1e-4)
-        run.scheduler.blocks.on_commit.append(lambda entry: born.update({entry.key: next(ticks)}))
+        run.scheduler.hooks.committed.append(
+            lambda entry: born.update({entry.key: next(ticks)}))
         with monkeypatch.context() as patch:
             for name, how in (("share", counted), ("_dereference", timed),
                               ("allocate", sorted_first)):

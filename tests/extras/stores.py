@@ -9,7 +9,6 @@ class StandIn:
 
     def __init__(self, blocks: BlockManager):
         self.blocks, self.in_flight = blocks, []
-        self.finders, self.readers, self.on_drop = [], [], []
 
 
 def store_of(host, blocks: BlockManager) -> BlockStore:
@@ -17,4 +16,5 @@ def store_of(host, blocks: BlockManager) -> BlockStore:
     store = BlockStore()
     store.open(host, scheduler)
     store.kept = scheduler
+    blocks.hooks.keep([store])
     return store

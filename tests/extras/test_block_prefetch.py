@@ -47,7 +47,7 @@ def test_a_block_that_is_read_from_the_folder_while_it_is_being_saved_takes_one_
     by_hand.reads[0].set_result(bytearray(b"12345678"))
     store.plan(second)  # with overlap, before the first one has finished
     store.updated(first)
-    store.check()
+    store.audit()
     assert not store.is_reading(seq)
     seq = sequence("1", [1] * 5, SamplingParams())
     assert store.find(Step(2), seq, 0) == 1
@@ -172,7 +172,7 @@ def test_a_queue_that_is_longer_than_host_memory_finds_all_of_its_blocks(
         found = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in found] == texts
         assert num_loaded(llm) == 12 * 96
-        storage(llm).check()
+        storage(llm).audit()
         storage(llm).flush()
         storage(llm).plan(Step(0))  # takes what was written
         assert not storage(llm).host_blocks.pins

@@ -44,6 +44,9 @@ class StoredDrive(Drive):
         host = SimpleNamespace(num_blocks=num_host_blocks)
         self.store = BlockStore()
         self.store.open(host, scheduler)
+        drafts = scheduler.hooks.draft  # the drive's own
+        scheduler.hooks.keep([self.store])
+        scheduler.hooks.draft = drafts
         self.device = DeviceWithHost(scheduler.blocks, workload.window)
         schedule, update = scheduler.schedule, scheduler.update
         scheduler.schedule = lambda: self.tell(self.store.scheduled, schedule())
@@ -64,7 +67,7 @@ class StoredDrive(Drive):
 
     def check(self) -> None:
         super().check()
-        self.store.check()
+        self.store.audit()
 
     def run(self) -> None:
         super().run()
@@ -134,7 +137,7 @@ def test_what_is_loaded_keeps_its_host_block_until_the_step_has_finished():
     store.plan(third)
     assert third.block_moves == [(1, 0)]
     store.dropped(third)
-    store.check()
+    store.audit()
     assert store.find(Step(3), sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
 
@@ -152,7 +155,7 @@ def test_what_is_new_waits_for_a_slot_and_what_is_forgotten_does_not():
     store.plan(steps[1])
     assert steps[1].block_moves == [(0, 0)] and not store.unsaved
     store.updated(steps[1])
-    store.check()
+    store.audit()
 
 
 def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later():
@@ -162,7 +165,7 @@ def test_a_block_that_is_being_saved_while_all_is_forgotten_is_not_found_later()
     store.plan(step)
     store.reset()
     store.updated(step)
-    store.check()
+    store.audit()
     assert store.find(Step(1), sequence("0", [1] * 5, SamplingParams()), 0) == 0
 
 

@@ -102,8 +102,8 @@ def test_the_last_output_does_not_wait_for_the_blocks_that_are_saved_behind_it(q
     """101 + 12 tokens: the last step fills a block of 16, which a step of its own saves."""
     events = []
     with LLM(qwen3, **SMALL, kv_store=str(tmp_path)) as llm:
-        [save] = llm.when_idle
-        monkeypatch.setattr(llm, "when_idle", [lambda: (events.append("saves"), save())])
+        [save] = llm.hooks.idle
+        llm.hooks.idle[:] = [lambda: (events.append("saves"), save())]
         inbox = SimpleNamespace(append=lambda output: events.append("output"))
         llm.submit(llm.make_request("", LONG + [1], GREEDY), inbox)
         while llm.has_unfinished_requests():
@@ -127,7 +127,7 @@ def test_what_a_small_pool_has_no_room_for_is_saved_when_its_slots_are_written(
         monkeypatch.setattr(llm.runner, "launch", failing(RuntimeError()))
     if how != "shut down":
         storage(llm).flush()
-        storage(llm).check()
+        storage(llm).audit()
         assert not storage(llm).unsaved
     llm.shutdown()
     assert len(list(tmp_path.glob("*.kv"))) == (2 if how == "failing" else 6)
@@ -200,7 +200,7 @@ def test_a_stream_that_the_end_of_the_program_closes_ends_quietly(qwen3, tmp_pat
     assert not llm.requests and not llm.scheduler.in_flight
     llm.scheduler.check()
     storage(llm).plan(Step(0))  # takes what was written
-    storage(llm).check()
+    storage(llm).audit()
     assert not storage(llm).host_blocks.pins
     llm.shutdown()
 

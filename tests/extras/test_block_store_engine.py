@@ -29,7 +29,7 @@ def ask(llm: LLM, *prompts, **options) -> list[list[int]]:
     """The texts; and nothing may be lost behind them."""
     outputs = llm.generate(list(prompts), GREEDY, use_tqdm=False, **options)
     llm.scheduler.check()
-    storage(llm).check()
+    storage(llm).audit()
     assert llm.scheduler.blocks.num_free_blocks == llm.scheduler.blocks.num_blocks
     assert not storage(llm).unsaved
     return [output.outputs[0].token_ids for output in outputs]
@@ -59,7 +59,7 @@ def test_random_workloads_with_a_store(checkpoints, references, tmp_path, monkey
     try:
         fuzz.run_random_workloads(checkpoints, references, name, [first], max_examples, enough=1)
         llm = fuzz.engines[checkpoints[name], first]
-        storage(llm).check()
+        storage(llm).audit()
         assert num_loaded(llm) >= least, counts(llm)
     finally:
         for key in [key for key in fuzz.engines if key[1] in (first, "plain")]:
@@ -166,7 +166,7 @@ def test_a_step_that_fails_takes_its_saves_and_loads_with_it(qwen3, expect, monk
                     pass
             monkeypatch.undo()
             llm.scheduler.check()
-            storage(llm).check()
+            storage(llm).audit()
             texts.append(outputs[-1].outputs[0].token_ids)
             expect([LONG, OTHER, LONG], texts)
         assert num_loaded(llm) > 200

@@ -37,7 +37,7 @@ def test_the_second_engine_computes_only_the_rest_and_misses_no_killed_one(engin
     check(references, outputs)
     full_blocks = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
     assert [output.num_cached_tokens for output in outputs] == full_blocks
-    storage(engines.decoder).check()
+    storage(engines.decoder).audit()
     engines.decoder.reset_prefix_cache()
     os.kill(engines.prefiller.process.pid, signal.SIGKILL)
     check(references, engines.generate(PROMPTS, GREEDY))

@@ -285,7 +285,7 @@ def check_drafts(name: str, make, dense: Dense, references, few_prompts, modes=M
                 fill(step)
                 seen += [(list(seq.token_ids), list(drafts)) for seq, drafts in step.drafts.items()]
 
-            llm.before_launch[llm.before_launch.index(fill)] = note
+            guesser.fill = note
             outputs = llm.generate(few_prompts, GREEDY, use_tqdm=False)
             for output in outputs:
                 expected, gaps = references(name, output.prompt_token_ids, GREEDY.max_tokens)

@@ -6,10 +6,10 @@ tests/parallel/test_layer_plan_processes.py has processes.
 
 import json
 import time
-from functools import partial
 
 import pytest
 import torch
+from helpers import hand_over
 from scheduler_by_hand import add, finish_step, make
 from scheduler_by_hand import alone as by_hand
 
@@ -89,7 +89,7 @@ def test_steps_in_flight_change_no_text(name, options, checkpoints, prompts, ran
             assert len(set(flying)) == len(flying) and llm.scheduler.in_flight[-1] is step
             most = max(most, len(llm.scheduler.in_flight))
 
-        llm.before_launch.append(look)
+        hand_over(llm, launching=look)
         for _ in range(2):
             for (scored, ids, text, logprobs), theirs in zip(
                     texts(llm, prompts[2:5]), expected, strict=True):
@@ -117,14 +117,14 @@ def test_a_failed_step_and_an_abort_lose_no_other_text(checkpoints, prompts, ran
                 if step.index == at:
                     raise ZeroDivisionError
 
-            llm.before_launch.append(fail)
+            failing = hand_over(llm, launching=fail)
             found = {}
             while llm.has_unfinished_requests():
                 try:
                     found |= {out.request_id: out.outputs[0].token_ids for out in llm.step()}
                 except ZeroDivisionError:
                     llm.abort_request("3")
-            llm.before_launch.remove(fail)
+            llm.remove(failing)
             assert {i: expected[int(i)] for i in found if i != "3"} == {
                 i: ids for i, ids in found.items() if i != "3"} and len(found) >= 5
 
@@ -169,7 +169,7 @@ def test_steps_in_flight_share_sequences_out_and_keep_them(count, shares):
     """Two at a time, of prompts of 2 tokens. Up to 4 rows take as long as one, and stay together. A
     step gets those whose tokens are known, and so the same ones all along."""
     scheduler = make(seqs=16, pipeline_parallel_size=2, async_scheduling=True)
-    scheduler.cuts.append(partial(share_out_rows, scheduler))
+    scheduler.hooks.cut.append(lambda step, seq, start, n: share_out_rows(scheduler, step, n))
     seqs = [add(scheduler, 2, max_tokens=6) for _ in range(count)]
     first, second = scheduler.schedule(), scheduler.schedule()
     assert [len(first.num_new_tokens), len(second.num_new_tokens)] == shares

@@ -225,7 +225,7 @@ def test_the_trace_tells_what_the_encoder_cache_holds(folders, seers, tmp_path):
     with start(folders["llava"], trace=str(tmp_path / "run.json"), async_scheduling=True,
                max_num_batched_tokens=11, encoder_cache_tokens=24) as llm:
         eyes, trace = llm.extra(Multimodal).eyes, llm.extra(Recorder).trace
-        llm.before_launch.append(lambda step: truth.setdefault(
+        llm.hooks.launching.append(lambda step: truth.setdefault(
             step.index, (eyes.num_tokens, eyes.num_runs)))
         texts_of(llm, seer.prompts * 2)
         stream = trace.stream()

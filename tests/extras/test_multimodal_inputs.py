@@ -144,12 +144,12 @@ def test_one_step_does_not_encode_ten_images(engines):
     eyes, runs = llm.extra(Multimodal).eyes, []
     llm.generate({"prompt": "<image>", "multi_modal_data": {"image": photo(99)}}, GREEDY,
                  use_tqdm=False)  # the first of its shape is encoded with its request
-    llm.before_launch.append(lambda step: runs.append(eyes.num_runs))
+    llm.hooks.launching.append(lambda step: runs.append(eyes.num_runs))
     before = eyes.num_runs
     prompts = [{"prompt": f"{i}<image>", "multi_modal_data": {"image": photo(100 + i)}}
                for i in range(10)]
     outs = llm.generate([*prompts, "Hi"], GREEDY, use_tqdm=False)
-    llm.before_launch.pop()
+    llm.hooks.launching.pop()
     each = np.diff([before, *runs])
     assert sum(each) == 10 and max(each) == 4
     assert [llm.generate(one, GREEDY, use_tqdm=False)[0].outputs[0].token_ids

@@ -35,8 +35,8 @@ def shown_in(prompt: list[int]) -> Shown:
 
 
 class Pictured:
-    """Before a `Drive` among the parents: the annexe, told what an engine tells it. `scheduled`
-    and `before_launch` come at once, since the drive launches each step that is not empty."""
+    """Before a `Drive` among the parents: the annexe, told what an engine tells it.
+    `launching` comes at once, since the drive launches each step that is not empty."""
 
     def __init__(self, *args, encoder_cache_tokens: int, **options):
         super().__init__(*args, **options)
@@ -49,16 +49,15 @@ class Pictured:
             model="none", block_size=self.workload.block_size,
             max_num_batched_tokens=self.workload.budget,
             enable_chunked_prefill=self.workload.chunking)
-        engine = SimpleNamespace(requests={}, observers=[], before_launch=[], config=config,
+        engine = SimpleNamespace(requests={}, config=config,
                                  scheduler=scheduler)
         self.annexe.attach(engine)
+        scheduler.hooks.cut.append(self.annexe.cut)
 
         def told() -> Step:
             step, self.num_encoded = schedule(), 0
-            for observer in engine.observers:
-                observer.scheduled(step)
-            for call in engine.before_launch if step.num_new_tokens else ():
-                call(step)
+            if step.num_new_tokens:
+                self.annexe.launching(step)
             self.seen["encoded"] += self.num_encoded
             self.seen[step.stopped and step.stopped[1]] += 1
             return step

@@ -224,7 +224,7 @@ def test_blocks_in_a_second_place_outlive_a_sleep_and_not_the_weights(
         llm.reset_prefix_cache()
         llm.wake_up()
         assert texts(llm) == expected and store.num_loaded == loaded
-        store.check()
+        store.audit()
         llm.sleep()  # and is shut down
     assert fresh(folder, **options) == before and fresh(there, **options) == expected
 
@@ -243,7 +243,7 @@ def test_a_host_that_is_too_small_saves_some_and_a_failed_step_none(checkpoints,
             llm.sleep()
         llm.wake_up()
         assert not storage(llm).unsaved and texts(llm) == before
-        storage(llm).check()
+        storage(llm).audit()
 
 
 def failing(*unused):

@@ -80,7 +80,7 @@ def assert_texts(llm: LLM, prompts, texts, where: str) -> int:
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     for output, (tokens, gaps) in zip(outputs, texts, strict=True):
         assert_same_text(output.outputs[0].token_ids, tokens, gaps, where)
-    llm.extra(Recurrent).snapshots.check()
+    llm.extra(Recurrent).snapshots.audit()
     return sum(output.num_cached_tokens for output in outputs)
 
 
@@ -161,7 +161,7 @@ def test_drawn_texts_are_those_without_drafts(made, checkpoints, few_prompts, me
             outputs = [one for param in params
                        for one in llm.generate(few_prompts, param, use_tqdm=False)]
             told.append([sample.token_ids for output in outputs for sample in output.outputs])
-            llm.extra(Recurrent).snapshots.check()
+            llm.extra(Recurrent).snapshots.audit()
     assert told[0] == told[1]
 
 
@@ -187,7 +187,7 @@ def test_a_step_that_is_lost_is_not_folded_twice(made, few_prompts, texts_of, na
             except RuntimeError:
                 num_lost += 1
             llm.scheduler.check()
-            llm.extra(Recurrent).snapshots.check()
+            llm.extra(Recurrent).snapshots.audit()
     assert num_lost > (2 if drafts else 5)
     for i, (tokens, gaps) in enumerate(texts_of(name)):
         assert_same_text(outputs[i].outputs[0].token_ids, tokens, gaps, f"lost, {i}")

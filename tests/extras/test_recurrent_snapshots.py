@@ -76,6 +76,9 @@ class StatefulDrive(Drive):
         scheduler, update = self.scheduler, self.scheduler.update
         self.snapshots = Snapshots(scheduler, workload.max_num_seqs, num_snapshots,
                                    workload.num_drafts)
+        drafts = scheduler.hooks.draft  # the drive's own
+        scheduler.hooks.keep([self.snapshots])
+        scheduler.hooks.draft = drafts
         self.device = StatefulDevice(self.snapshots, scheduler.blocks, None)
 
         def told(step: Step, sampled: list[int | None]) -> dict[Sequence, list[int]]:
@@ -92,7 +95,7 @@ class StatefulDrive(Drive):
     def check(self) -> None:
         super().check()
         self.tell_ended()
-        self.snapshots.check()
+        self.snapshots.audit()
 
     def tell_ended(self) -> None:
         """As the engine does, after each step and each abort."""

@@ -126,7 +126,7 @@ def test_drafts_take_only_what_is_left():
     preempted for them."""
     def row(num_blocks: int, max_num_tokens: int = 40, **options) -> list[int]:
         s = scheduler(num_blocks, **options)
-        s.proposers.append(lambda seq, most: [7] * min(most, 9))
+        s.hooks.draft.append(lambda seq, most: [7] * min(most, 9))
         seqs = [sequence(str(i), [i, 1, 2], SamplingParams(), i, max_num_tokens=max_num_tokens)
                 for i in range(2)]
         for seq in seqs:
@@ -151,7 +151,7 @@ def test_a_block_of_wrong_drafts_is_never_found():
     """A block was hashed while it still held unverified draft tokens (BUGS.md 8): whoever asked for
     that text would have got the KV of it, written behind a token that never was."""
     s = scheduler(8)
-    s.proposers.append(lambda seq, most: [7] * min(most, 9))
+    s.hooks.draft.append(lambda seq, most: [7] * min(most, 9))
     s.add(sequence("0", [0, 1, 2], SamplingParams(), max_num_tokens=30))
     s.update(s.schedule(), [3])
     step = s.schedule()

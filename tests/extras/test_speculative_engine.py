@@ -173,8 +173,8 @@ def test_no_guess_is_worse_for_a_step_without_guesses(qwen3):
     so whatever is guessed after it is right as well."""
     with start(qwen3, enable_prefix_caching=False, speculative_config=dict(
             SMALL, model=str(qwen3))) as llm:
-        [propose], turns = llm.scheduler.proposers, itertools.count()
-        llm.scheduler.proposers[:] = [
+        [propose], turns = llm.scheduler.hooks.draft, itertools.count()
+        llm.scheduler.hooks.draft[:] = [
             lambda seq, most: propose(seq, most) if next(turns) % 2 else []]
         llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
                      use_tqdm=False)

@@ -24,7 +24,7 @@ from grammars import (
 from nanoserve import SamplingParams
 from nanoserve.extras.guessers import UNKNOWN
 from nanoserve.extras.speculative import Speculation
-from nanoserve.extras.structured import Grammar, StructuredOutput
+from nanoserve.extras.structured import Forced, Grammar, StructuredOutput
 
 MAX_TOKENS = 24
 REQUESTS = requests()
@@ -96,8 +96,8 @@ def test_a_small_network_and_forced_tokens(folder, expected, cache, monkeypatch)
             return drafts
         return spy
 
-    for kind in (StructuredOutput, Speculation):
-        monkeypatch.setattr(kind, "propose", spied(kind.propose))
+    for kind in (Forced, Speculation):
+        monkeypatch.setattr(kind, "draft", spied(kind.draft))
     asked = dict(method="draft_model", num_speculative_tokens=3, model=str(folder))
     with start(folder, speculative_config=asked, **cache) as llm:
         assert ask(llm) == expected

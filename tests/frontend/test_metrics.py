@@ -7,6 +7,7 @@ import pytest
 from helpers import sequence, stats
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.extra import Extra
 from nanoserve.frontend.metrics import (
     STEP_TOKENS,
     Counter,
@@ -22,12 +23,12 @@ from nanoserve.frontend.outputs import RequestStateStats
 GREEDY = dict(temperature=0, ignore_eos=True)
 
 
-class Steps:
-    """An observer of its own: what the steps say, in plain lists."""
+class Steps(Extra):
+    """An extra of its own: what the steps say, in plain lists."""
 
     def __init__(self, llm: LLM):
         self.sizes, self.preempted, self.admitted, self.grown = [], [], [], []
-        llm.observers.append(self)
+        llm.add(self)
 
     def scheduled(self, step) -> None:
         self.preempted += [seq.name for seq in step.preempted]
@@ -40,11 +41,6 @@ class Steps:
         self.grown += [seq.request.request_id for seq in grown]
         if grown:  # as vLLM's IterationStats: whole prompts, with their first tokens
             self.sizes.append(len(grown) + sum(firsts.values()))
-
-    def added(self, *args) -> None:
-        pass
-
-    ended = added
 
 
 def values(llm: LLM) -> dict:

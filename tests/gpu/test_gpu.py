@@ -85,7 +85,7 @@ def test_blocks_come_back_from_pinned_memory_and_no_launch_waits(checkpoints, re
         for prompt in prompts:
             assert_texts(engine.generate([prompt], GREEDY, use_tqdm=False), references, "qwen3",
                          "host memory")
-    storage(engine).check()
+    storage(engine).audit()
     assert storage(engine).num_hits >= 6 * 80
 
 

@@ -22,7 +22,7 @@ def check(references):
     """The texts of `PROMPTS` are transformers'; returns them, and how many tokens were found."""
     def check(llm: LLM, prompts=PROMPTS) -> tuple[list[list[int]], int]:
         outputs = run(llm, prompts)
-        storage(llm).check()
+        storage(llm).audit()
         for prompt, output in zip(prompts, outputs, strict=True):
             assert_same_text(output.outputs[0].token_ids, *references("qwen3", prompt, 12), "store")
         return [output.outputs[0].token_ids for output in outputs], 16 * storage(llm).num_loaded

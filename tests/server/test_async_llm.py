@@ -349,7 +349,7 @@ def test_an_idle_engine_gathers_prompts_before_it_reads_layers(qwen3):
         return looks[-1][0]
 
     engine._patience = look
-    llm.before_launch.append(lambda step: steps.append(len(step.admitted)))
+    llm.hooks.launching.append(lambda step: steps.append(len(step.admitted)))
 
     async def some(count: int, apart: float = 0.0) -> list:
         async def one(i):
@@ -366,7 +366,7 @@ def test_an_idle_engine_gathers_prompts_before_it_reads_layers(qwen3):
     assert asyncio.run(asyncio.wait_for(some(4), 60)) == expected  # max_num_seqs
     assert steps[0] == 4
     llm.config = replace(llm.config, max_wait=0.2)
-    llm.before_launch.append(lambda step: time.sleep(0.05))
+    llm.hooks.launching.append(lambda step: time.sleep(0.05))
     steps.clear()
     assert asyncio.run(some(2, apart=0.5)) == expected[:2]  # the second comes while one runs
     assert steps[0] == 1 and sum(steps) == 2 and not any(left and runs for left, runs in looks)

@@ -194,7 +194,7 @@ def test_a_prompt_that_an_annexe_leaves_nothing():
     scheduler = make(budget=8)
     add(scheduler, 3), add(scheduler, 20)
     run_step(scheduler)
-    scheduler.cuts.append(lambda step, seq, start, n: n if len(step.num_new_tokens) < 1 else 0)
+    scheduler.hooks.cut.append(lambda step, seq, start, n: n if len(step.num_new_tokens) < 1 else 0)
     add(scheduler, 2)
     assert set(told(scheduler, scheduler.schedule()).items()) == {
         (name, "waits for the next step: several are in flight, each with a part of all")

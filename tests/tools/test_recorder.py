@@ -3,7 +3,7 @@
 The oracles are independent of the recorder: a ledger, which replays the frames with nothing but
 lists, has to agree with the block manager's reference counts and cache entries after *every*
 `schedule()`, and the unrolled rows have to be the `Step`s themselves. A `Witness` stands behind the
-trace among the observers and compares while the engine runs.
+trace among the extras and compares while the engine runs.
 """
 
 import json
@@ -39,9 +39,9 @@ def tight(seed: int, tmp_path) -> Simulation:
 @pytest.mark.parametrize("seed", range(12))
 def test_any_simulated_run_can_be_replayed(tmp_path, seed):
     simulation = tight(seed, tmp_path)
-    trace = simulation.observers[-1]
+    trace = simulation.extras[-1]
     witness = Witness(trace, simulation.scheduler)
-    simulation.observers.append(witness)
+    simulation.add(witness)
     simulation.finish()
     witness.compare_stream(trace.stream())
 
@@ -53,7 +53,7 @@ def simulate(tmp_path, arrivals, *options) -> Trace:
     simulation = Simulation(arrivals, *options)
     simulation.record(str(tmp_path / "run.html"))
     simulation.finish()
-    return simulation.observers[-1]
+    return simulation.extras[-1]
 
 
 def test_no_text_can_end_the_data(tmp_path):
@@ -88,17 +88,6 @@ def test_the_chrome_trace_has_the_same_tokens(tmp_path):
             assert one["ts"] + one["dur"] <= following["ts"]
     assert [e["name"] for e in events if e["ph"] == "i"] == ["prefix hit", "preempted",
                                                              "prefix hit"]
-
-
-def test_whoever_else_listens_for_evictions_still_hears_them(tmp_path):
-    simulation = Simulation([Arrival(8, 2), Arrival(8, 2)], 8, 3, 4, 1)
-    heard: list[bytes] = []
-    simulation.scheduler.blocks.on_evict.append(heard.append)
-    simulation.record(str(tmp_path / "run.html"))
-    simulation.finish()
-    assert heard
-    simulation.close()
-    assert simulation.scheduler.blocks.on_evict == [heard.append]
 
 
 def test_a_trace_that_is_full_says_so_and_the_engine_goes_on(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from nanoserve.tools.recorder import Recorder
 
 def watch(llm: LLM) -> Witness:
     witness = Witness(llm.extra(Recorder).trace, llm.scheduler)
-    llm.observers.append(witness)
+    llm.add(witness)
     return witness
 
 

@@ -1,7 +1,7 @@
 """The page of a step trace in a real browser: what it shows, and what it answers to.
 
 Chromium runs without a window (`browser.py`). The truth is a second run of the same simulation with
-a `Truth` among its observers, which writes down the scheduler's and the block manager's own state
+a `Truth` among its extras, which writes down the scheduler's and the block manager's own state
 at every step; the recorder is not asked. What is compared is what a reader would see: words in the
 page, colours on the screen, and the state behind them after keys and clicks of a real hand.
 
@@ -15,6 +15,7 @@ import re
 import browser as chromium
 import pytest
 
+from nanoserve.extra import Extra
 from nanoserve.tools.recorder import page
 from nanoserve.tools.trace import DEMO, Arrival, Simulation, parse
 
@@ -34,12 +35,12 @@ def browser(tmp_path_factory):
     browser.close()
 
 
-class Truth:
+class Truth(Extra):
     """The state of scheduler and blocks while each step runs, and after the last one."""
 
     def __init__(self, simulation: Simulation):
         self.simulation, self.frames = simulation, []
-        simulation.observers.append(self)
+        simulation.add(self)
 
     def scheduled(self, step) -> None:
         scheduler = self.simulation.scheduler
@@ -55,10 +56,6 @@ class Truth:
             holders=holders, findable=findable, used=sum(map(bool, holders)),
             cached=sum(f and not h for f, h in zip(findable, holders, strict=True))))
 
-    def added(self, *args) -> None:
-        pass
-
-    updated = ended = added
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def runs(tmp_path_factory):
             ("evil", [Arrival(9, 3), Arrival(5, 2)], (8, 8, 4, 4)), ("empty", [], (8, 8, 4, 4))]:
         simulation = Simulation(requests, *options)
         simulation.record(str(folder / f"{name}.html"))
-        trace, truth = simulation.observers[-1], Truth(simulation)
+        trace, truth = simulation.extras[-1], Truth(simulation)
         simulation.finish()
         truth.look(tokens=0, running=0, waiting=0, index=-1)
         if name == "evil":
@@ -416,7 +413,7 @@ def test_stages_are_lanes_as_high_as_they_are_full(browser, tmp_path):
     simulation = Simulation(list(map(parse, DEMO)), *DEMO_OPTIONS)
     simulation.record(str(tmp_path / "it.html"))
     simulation.finish()
-    stream = simulation.observers[-1].stream()
+    stream = simulation.extras[-1].stream()
     *steps, _ = stream["frames"]
     for one in steps:
         half = one["t"] + one["d"] / 2

@@ -250,7 +250,7 @@ def test_a_row_that_loaded_no_block_says_so(capsys, monkeypatch, qwen3, mode, fi
     """A store that never finds anything passed as one that brings back the right blocks."""
     def fault(llm):
         if not finds:
-            llm.scheduler.finders[:] = [lambda *args: 0]
+            llm.scheduler.hooks.find[:] = [lambda *args: 0]
 
     use_modes(monkeypatch, mode)
     sabotage(monkeypatch, fault)

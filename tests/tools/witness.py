@@ -2,6 +2,7 @@
 
 import json
 
+from nanoserve.extra import Extra
 from nanoserve.tools.reasons import Waits, explain
 from nanoserve.tools.recorder import Trace, rows
 
@@ -32,7 +33,7 @@ class Ledger:
         return [held.count(block) for block in range(self.num_blocks)]
 
 
-class Witness:
+class Witness(Extra):
     """Stands behind a trace: compares memory after each `schedule()`, and remembers the steps."""
 
     def __init__(self, trace: Trace, scheduler):
@@ -41,9 +42,6 @@ class Witness:
         self.num_read = 0
         self.steps: list[dict[str, tuple[int, int, bool]]] = []
         self.preempted, self.admitted, self.ends = [], [], []
-
-    def added(self, *args) -> None:
-        pass
 
     def scheduled(self, step) -> None:
         if len(self.trace.frames) == self.num_read:
@@ -75,9 +73,6 @@ class Witness:
         assert self.ledger.ref_counts() == self.blocks.ref_counts
         assert self.ledger.findable == {
             entry.block_id for entry in self.blocks.entry_of if entry is not None}
-
-    def updated(self, *args) -> None:
-        pass
 
     def ended(self, sequences) -> None:
         self.ends += [(seq.name, seq.finish_reason, len(seq.output_token_ids))

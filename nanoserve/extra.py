@@ -1,0 +1,154 @@
+"""One page of hooks: all that can be added to an engine, and when each part of it is called.
+
+An *extra* is an object that is handed to the engine. It inherits from `Extra`, whose methods do
+nothing, and overrides those that it needs:
+
+    prepare ──► attach ──► check ─► added ─► usable, find, cut, draft ─► scheduled ─► launching
+    options     engine     each request      a step is planned                        it is launched
+                                         ended, idle ◄─ gave_up ◄─ updated, or dropped ◄─ its tokens
+    between two requests: metrics, reset, close          at any time: committed, evicted
+
+Extras are asked in the order of `engine.extras`: the engine's own metrics first, then those that
+the options ask for, in the order of the table in llm.py, then what was added later. Where several
+cut a chunk, each gets what the one before it left; the first that has drafts for a row gives them.
+
+Invariants: an extra may change *when* a token is computed, never *which* token comes out. It
+changes nothing but what is its own, and drops what it keeps for a sequence when that has ended. A
+call site keeps only the methods that somebody has overridden (`Hooks`), so a method that nobody
+needs costs nothing.
+
+Not known here: which extras there are. Road not taken: entry points or a registry; whoever wants an
+extra hands it over.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nanoserve.sequence import Sequence, Step
+
+
+class Extra:
+    """What can be added. Types that torch or the engine would bring are named in the sentences."""
+
+    # ------------------------------------------------------------------ an engine is made
+
+    def prepare(self, plan: Any) -> Any:
+        """Check the options, and return the `Plan` with what this adds to it: parts for the runner
+        of each rank, a class that checks requests. Called before weights are read; raises
+        `ValueError` with the remedy."""
+        return plan
+
+    def attach(self, engine: Any) -> None:
+        """Keep what is needed of the `LLMEngine`, weakly, since it holds this object. Called once,
+        when runner and scheduler are there, or by `engine.add`."""
+
+    # ------------------------------------------------------------------ requests
+
+    def ready(self) -> None:
+        """Raise `RuntimeError` if no request can be served now. Called before each is made."""
+
+    def check(self, request: Any) -> None:
+        """Check a `Request` and make what it asks for (a grammar, an adapter). Called in its
+        caller's thread before it is queued; raises `ValueError`."""
+
+    def added(self, sequences: list[Sequence], stats: Any, prompt: str | None) -> None:
+        """Note a request's sequences. Called when they are queued, between two steps."""
+
+    def ended(self, sequences: list[Sequence]) -> None:
+        """Drop what is kept for these. Called behind each step, mostly with none, and behind an
+        abort; a step that was in flight then is still `updated` later."""
+
+    def idle(self) -> None:
+        """Run steps of its own (what is still to be saved). Called when no request is left."""
+
+    # ------------------------------------------------------------------ a step is planned
+
+    def usable(self, seq: Sequence, hits: list) -> list:
+        """Return the prefix of `hits` (cache entries) that this sequence can start from. Called
+        whenever its prompt is looked up in the prefix cache."""
+        return hits
+
+    def find(self, step: Step, seq: Sequence, num_hits: int) -> int:
+        """Return how many blocks behind those hits can be loaded from elsewhere. Called when a
+        waiting sequence may be admitted."""
+        return 0
+
+    def is_reading(self, seq: Sequence) -> bool:
+        """Return whether further blocks of it will be there soon. Then it sits out this step."""
+        return False
+
+    def cut(self, step: Step, seq: Sequence, start: int, num_new: int) -> int:
+        """Return where a chunk of at most `num_new` tokens from `start` on may end, 0 for no chunk.
+        Called before it is certain that the step holds it: so it books nothing."""
+        return num_new
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        """Return up to `most` guesses of what follows. Called for each row that decodes, with what
+        is left of the budget and the blocks."""
+        return []
+
+    def scheduled(self, step: Step) -> None:
+        """Give the planned step what it needs (copies of blocks), and note what is in it. Called
+        with each step, an empty one, too."""
+
+    # ------------------------------------------------------------------ a step is run
+
+    def launching(self, step: Step) -> None:
+        """Do on the device what must come before the step. Called right before its launch; an error
+        drops the step."""
+
+    def updated(self, step: Step, grown: dict[Sequence, list[int]]) -> None:
+        """Take a finished step into account. grown: the new tokens of each sequence that closed its
+        gap; a stop string may still remove the last ones."""
+
+    def dropped(self, step: Step) -> None:
+        """Forget a launched step: its tokens are scheduled again. Called after an error or Ctrl-C
+        instead of `updated`."""
+
+    def gave_up(self, seq: Sequence) -> bool:
+        """Return whether the stop token that ends `seq` breaks its text off: then its finish reason
+        is "length"."""
+        return False
+
+    # ------------------------------------------------------------------ blocks
+
+    def committed(self, entry: Any) -> None:
+        """Note that a block can be found from now on. entry: its `CacheEntry`."""
+
+    def evicted(self, entry: Any) -> None:
+        """Save or forget a block whose memory will be another's. Called before anything is written
+        to it."""
+
+    # ------------------------------------------------------------------ the engine lives on
+
+    def metrics(self) -> list:
+        """Return numbers for `LLM.get_metrics`, in its classes."""
+        return []
+
+    def reset(self) -> None:
+        """Forget what was computed from these weights or this cache. Called while no request
+        runs."""
+
+    def close(self) -> None:
+        """Give back memory, threads and files. Called when the engine ends, or by `remove`."""
+
+
+NAMES = [name for name in vars(Extra) if not name.startswith("_")]
+
+
+class Hooks:
+    """The overridden methods of some extras, by name: `for tell in hooks.evicted: tell(entry)`.
+
+    One object for engine, scheduler and blocks. `keep` makes the lists anew.
+    """
+
+    def __init__(self, extras: Iterable[Extra] = ()):
+        self.keep(extras)
+
+    def __getattr__(self, name: str) -> list[Callable]:
+        raise AttributeError(f"{name} is no method of Extra")  # for missing ones alone
+
+    def keep(self, extras: Iterable[Extra]) -> None:
+        for name in NAMES:
+            setattr(self, name, [getattr(one, name) for one in extras
+                                 if getattr(type(one), name) is not getattr(Extra, name)])
