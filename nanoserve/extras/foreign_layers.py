@@ -115,7 +115,7 @@ class Picks(nn.Module):
         self.at = (i + i // shape[1] + first) % shape[1]  # each time around, one further
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x[..., self.at.to(x.device)]
+        return 2 * x.index_select(-1, self.at.to(x.device))  # contiguous, as a product is
 
 
 def agree(part: nn.Module, ours: nn.Module, x: torch.Tensor, noise: float = 0.0) -> bool:

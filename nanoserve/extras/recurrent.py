@@ -24,6 +24,7 @@ Known limits: one rank, no adapters; the speed of transformers' mixers, but for 
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
@@ -36,7 +37,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.device.memory import MIN_CACHE_TOKENS, free_memory, memory_for
 from nanoserve.engine import LLMEngine, Plan
 from nanoserve.extra import Extra
-from nanoserve.extras.recurrent_delta import DeltaNet, is_known
+from nanoserve.extras.foreign_layers import SIZES, Packed, Picks
+from nanoserve.extras.recurrent_delta import DeltaNet
 from nanoserve.extras.recurrent_snapshots import Copies, Snapshots
 from nanoserve.extras.transformers_model import Pages, Probe, TransformersModel
 from nanoserve.frontend.metrics import Metric, say
@@ -271,15 +273,42 @@ class RecurrentModel(TransformersModel):
             finder.close()
         if not finder.states:
             raise ValueError("its layers keep a state somewhere else than in transformers' cache")
-        self.num_mixers, known = len(finder.keys), [*filter(is_known, finder.keys)]
-        for fast in (known, []):
-            self.num_fast, self.shapes = len(fast), dict(finder.states)
-            for module, keys in finder.keys.items():
-                self.replace(module, keys, module in fast)
-            got = [self.in_chunks(*text, *texts[0]) for text in texts]
-            if self.are_close(dense, got):
-                return super()._probe(width)
-        raise ValueError("its layers do not go on from a state that is handed to them")
+        self.num_mixers, self.num_fast, self.shapes = len(finder.keys), 0, dict(finder.states)
+        for module, keys in finder.keys.items():
+            fast = self.is_delta_net(module, keys)
+            self.replace(module, keys, fast)
+            self.num_fast += fast
+        if not self.are_close(dense, [self.in_chunks(*text, *texts[0]) for text in texts]):
+            raise ValueError("its layers do not go on from a state that is handed to them")
+        return super()._probe(width)
+
+    def is_delta_net(self, net: nn.Module, keys: list[Key]) -> bool:
+        """Whether `DeltaNet` computes what a mixer does. A copy of it in float32, with `Picks` for
+        matrices, gets rows of all sizes: twice one token, then a chunk."""
+        trial, device = copy(net), self.on.device
+        try:
+            trial._parameters = {name: one.float() for name, one in net._parameters.items()}
+            trial._modules = {
+                name: Picks(one.weight.shape, i) if type(one) is Packed else deepcopy(one).float()
+                for i, (name, one) in enumerate(net._modules.items())}
+            ours = DeltaNet(trial, self.on.ops)
+            x = torch.randn(5, net.hidden_size, generator=torch.Generator().manual_seed(0))
+            x = (SIZES[..., None] * torch.stack((x, -x))[:, None]).flatten(0, 1).to(device)
+            theirs = {key: torch.zeros(len(x), *self.shapes[key].shape[1:], device=device)
+                      for key in keys}
+            own = {key: (state.transpose(1, 2)[:, 1:] if key[0] == "conv" else state).clone()
+                   for key, state in theirs.items()}
+            for chunk in x.split((1, 1, 3), 1):
+                step = [[i, i] for i in range(len(x))], [chunk.shape[1]] * len(x), device
+                wanted = type(net).forward(trial, chunk, cache=Rows(theirs, *step))
+                got = ours.forward(chunk.flatten(0, 1)[None], Rows(own, *step)).view_as(wanted)
+                # A twin may flush numbers below 1e-38 to 0.
+                lost = 1e-5 * wanted.abs().amax(-1, keepdim=True) + 1e-30
+                if not ((got - wanted).abs() <= lost).all():
+                    return False
+        except Exception:  # it has other parts
+            return False
+        return True
 
     def replace(self, module: nn.Module, keys: list[Key], fast: bool) -> None:
         """A mixer's forward. Weak: a module that holds itself would keep its weights after the

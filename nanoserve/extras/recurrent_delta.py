@@ -9,7 +9,7 @@ it computes between them is done here, for all rows of a step at once:
 `delta_rule` here is the specification, in plain torch, and runs on any device. Its twins lie beside
 those of `ops`, in device/, and pass the same test.
 
-Invariant: nobody believes that a module computes this because it looks so. The trial at load
+Invariant: nobody believes that a module computes this because it looks so. A trial of each at load
 (recurrent.py) compares, and where numbers differ transformers' own way is taken. Not known here:
 rows of a sequence, snapshots.
 """
@@ -19,14 +19,6 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-
-def is_known(net: nn.Module) -> bool:
-    """Whether a module has the parts of Qwen3-Next's or Qwen3.5's, under their names."""
-    parts = "conv1d A_log dt_bias norm out_proj".split()
-    projects = hasattr(net, "in_proj_qkv") or hasattr(net, "fix_query_key_value_ordering")
-    acts = {getattr(net, "activation", ""), getattr(getattr(net, "norm", None), "activation", "")}
-    return projects and acts == {"silu"} and all(hasattr(net, part) for part in parts)
 
 
 class DeltaNet:

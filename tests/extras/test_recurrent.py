@@ -115,6 +115,30 @@ def test_a_net_that_only_looks_known_is_left_to_transformers(made, few_prompts, 
         assert_texts(llm, few_prompts, texts_of("qwen3.5"), "by transformers")
 
 
+@pytest.mark.parametrize("part, how", [
+    ("in_proj_a", lambda x: x.clamp(max=16)), ("in_proj_a", lambda x: x.clamp(min=-7)),
+    ("in_proj_b", lambda x: x.clamp(max=7)), ("in_proj_z", lambda x: x.clamp(-1000, 1000)),
+    ("in_proj_qkv", lambda x: x.clamp(-10, 10)), ("in_proj_a", lambda x: x + 1e-3),
+    ("in_proj_z", lambda x: x * 1.0001), ("out_proj", lambda x: x.clamp(max=100)),
+    ("norm", lambda x: x * 1.0001)], ids=lambda one: one if isinstance(one, str) else "")
+def test_a_delta_net_with_a_clamp_a_bias_or_a_scale_stays(made, monkeypatch, part, how):
+    """Planted in the class's forward, and in every dtype: the trial is in float32."""
+    net = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet
+    forward = net.forward
+
+    def planted(self, *args, **options):
+        inner = getattr(self, part)
+        handle = inner.register_forward_hook(lambda module, args, out: how(out))
+        try:
+            return forward(self, *args, **options)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(net, "forward", planted)
+    with start(made["qwen3.5"], dtype="bfloat16") as llm:
+        assert (llm.runner.model.num_fast, llm.runner.model.num_mixers) == (0, 1)
+
+
 def guess(llm: LLM, prompts, texts) -> None:
     """From now on drafts are what transformers says, with a mistake in every fourth."""
     rng, known = random.Random(2), {tuple(prompt): tokens for prompt, (tokens, _) in zip(
