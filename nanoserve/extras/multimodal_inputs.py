@@ -15,6 +15,7 @@ import hashlib
 import io
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MAX_SECONDS = 600  # of a sound
 # Of a WAV file: (1, whole numbers; or 3, floats; how many bytes).
 SAMPLES = {(1, 1): "u1", (1, 2): "<i2", (1, 3): "<i4", (1, 4): "<i4", (3, 4): "<f4", (3, 8): "<f8"}
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others have decoders that few people watch
+TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF's, to PIL's numbers of what undoes them
 PARTS = {"image": ("image_url", "image", "image_pil", "input_image"),  # of a message
          "audio": ("audio_url", "audio", "input_audio")}
 
@@ -83,7 +85,7 @@ def read_image(image: object):
     """An image in any form as a viewer shows it: its first frame, turned as EXIF says, on white.
     Returns an RGB image of PIL's. Raises `ValueError` for what is none, or too large to decode."""
     with in_words("images need Pillow: pip install 'nanoserve[vision]'", ImportError):
-        from PIL import Image, ImageOps
+        from PIL import Image
     image = from_url(image) if isinstance(image, str) else image
     with in_words(f"this is no image that can be read ({', '.join(FORMATS)} are)"):
         if isinstance(image, (Path, bytes)):
@@ -95,10 +97,16 @@ def read_image(image: object):
         if not isinstance(image, Image.Image):
             raise ValueError("an image must be a PIL image, a pathlib.Path, bytes, a data: URL or "
                              f"what a processor made, got {image!r:.80}")
-        image = ImageOps.exif_transpose(image)
+        image.load()
+        turn = None
+        with suppress(Exception):  # EXIF that nobody can read turns no picture, and hides none
+            turn = TURNS.get(image.getexif().get(0x0112))
+        image = image if turn is None else image.transpose(turn)
         if image.mode[0] in "IF":  # PIL would cut these off at 255
             grays = np.asarray(image)
-            if image.mode == "F" or not 0 <= grays.min() <= grays.max() < 2 ** 16:
+            most = grays.max()
+            if image.mode == "F" or not 0 <= grays.min() <= most < 2 ** 16 or (
+                    image.mode == "I" and 0 < most < 2 ** 8):  # 8 bits, or nearly black?
                 raise ValueError(f"nobody knows what is white in mode {image.mode}: make it L")
             clear = grays == image.info.get("transparency")
             image = Image.fromarray(np.stack((grays >> 8, ~clear * 255), -1).astype(np.uint8))  # LA

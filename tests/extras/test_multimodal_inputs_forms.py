@@ -73,6 +73,23 @@ def test_a_photo_is_turned_as_its_camera_was_held(turn):
         assert (np.asarray(read_image(door))[..., 0] == upright).all()
 
 
+SIX = bytes.fromhex("1201 0300 01000000 06000000")  # orientation 6
+
+
+@pytest.mark.parametrize(("entries", "is_turned"), [
+    ([SIX, bytes.fromhex("1a01 0200 04000000 61626300")], True),  # a resolution of "abc"
+    ([SIX, bytes.fromhex("0001 0900 01000000 ffffffff")], True),  # a width of -1
+    (None, False)], ids=["text for a number", "negative", "garbage"])
+def test_what_else_is_wrong_in_a_photos_exif_hides_no_photo(entries, is_turned):
+    exif = b"garbage" if entries is None else b"II*\0" + struct.pack(
+        "<IH", 8, len(entries)) + b"".join(entries) + bytes(4)
+    stored, file = np.arange(6, dtype=np.uint8).reshape(2, 3), io.BytesIO()
+    Image.fromarray(stored).save(file, "PNG", exif=b"Exif\0\0" + exif)
+    for door in (file.getvalue(), Image.open(file)):
+        assert (np.asarray(read_image(door))[..., 0] == (
+            np.rot90(stored, -1) if is_turned else stored)).all()
+
+
 def test_of_an_animation_the_first_frame_is_shown():
     frames, file = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")], io.BytesIO()
     for kind in ("GIF", "WEBP", "PNG"):
@@ -97,8 +114,9 @@ def test_modes_of_other_colours_are_those_of_pil():
 
 
 @pytest.mark.parametrize("image", [
-    Image.new("F", (4, 4)), Image.fromarray(np.full((2, 2), 65536, np.int32)),
-    Image.fromarray(np.full((2, 2), -1, np.int32))], ids=["F", "too large", "negative"])
+    Image.new("F", (4, 4)), L.convert("I"), Image.fromarray(np.full((2, 2), 65536, np.int32)),
+    Image.fromarray(np.full((2, 2), -1, np.int32))], ids=["F", "of 8 bits", "too large",
+                                                              "negative"])
 def test_what_has_no_known_white_is_refused(image):
     with pytest.raises(ValueError, match="what is white in mode [IF]: make it L"):
         read_image(image)
