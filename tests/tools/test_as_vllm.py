@@ -152,7 +152,7 @@ def test_a_program_prints_one_of_these(tmp_path, capsys, script, said):
 
 @pytest.mark.parametrize("line, said", [
     ("from vllm.sampling_params import BeamSearchParams", "ask for n samples"),
-    ("from vllm.assets.image import ImageAsset", "text alone"),
+    ("from vllm.assets.image import ImageAsset", "an image of PIL"),
     ("from vllm import SamplingParam", "did you mean SamplingParams"),
     ("import vllm; vllm.xyzzy", "it is not here"),
     ("from vllm.logprobs import Logprob; from vllm.utils import random_uuid", "uuid4"),
