@@ -52,7 +52,8 @@ Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
 Effort = Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 SWITCH = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 Switch = Annotated[bool | None, BeforeValidator(  # Anthropic's and DeepSeek's `thinking`
-    lambda one: SWITCH.get(str(one.get("type")), one) if isinstance(one, dict) else one)]
+    lambda one: SWITCH.get(str(one.get("type")), one or None) if isinstance(one, dict) else
+    None if one == "" else one)]
 
 
 def as_prompts(prompts: Any) -> list:

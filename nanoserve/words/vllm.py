@@ -137,7 +137,7 @@ TABLE = (
     Row("SamplingParams", "thinking_token_budget thinking_budget enable_thinking think thinking "
         "reasoning reasoning_effort", "max_tokens bounds a thought and its answer together, and a "
         "chat says in chat_template_kwargs={'enable_thinking': False} that there is none",
-        (-1, {}, "", {"type": "disabled"})),
+        (-1, {}, "")),
     Row("SamplingParams", "logprob_token_ids flat_logprobs", "ask for the logprobs of the likeliest"
         " tokens with logprobs, of all with -1"),
     Row("SamplingParams", "stream_interval"),
@@ -209,6 +209,8 @@ TABLE = (
     Row("body", "modalities", 'only ["text"] will do: this model writes text', (["text"],)),
     Row("body", "suffix", "text in front of a suffix can't be filled in: put all of it in the "
         "prompt"),
+    Row("body", "thinking", "only a chat's template thinks: leave it out",
+        ({}, "", {"type": "disabled"})),
     Row("body", "extra_body", "OpenAI's client sends what is in it: put that into the body itself"),
     Row("body", "truncation_side", "of a prompt that is cut the end stays", ("left",)),
     Row("body", "truncation_direction", "use truncation_side", ("Right", "right")),

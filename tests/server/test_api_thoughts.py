@@ -96,7 +96,8 @@ TRANSLATED = [
     dict(chat_template_kwargs=dict(thinking=False)), dict(thinking=dict(type="disabled")),
     dict(thinking=False), dict(thinking=dict(type="disabled"), reasoning_effort="high")]
 REFUSED = [
-    dict(enable_thinking=False), dict(think=False), dict(think="low"), dict(thinking_budget=0),
+    dict(enable_thinking=False), dict(think=False), dict(think="low"),
+    dict(think=dict(type="disabled")), dict(thinking_budget=0),
     dict(reasoning=dict(enabled=False)), dict(reasoning=dict(exclude=True)),
     dict(reasoning_effort="off"), dict(thinking=dict(type="off"))]
 
@@ -124,7 +125,7 @@ def test_a_switch_of_thoughts_is_translated_or_refused(server, switch):
         CHAT, add_generation_prompt=True, return_dict=False, **more))
         for more in ({}, dict(enable_thinking=False)))
     assert not_thinking > thinks
-    nothing = dict(think="", enable_thinking=None, reasoning={}, reasoning_effort="")
+    nothing = dict(think="", thinking={}, enable_thinking=None, reasoning={}, reasoning_effort="")
     first, *others = lengths(server, switch or nothing)
     assert first == (400 if switch in REFUSED else not_thinking if switch else thinks)
     assert set(others) <= ({not_thinking, 400} if switch else {thinks})
