@@ -67,6 +67,8 @@ ENDS = set("""<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|call
 AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
              "lfm2", "jina-v5-nano", "tekken"}
+# As GPT-2, behind a cut around each digit.
+BY_DIGITS = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"}
 
 
 def check_names(entries: dict) -> list[str]:
@@ -219,7 +221,7 @@ def mend_tokenizer(tokenizer, entries: dict) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     kind, pre = (entries.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     backend = tokenizer.backend_tokenizer
-    if kind == "gpt2" and pre == "starcoder":
+    if kind == "gpt2" and pre in BY_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False)])
