@@ -40,7 +40,7 @@ from nanoserve.frontend.outputs import RequestOutput
 from nanoserve.frontend.prompts import Prompt, as_list, conversations, one_for_each
 from nanoserve.frontend.request import Request
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel.processes import start_ranks
+from nanoserve.parallel.processes import start_ranks, take_gpu
 from nanoserve.parallel.ranks import check_shares
 from nanoserve.parallel.serving import LAST_WORD
 from nanoserve.words.vllm import missing_method, takes_vllms_words
@@ -83,6 +83,7 @@ class LLM(LLMEngine):
                             code=asked.trust_remote_code, revision=asked.revision)
         asked, self.model_config, extras = read_model(asked, folder)
         config = resolve(asked, pick_device(asked.device), self.model_config)
+        take_gpu(config.tensor_parallel_size * config.num_stages, config.device)
         config, said = fit_to_device(config, asked)
         say(*said)
         check_shares(config.tensor_parallel_size, self.model_config.num_attention_heads,

@@ -51,8 +51,9 @@ class CudaGraph:
 
     def capture(self, function: Callable[[], Recorded]) -> None:
         # "thread_local": another thread's engine may allocate meanwhile, which else ends both.
-        with torch.cuda.graph(self.graph, pool=self.shared,
-                              capture_error_mode="thread_local"):
+        # Where recording fails, torch leaves its stream the current one: the outer `with` does not.
+        with (torch.cuda.stream(torch.cuda.current_stream()),
+              torch.cuda.graph(self.graph, pool=self.shared, capture_error_mode="thread_local")):
             self.outputs = function()
 
     def replay(self) -> Recorded:

@@ -8,9 +8,9 @@ start compares, at the model's shapes and in its dtype:
               └──► its namesake in `ops`  ──┴──► relative error below TOLERANCE, or it is replaced
 
 One that raises or differs is replaced by that of `ops`, *together with all that share its memory's
-layout* (`LAYOUTS`), before anything is packed or allocated. A CUDA graph is replayed twice with
-other contents; where that is stale there are no graphs. The outcome is kept in the cache folder, by
-device, library, versions, dtype and shapes: later starts read a line.
+layout*, or its check (`TOGETHER`), before anything is packed or allocated. A CUDA graph is replayed
+twice with other contents; where that is stale there are no graphs. The outcome is kept in the cache
+folder, by device, library, versions, dtype and shapes: later starts read a line.
 
 Invariant: each check gets the twin that it tries as an argument, and so it does the graph's class:
 tests hand in broken ones. `nanoserve doctor` prints the same checks.
@@ -34,12 +34,18 @@ from nanoserve.batch import Batch, BatchBuilder
 from nanoserve.config import EngineConfig, SamplingParams
 from nanoserve.device.build import cache_folder, digest
 from nanoserve.device.graphs import CudaGraph
-from nanoserve.device.memory import current
+from nanoserve.device.memory import current, memory_for
 from nanoserve.sequence import CoreRequest, Sequence, Step
 
 # Of the norm of what is right: a rounding at the end, and one of each number on the way.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-LAYOUTS = ({"new_cache", "norm_rope_store", "paged_attention"}, {"pack", "linear", "experts"})
+# These share a layout in memory, or one check.
+TOGETHER = ({"new_cache", "norm_rope_store", "paged_attention"}, {"pack", "linear", "experts"},
+            {"rms_norm", "add_rms_norm"}, {"argmax", "floors", "draw"})
+# The functions that a check calls, where it is not the one of its name.
+USES = {"rms_norm": ["rms_norm", "add_rms_norm"], "linear": ["pack", "linear"],
+        "experts": ["pack", "experts"], "draw": ["argmax", "floors", "draw"],
+        "paged_attention": ["new_cache", "norm_rope_store", "paged_attention"]}
 WAITS = {"norm_rope_store", "experts"}  # those of `ops` wait for the device: there are no graphs
 ROWS = (1, 9, 64)
 # (query_len, seq_len) of each row: a long one, whose keys are split; many; chunks and decodes.
@@ -84,13 +90,14 @@ def untrusted(config: EngineConfig, model: Any,
     if twin is ops or device.type == "cpu" and config.kernels == "triton":  # its interpreter
         return (), []
     shapes, folder = Shapes.of(config, model), cache_folder()
-    known, key = remembered(folder), digest(repr((shapes, machine_of(twin, device))).encode())
-    found = known.get(key)
+    key = digest(repr((shapes, machine_of(twin, device))).encode())
+    found = remembered(folder).get(key)
     if found is None:
         with current(device):
-            found = {name: error for name, (_, error) in trials(twin, shapes, device).items()
-                     if error}
-            remember(folder, known | {key: found})
+            with memory_for("a trial of the kernels: end other programs that use the memory"):
+                tried = trials(twin, shapes, device)
+            found = {name: error for name, (_, error) in tried.items() if error}
+            remember(folder, remembered(folder) | {key: found})  # another may have written
             try:
                 torch.zeros(1, device=device).item()
             except RuntimeError as error:
@@ -98,10 +105,11 @@ def untrusted(config: EngineConfig, model: Any,
                                  "again, which leaves it out, or with kernels='torch'") from error
     if not found:
         return (), []
-    names = replaced(found)
+    names = replaced(found, twin)
+    instead = (f"{', '.join(names)} are those of kernels='torch' here, which is slower" if names
+               else "They are torch's own, and nothing can take their place")
     return names, [f"kernels={config.kernels!r} on this machine: {'; '.join(found.values())}. "
-                   f"{', '.join(names)} are those of kernels='torch' here, which is slower. Please "
-                   "report this, with what nanoserve doctor prints"]
+                   f"{instead}. Please report this, with what nanoserve doctor prints"]
 
 
 def believed(twin: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNamespace:
@@ -110,15 +118,19 @@ def believed(twin: ModuleType, names: tuple[str, ...]) -> ModuleType | SimpleNam
         name: getattr(ops, name) for name in names if name in ops.__all__})
 
 
-def replaced(found: dict[str, str]) -> tuple[str, ...]:
-    """All that has to go with what was found to be wrong."""
-    names = set(found).union(*(layout for layout in LAYOUTS if layout & set(found)))
+def replaced(found: dict[str, str], twin: ModuleType) -> tuple[str, ...]:
+    """All that has to go with what was found to be wrong. Nothing goes for a function that the twin
+    has from `ops`, such as a GPU's products."""
+    own = {name for name in found if any(
+        vars(twin).get(used) is not vars(ops).get(used, twin) for used in USES.get(name, [name]))}
+    names = own.union(*(group for group in TOGETHER if group & own))
     return tuple(sorted(names | ({"graph"} if names & WAITS else set())))
 
 
 def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
            graph_class: type = CudaGraph) -> dict[str, tuple[float, str]]:
-    """By function: its largest relative error, and a sentence if that is too large."""
+    """By function: its largest relative error, and a sentence if that is too large. Raises what
+    says that memory ran out, which is no fault of a function: nothing may be remembered then."""
     checks = dict(CHECKS)
     if device.type == "cuda" or graph_class is not CudaGraph:
         checks["graph"] = lambda *given: check_graph(*given, graph_class)
@@ -134,6 +146,8 @@ def trials(twin: ModuleType, shapes: Shapes, device: torch.device,
                 if not apart <= tolerance and not error:  # NaN is wrong, too
                     error = f"{name} is wrong ({what}: relative error {apart:.1e})"
         except Exception as raised:  # a compiler's, Triton's or the driver's
+            if isinstance(raised, MemoryError) or "out of memory" in str(raised):
+                raise
             error = f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
         found[name] = worst, error
     return found

@@ -72,7 +72,7 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     """
     if size == 1:
         return Ranks()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ:  # they exist already
+    if under_torchrun():  # they exist already
         ranks = _join_torchrun(size, device)
         if ranks.rank > 0:
             with closing(ranks):
@@ -101,6 +101,19 @@ def start_ranks(size: int, device: str, entry: str, payload: object) -> Ranks:
     except BaseException:
         _kill(children)
         raise
+
+
+def under_torchrun() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def take_gpu(size: int, device: str) -> None:
+    """Under torchrun a rank's own GPU becomes the current one, before anything runs: all of them
+    would try their kernels on the first, and keep memory there."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if size > 1 and device == "cuda" and under_torchrun() and (
+            local_rank < torch.cuda.device_count()):  # too few: see check_gpus
+        torch.cuda.set_device(local_rank)
 
 
 def check_gpus(device: str, count: int, what: str) -> None:

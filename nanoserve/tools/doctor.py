@@ -65,7 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     device, twin = torch.device(config.device), namespace(config.kernels)
     with current(device):
         shapes = trial.Shapes.of(config, model)
-        rows += functions(twin, shapes, device, config.kernels) + times(twin, shapes, device)
+        for part, given in ((functions, twin), (small, small_kinds(config.kernels)), (times, twin)):
+            try:
+                rows += part(given, shapes, device)
+            except Exception as error:  # memory ran out, or a kernel has broken the device
+                rows.append((part.__name__, f"{type(error).__name__}: {error!s:.150}", "WRONG"))
     rows += pairs(torch.cuda.device_count())
     about = f"{Path(args.model).name}, {config.dtype}, kernels={config.kernels!r}"
     for row in [(about, "", ""), ("---",) * 3, *rows]:
@@ -121,20 +125,22 @@ def printed(command: list[str], seconds: float = 20, **environment: str) -> str:
     return (done.stdout if done.returncode == 0 else done.stderr[-300:]).strip()
 
 
-def functions(twin, shapes: trial.Shapes, device: torch.device, kernels: str) -> list[Row]:
+def functions(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
     """The model's own kinds, then those that other models have."""
     found: dict[str, tuple[float, str]] = {}
     for one in (shapes, shapes._replace(is_small=True, windows=(None, 100), num_experts=8,
                                         softcap=30.0, activation="gelu_tanh")):
         for name, outcome in trial.trials(twin, one, device).items():
             found[name] = max(found.get(name, outcome), outcome, key=lambda x: (bool(x[1]), x[0]))
-    found |= small(small_kinds(kernels), shapes, device)
+    return verdicts(found)
+
+
+def verdicts(found: dict[str, tuple[float, str]]) -> list[Row]:
     return [(name, error or f"relative error {apart:.1e}", "WRONG" if error else "")
             for name, (apart, error) in found.items()]
 
 
-def small(kinds: tuple[type, type], shapes: trial.Shapes,
-          device: torch.device) -> dict[str, tuple[float, str]]:
+def small(kinds: tuple[type, type], shapes: trial.Shapes, device: torch.device) -> list[Row]:
     """Products with weights of 8 and of 4 bits, beside the same weights widened."""
     size, found = (136, 256), {}
     weight, x = (trial.numbers(shapes, device, rows, 256) for rows in (136, 9))
@@ -151,7 +157,7 @@ def small(kinds: tuple[type, type], shapes: trial.Shapes,
         except Exception as raised:  # a compiler's or Triton's
             error = f"{name} fails ({type(raised).__name__}: {str(raised):.150})"
         found[name] = apart, error
-    return found
+    return verdicts(found)
 
 
 def times(twin, shapes: trial.Shapes, device: torch.device) -> list[Row]:
@@ -186,11 +192,15 @@ def seconds(call: Callable, device: torch.device) -> float:
 
 
 def pairs(count: int) -> list[Row]:
-    """One start for each two of so many GPUs."""
-    rows = []
+    """One start for each two of so many GPUs, by the names that this process knows them by."""
+    rows, names = [], os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) >= count else [str(number) for number in range(count)]
     for a, b in itertools.combinations(range(count), 2):
-        told = printed([sys.executable, "-c", PAIR], 60, CUDA_VISIBLE_DEVICES=f"{a},{b}")
-        rows.append((f"all_reduce of {a} and {b}", told, "" if told == "right" else "WRONG"))
+        told = printed([sys.executable, "-c", PAIR], 60,
+                       CUDA_VISIBLE_DEVICES=f"{names[a]},{names[b]}")
+        is_right = "right" in told.splitlines()  # NCCL may print lines of its own
+        rows.append((f"all_reduce of {a} and {b}", "right" if is_right else told,
+                     "" if is_right else "WRONG"))
     return rows
 
 

@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from process_tools import PATIENCE, Script, looks_into_proc
+
+from nanoserve.parallel.processes import take_gpu
 
 pytestmark = [looks_into_proc, pytest.mark.usefixtures("leave_nobody")]
 
@@ -94,3 +97,18 @@ def test_a_rank_of_another_starter_dies(qwen3, tmp_path, how):
     ranks[0].signal_all(signal.SIGKILL)
     ranks[0].end()
     assert ranks[1].process.returncode == 1 and "rank 0 died" in ranks[1].err
+
+
+@pytest.mark.parametrize("rank, size, taken", [(1, 2, [1]), (3, 4, []), (1, 1, [])])
+def test_a_rank_takes_its_own_gpu_before_it_tries_kernels(monkeypatch, rank, size, taken):
+    """Not where there are too few, and not for an engine that this rank has for itself."""
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    take_gpu(size, "cuda")
+    assert not made  # not under torchrun
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    take_gpu(size, "cpu")
+    take_gpu(size, "cuda")
+    assert made == taken

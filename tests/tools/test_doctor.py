@@ -79,3 +79,21 @@ def test_each_pair_of_gpus_is_tried(monkeypatch):
         ("all_reduce of 0 and 2", "ConnectionError: NCCL", "WRONG"),
         ("all_reduce of 1 and 2", "", "WRONG")]
     assert doctor.pairs(1) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-2f")  # the others are somebody else's
+    answers["5,GPU-2f"] = "NCCL version 2.27.5\nright"
+    assert doctor.pairs(2) == [("all_reduce of 0 and 1", "right", "")]
+
+
+@pytest.mark.parametrize("part", ["functions", "small", "times"])
+def test_the_table_is_printed_also_where_memory_runs_out(small_times, dummy, monkeypatch, capsys,
+                                                         part):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name in ("functions", "small", "times"):
+        monkeypatch.setattr(doctor, name, lambda *given: [("a part", "right", "")])
+    full.__name__ = part
+    monkeypatch.setattr(doctor, part, full)
+    assert doctor.main([str(dummy), "--device", "cpu"]) == 1
+    told = table(capsys.readouterr().out)
+    assert told[part] == ("OutOfMemoryError: CUDA out of memory", "WRONG") and "a part" in told
